@@ -319,6 +319,23 @@ def test_a_rate_is_raised_only_to_one_that_is_not_the_best_for_so_few_steps() ->
         assert (octaves, end, rule.rounds[rule.round]) == (moved, None, CHECK) and says in note
 
 
+def test_the_second_scan_counts_from_its_own_batches_and_raises_nothing_that_has_come_to_be_unsafe() -> None:
+    for more, says in (({"began": 6.0}, "the best for so few"), ({"part": MANY_TIMES}, "not safe here")):  # 2.9 of 3.0
+        rule = started()
+        tell(rule, at(rule, 0), 42, FAR)
+        octaves, note, _ = tell(rule, at(rule, 42), 84, EIGHT, **more)
+        assert octaves == 0 and says in note and rule.rounds[rule.round] == CHECK
+
+
+def test_a_state_of_before_that_does_not_say_what_a_scan_has_learned_is_scanned_anew() -> None:
+    rule, other = started(), started()
+    tell(rule, at(rule, 0), 42, FAR)
+    state = rule.state_dict()
+    del state["scan"]
+    other.load_state_dict(json.loads(json.dumps(state)))
+    assert at(other, 42).measure[TRIALS]["multiples"] == [2.0**octave for octave in SCANS]
+
+
 def test_it_is_raised_once_more_where_higher_ones_are_still_far_ahead() -> None:
     for arm, moved in ((3.0, RAISED), (2.4, 0)):  # 1.0 and 1.6 of 2.0
         rule = started()

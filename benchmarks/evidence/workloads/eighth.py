@@ -13,21 +13,15 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, problem
+from .generated import Key, contrast, labelled, problem, sines, squares
 from .groups import hidden_matrices
 
 WIDE = 16
 
 
-@cache
-def _waves(name: str, out: int) -> tuple[Tensor, Tensor]:
-    generator = seeded(name, "waves")
-    return 0.4 * torch.randn(WIDE, 32, generator=generator), torch.randn(32, out, generator=generator) / math.sqrt(16)
-
-
 def _target(name: str, x: Tensor, out: int = 1) -> Tensor:
     """(examples, out), of mean 0 and variance near 1."""
-    waves, weights = _waves(name, out)
+    waves, weights = sines((name, "waves"), WIDE, 32, 0.4, (out,), 16)
     return torch.sin(x @ waves) @ weights
 
 
@@ -74,12 +68,6 @@ def _views(key: Key, count: int) -> Batch:
     hidden = torch.randn(count, 8, generator=generator)
     views = [torch.tanh(hidden @ torch.randn(8, wide, generator=maps)) for wide in (24, 20)]
     return tuple(view + 0.5 * torch.randn(view.shape, generator=generator) for view in views)
-
-
-def _belong(model: nn.Module, batch: Batch) -> Tensor:
-    likeness = model(*batch)
-    same = torch.arange(len(likeness))
-    return (F.cross_entropy(likeness, same, reduction="none") + F.cross_entropy(likeness.T, same, reduction="none")) / 2
 
 
 # -- unscaled: values in their own units, far from 0 ------------------------------------------------------------------------------------
@@ -152,11 +140,6 @@ def _held(key: Key, count: int) -> Batch:
     return torch.cat([told, keys.gather(1, asked)], 1), values.gather(1, asked)[:, 0]
 
 
-def _recall(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
 # -- drawn by coordinates: the colours of a picture at places in it ----------------------------------------------------------------------
 
 
@@ -188,8 +171,7 @@ def _places(key: Key, count: int) -> Batch:
 
 
 def _colours(model: nn.Module, batch: Batch) -> Tensor:
-    place, colour = batch
-    return (model(place) - colour).square().sum(1)
+    return squares(model, batch).sum(1)
 
 
 # -- both: a class and a value, of one body ----------------------------------------------------------------------------------------------
@@ -225,10 +207,10 @@ def _focal(model: nn.Module, batch: Batch) -> Tensor:
 
 
 CENSORED = problem("censored", drawn(lambda: _layers(MONTHS)), _censored, _hazard, size=64)
-MATCHED = problem("matched", drawn(_Matched), _views, _belong, size=64)
+MATCHED = problem("matched", drawn(_Matched), _views, contrast, size=64)
 UNSCALED = problem("unscaled", drawn(lambda: _layers(1)), _unscaled, _off, size=64)
 SPELT = problem("spelled", drawn(_hears), _sound, _spelling)
-RECALLED = problem("recalled", drawn(_Recalled), _held, _recall)
+RECALLED = problem("recalled", drawn(_Recalled), _held, labelled)
 COORDINATES = replace(problem("coordinates", drawn(_Picture), _places, _colours, size=128), groups=hidden_matrices)
 BOTH = problem("both", drawn(lambda: _layers(6)), _both, _two_tasks, size=64, decay=1e-4)
 RARE = problem("rare", drawn(lambda: _layers(1)), _rare, _focal, size=128)

@@ -51,6 +51,16 @@ def squares(model: nn.Module, batch: Batch) -> Tensor:
     return (model(x) - y).square()
 
 
+@cache
+def sines(
+    key: Key, inputs: int, count: int = 24, frequency: float = 0.5, outs: tuple[int, ...] = (), spread: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of a target sin(x @ waves) @ weights: (inputs, count) and (count, *outs), weights of variance 1 / spread (None: count)."""
+    generator = seeded(*key)
+    waves, weights = torch.randn(inputs, count, generator=generator), torch.randn(count, *outs, generator=generator)
+    return frequency * waves, weights / math.sqrt(spread or count)
+
+
 def pretrained(build: Callable[[], nn.Module], draw: Callable[[Key, int], Batch]) -> Callable[[int], nn.Module]:
     """Builds models, of any seed, with the weights after `PRETRAINING` steps on what is drawn; they are trained once, when they are asked for."""
 
@@ -173,7 +183,7 @@ def _pairs(key: Key, count: int) -> Batch:
     return tuple(views)
 
 
-def _contrast(model: nn.Module, batch: Batch) -> Tensor:
+def contrast(model: nn.Module, batch: Batch) -> Tensor:
     similar, same = model(*batch), torch.arange(len(batch[0]))
     return (F.cross_entropy(similar, same, reduction="none") + F.cross_entropy(similar.T, same, reduction="none")) / 2
 
@@ -251,7 +261,7 @@ def next_token(model: nn.Module, batch: Batch) -> Tensor:
 
 SERIES = problem("series", drawn(Forecaster), _series, _surprise)
 SETS = problem("sets", drawn(Sets), _sets, labelled)
-PAIRS = problem("pairs", drawn(Towers), _pairs, _contrast, size=64)
+PAIRS = problem("pairs", drawn(Towers), _pairs, contrast, size=64)
 CLUSTERS = problem("clusters", drawn(_network), _clusters, labelled, decay=1e-4)
 TRANSFER = problem("transfer", pretrained(_network, _clusters), _near, labelled)
 BRACKETS = problem("brackets", drawn(Reader), _brackets, next_token, size=16)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, labelled, problem, squares
+from .generated import Key, labelled, problem, sines, squares
 
 DOMAINS, BLOCK, INPUTS, WAVES = 6, 25, 16, 32
 BITS, IDLE, TELLING = 150, 300, 20
@@ -106,16 +106,11 @@ def _stretched(key: Key, count: int) -> Batch:
 
 
 CLASSES, ROWS, USERS, THINGS, SEEN = 100, 60_000, 6000, 3000, 64
-
-
-@functools.cache
-def _body() -> tuple[Tensor, Tensor]:
-    generator = seeded("misleading", "body")
-    return 0.5 * torch.randn(INPUTS, 24, generator=generator), torch.randn(24, generator=generator) / 24**0.5
+BODY = ("misleading", "body")
 
 
 def _waving(x: Tensor) -> Tensor:
-    waves, weights = _body()
+    waves, weights = sines(BODY, INPUTS)
     return 1.4 * torch.sin(x @ waves) @ weights
 
 
@@ -123,7 +118,7 @@ def _kinds(key: Key, count: int) -> Batch:
     """Of 100, as frequent as words are (Zipf)."""
     generator, common = seeded("misleading", "kinds", *key), seeded("misleading", "kinds")
     x = torch.randn(count, INPUTS, generator=generator)
-    known = torch.sin(x @ _body()[0])[:, :INPUTS] @ (0.375 * torch.randn(INPUTS, CLASSES, generator=common))
+    known = torch.sin(x @ sines(BODY, INPUTS)[0])[:, :INPUTS] @ (0.375 * torch.randn(INPUTS, CLASSES, generator=common))
     noise = -torch.rand(count, CLASSES, generator=generator).clamp(1e-9, 1 - 1e-7).log().neg().log()
     return x, (known - 1.2 * torch.arange(1.0, CLASSES + 1).log() + noise).argmax(1)
 

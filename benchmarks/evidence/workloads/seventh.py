@@ -3,7 +3,6 @@ normalisation, and rows with heavy tails."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -15,20 +14,14 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, problem, squares
+from .generated import Key, problem, sines, squares
 from .groups import hidden_matrices
 
 WIDE = 16
 
 
-@cache
-def _waves(name: str, count: int = 24) -> tuple[Tensor, Tensor]:
-    generator = seeded(name, "waves")
-    return 0.5 * torch.randn(WIDE, count, generator=generator), torch.randn(count, generator=generator) / math.sqrt(count)
-
-
 def _target(name: str, x: Tensor) -> Tensor:
-    waves, weights = _waves(name)
+    waves, weights = sines((name, "waves"), WIDE)
     return torch.sin(x @ waves) @ weights
 
 

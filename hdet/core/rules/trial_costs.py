@@ -54,13 +54,11 @@ class Costs:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
         return 0 if self.judged else min(max(steps // SCORED, SCORES[0]), SCORES[1])
 
-    def arm(self, steps: int) -> float:
-        """A score is a forward pass, a third of a step."""
-        return steps + (self.judged or self.scored(steps)) / 3
-
     def trial(self, arms: int, steps: int, from_first: bool) -> float:
-        """``from_first``: from the run's first weights? Those are scored too, and by a judge the weights with which any trial begins."""
-        return arms * self.arm(steps) + (self.arm(steps) - steps if from_first or self.judged else 0.0)
+        """A score is a forward pass, a third of a step. ``from_first``: from the run's first weights? Those are scored too, and by a judge the weights with which
+        any trial begins."""
+        scored = arms + (from_first or self.judged > 0)
+        return arms * steps + scored * (self.judged or self.scored(steps)) / 3
 
     def rounds(self) -> tuple[float, ...]:
         """Those that the budget affords."""

@@ -99,7 +99,7 @@ class Arms:
         return self.first - self.loss(octave)
 
     def far_ahead(self, octave: float) -> bool:
-        """Has it learned much, and much more than the rate in force? The first loss is of one batch, so by what batches differ by, too."""
+        """Has it learned much, and much more than the rate in force? More than a fifth by what batches differ by, too."""
         learned, differ = self.learned(octave), stdev(self.scores[min(self.scores)])
         return learned > MUCH * abs(self.first) + CLEAR * differ and self.gain(octave) > MUCH * learned
 
@@ -107,7 +107,8 @@ class Arms:
         """Has the rate in force hardly learned anything, beside this one?"""
         return self.learned() < LITTLE * self.learned(octave)
 
-    def far_ahead_of_own(self, octave: float) -> bool:
+    def leaves_behind(self, octave: float) -> bool:
+        """Is it higher, clearly better, and so much that the rate in force has hardly learned anything?"""
         return octave > 0 and self.better(octave) and self.far_behind(octave)
 
     @property
@@ -127,7 +128,7 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
     if arms.far_better(below) and arms.agreed(below):
         note = f"2^{below:g} times the rate is better {after}: kept for now, and held against the first weights before the check"
         return Finding(1.0, note, doubted=True)
-    if arms.far_ahead_of_own(above) and rises.allowed(scan=True, far_behind=True):
+    if arms.leaves_behind(above) and rises.allowed(scan=True, far_behind=True):
         return Finding(1.0, f"2^{above:g} times the rate is far ahead {after}: 2^{RAISED:g} times it is tried", again=True)
     tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
     return Finding(1.0, f"{after} {tried} times the rate is far ahead: kept")
@@ -142,7 +143,7 @@ def risen(arms: Arms, rises: Rises, raised: bool, learned: float, most: float) -
         return Finding(1.0, f"2^{RAISED:g} times the rate is {why} {after}: kept")
     if not rises.allowed(scan=True, far_behind=True):
         return Finding(1.0, f"2^{RAISED:g} times the rate is not safe here: kept")
-    further = arms.far_ahead_of_own(above)
+    further = arms.leaves_behind(above)
     more = ", and higher ones are still far ahead" if further else ""
     return Finding(2.0**RAISED, f"2^{RAISED:g} times the rate is better {after}{more}: raised", again=further)
 
