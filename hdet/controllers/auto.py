@@ -7,8 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from ..core.controller import RuledController
-from ..core.rules.trial_protocol import TRIALS
+from ..core.rules.trial_protocol import REPEATS, TRIALS
 from ..core.rules.trial_rule import TrialRule
+from ..measure.repeats import Repeats
+from ..measure.seen import Seen
 from ..measure.trials import Judge, Trials
 from ..measure.weight_line import check_room
 
@@ -49,8 +51,9 @@ class AutoLR(RuledController):
         freeze_after: float | None = None,
     ) -> None:
         check_room(place, None)
-        trials = Trials(model, judge, before_step)
+        seen = Seen()
+        trials = Trials(model, judge, before_step, seen)
         rule = TrialRule(budget, 0 if judge is None else len(judge[1]), freeze_after, falls_to, place)
-        super().__init__(rule, {TRIALS: trials})
+        super().__init__(rule, {TRIALS: trials, REPEATS: Repeats(trials.modules[0], seen)})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

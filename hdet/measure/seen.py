@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,38 +28,38 @@ class Seen:
 
     def __init__(self) -> None:
         self._first: torch.Tensor | None = None
+        self._window = 0
+        """Of how many steps those are."""
         self._steps: list[list[list[torch.Tensor | None]]] = []
         """[step][call][input]: the hashes of its rows; None: of too few numbers to tell rows apart."""
 
     @contextmanager
-    def looking_at(self, model: nn.Module) -> Iterator[None]:
-        """Inside it what the model is given is one more step's examples. What has no first dimension of examples is passed over, and so is a model that
-        was compiled in place (``model.compile()``): each hook would compile it again."""
+    def looking_at(self, model: nn.Module, training: bool = False) -> Iterator[None]:
+        """Inside it what the model is given is one more step's examples; ``training``: only what it is given with gradients on. What has no first dimension
+        of examples is passed over, and so is a model that was compiled in place (``model.compile()``): each hook would compile it again."""
         if getattr(model, "_compiled_call_impl", None) is not None:
             yield
             return
         calls: list[list[torch.Tensor | None]] = []
-        hook = model.register_forward_pre_hook(
-            lambda module, args, kwargs: calls.append([_hashes(one) for one in tensors_in([args, kwargs])]), with_kwargs=True
-        )
+
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled() or not training:
+                calls.append([_hashes(one) for one in tensors_in([args, kwargs])])
+
+        hook = model.register_forward_pre_hook(called, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
             self._steps.append(calls)
 
-    @property
-    def knows(self) -> bool:
-        """Have steps been kept, with whose examples later ones are compared?"""
-        return self._first is not None
-
     def forget(self) -> None:
         """The steps since `share` are to be done again; those that were kept stay."""
         self._steps = []
 
     def share(self) -> tuple[float, float]:
-        """(examples that have been seen before, of so many); then it forgets them. The first time: seen in an earlier step of these, which are kept;
-        afterwards: seen in the steps that were kept. It waits for the device."""
+        """(examples that have been seen before, of so many); then it forgets them. The first time: twice those that were seen in an earlier step of
+        these, which are kept; afterwards: seen in the steps that were kept. It waits for the device."""
         every, self._steps = self._steps, []
         constant = _constant([call for calls in every for call in calls])
         found = [[hashes for call in calls if (hashes := _together(call, constant)) is not None] for calls in every]
@@ -67,9 +68,14 @@ class Seen:
             return 0.0, 0.0
         together = torch.cat(steps)
         if self._first is None:
-            self._first = together.unique()
-            return float(len(together) - len(self._first)), float(len(together))
+            self._first, self._window = together.unique(), len(every)
+            # Of two examples that were among these steps' one came again with half the probability with which a later one is among them.
+            return 2.0 * (len(together) - len(self._first)), float(len(together))
         return float(torch.isin(together, self._first).sum()), float(len(together))
+
+    def part(self, again: float, examples: float) -> float:
+        """Of the data that a step takes: if the steps that are kept took a part p of it, a later example was among them with this probability."""
+        return again / examples / self._window if examples else 0.0
 
 
 def _constant(calls: Sequence[Sequence[torch.Tensor | None]]) -> set[int]:

@@ -42,7 +42,7 @@ class Trials(Measurement):
     ``scores`` steps that follow, nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode,
     without gradients), the first arm's snapshot among those whose losses are computed, if there is one; or those of the judge, at the cycle's end.
 
-    Arguments are those of `hdet.AutoLR`.
+    Arguments are those of `hdet.AutoLR`, and what keeps the examples that it has seen.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origins``, the snapshots with which they begin, by arm ("": the run; None: all as the run); ``of``, the
@@ -57,7 +57,9 @@ class Trials(Measurement):
 
     needs_closure = True
 
-    def __init__(self, model: nn.Module, judge: Judge | None = None, before_step: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, judge: Judge | None = None, before_step: Callable[[], object] | None = None, seen: Seen | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if judge is not None and not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
@@ -71,7 +73,7 @@ class Trials(Measurement):
         self.model, self.judge, self.before_step = model, judge, before_step
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
-        self._seen, self._window = Seen(), 0
+        self._seen = seen or Seen()
         self._needs_graph = False
         """Do scores need gradients to be on? Found out by the first one."""
         self._begin()
@@ -362,14 +364,9 @@ class Trials(Measurement):
         if any(of not in self._losses for of in expected):
             return None  # a score has raised, and the loop has gone on
         mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
-        first = not self._seen.knows
-        again, examples = self._seen.share()
-        if first:
-            self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
         began = torch.nan_to_num(_mean_over(self._began).to(mark), nan=BROKEN, posinf=BROKEN)
-        # Of two examples that were among the first steps' one came again with half the probability with which a later one was among them.
-        more = torch.cat([began, went, mark.new_tensor([2 * again if first else again, examples])])
+        more = torch.cat([began, went, mark.new_tensor(self._seen.share())])
         if any(self._losses[of] is None for of in expected):
             return torch.cat([mark, mark.new_zeros(1 + len(told) + len(trained)), more])
         losses = [*(self._losses.get(of) for of in told), *trained]
@@ -397,13 +394,11 @@ class Trials(Measurement):
         found = []
         for broken, seeing, *losses, began, run, own, again, examples in rows:
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
-            # If the first steps took a part p of the data, an example that comes later was among them with this probability. Each of several ranks
-            # has looked at its own part alone.
-            part = seeing * again / examples if examples else 0.0
+            part = seeing * self._seen.part(again, examples)  # each of several ranks has looked at its own part alone
             means, arms = [min(loss / seeing, BROKEN) for loss in losses], len(self._settings["multiples"])
             scores = len(means) - arms * last(self._settings["steps"])
             parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)
-            found.append(Told(broken, *parts, far, part / max(1, self._window), min(began / seeing, BROKEN)).row())
+            found.append(Told(broken, *parts, far, part, min(began / seeing, BROKEN)).row())
         return found
 
 

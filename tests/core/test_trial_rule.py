@@ -14,15 +14,16 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.rises import MANY
+from hdet.core.rules.rises import FEW, MANY, Rises
 from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, SCAN
-from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, TRIALS, Told, last
+from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, REPEATS, TRIALS, Told, last
 from hdet.core.rules.trial_rule import ANEW, CHECKS, FIRST, SCANS, TrialRule
 from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000
 CYCLE = {"total_steps": TOTAL, "sync_interval": 50, "knobs": ["lr", "decay"], "multipliers": [[1.0], [1.0]], "losses": [4.0]}
+LOOKED: dict[str, None] = {REPEATS: None}
 NOISE = [0.001, -0.001, 0.0005, -0.0005]
 
 
@@ -53,9 +54,9 @@ def tell(
     **more: Any,
 ) -> Any:
     """What it learns from a cycle whose arms have these losses, in training too unless something else is said: (octaves, note, ending)."""
-    scores = rule.judged or (plan.measure[TRIALS]["scores"] if plan.measure else 1)
+    scores = rule.judged or (plan.measure[TRIALS]["scores"] if TRIALS in plan.measure else 1)
     rows = {}
-    if arms is not None and plan.measure:
+    if arms is not None and TRIALS in plan.measure:
         in_training = scored(arms if trained is None else trained, last(plan.measure[TRIALS]["steps"]))
         rows = {TRIALS: [Told(float(broke), scored(arms, scores), in_training, far, part, began).row()]}
     values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
@@ -116,7 +117,7 @@ def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | No
         plan = at(rule, step)
         length = min(plan.steps or 50, total - step)
         step += length
-        if not plan.measure:
+        if TRIALS not in plan.measure:
             assert not plan.spread and (not plan.snapshots or set(plan.snapshots) == {ORIGIN} or (rule.finished and not rule.idle))
             tell(rule, plan, step, None, total_steps=total)
             continue
@@ -156,7 +157,7 @@ def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None
     rule = past_scan()
     half = past_scan(budget=0.06).plan(Moment(0, 300, 600)).measure  # the schedule steps twice for one step
     assert FEWEST < half[TRIALS]["steps"] < at(past_scan(budget=0.06), 600).measure[TRIALS]["steps"]
-    assert rule.plan(Moment(0, 50, 400)) == Plan(steps=25, spread=False), "600 in steps of the schedule, eight for one"
+    assert rule.plan(Moment(0, 50, 400)) == Plan(steps=25, spread=False, measure=LOOKED), "600 in steps of the schedule, eight for one"
 
 
 # -- the scan --------------------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_the_scan_keeps_a_rate_that_is_not_grossly_wrong() -> None:
     plan = at(rule, 0)
     assert plan.measure[TRIALS]["multiples"] == [2.0**octave for octave in SCANS] and plan.measure[TRIALS]["of"] == "peak"
     assert tell(rule, plan, 36, [3.0, 2.5, 2.8])[::2] == (0.0, None)
-    assert at(rule, 36) == Plan(steps=50, spread=False) and at(rule, 590) == Plan(steps=10, spread=False)
+    assert at(rule, 36) == Plan(steps=50, spread=False, measure=LOOKED) and at(rule, 590) == Plan(steps=10, spread=False, measure=LOOKED)
     check = at(rule, 600).measure[TRIALS]
     assert check["of"] == "base" and check["origins"] is None and check["multiples"] == [2.0**octave for octave in CHECKS]
 
@@ -199,7 +200,7 @@ def test_a_rate_that_looks_too_high_in_the_scan_is_kept_until_the_run_has_shown_
     """Some losses rise at first, at any rate that is good later, as a quantizer's. Meanwhile only the run's beginning is remembered."""
     rule = doubted(place="host")
     for step in (36, 590):
-        assert at(rule, step).snapshots == {ORIGIN: SnapshotOf("host")} and not at(rule, step).measure
+        assert at(rule, step).snapshots == {ORIGIN: SnapshotOf("host")} and at(rule, step).measure == LOOKED
     anew = at(rule, 600)
     settings = anew.measure[TRIALS]
     assert settings["multiples"] == [2.0**octave for octave in ANEW] and settings["origins"] == [ORIGIN, ORIGIN, ""]
@@ -393,7 +394,7 @@ def test_a_check_moves_towards_the_better_arm_and_is_repeated(arms: list[float],
     assert moved == octaves and end is None and f"now {1e-3 * 2**octaves:.2g}" in note
     assert rule.rounds[rule.round] == CHECK
     if octaves > 0:  # the rate rises in a straight line, for as many steps as the trial had
-        assert not at(rule, 900).measure and not at(rule, 1100).measure
+        assert at(rule, 900).measure == at(rule, 1100).measure == LOOKED
     assert at(rule, 1200).measure
     tell(rule, at(rule, 1200), 1500, [2.5, 2.0, 2.4], correction=2.0**octaves)
     assert rule.finished
@@ -438,7 +439,7 @@ def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     assert moved == 3 * 2 * PART
     rule = past_scan()
     tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])
-    assert replace(at(rule, 800), snapshots={}) == Plan(spread=False) and rule.finished
+    assert at(rule, 800).measure == LOOKED and rule.finished
 
 
 def test_a_lower_rate_has_to_be_better_in_training_too() -> None:
@@ -482,7 +483,7 @@ def test_a_check_waits_for_the_end_of_the_warm_up_but_not_for_ever() -> None:
     low = {"peak": [1e-3, 0.1], "scheduled": [1e-4, 0.1]}
     rule = started()
     tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], **low)
-    assert at(rule, 600) == at(rule, 3400) == Plan(steps=50, spread=False)
+    assert at(rule, 600) == Plan(steps=50, spread=False, measure=LOOKED) and at(rule, 3400) == Plan(steps=50, spread=False)
     other = started()
     other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
     tell(rule, at(rule, 3400), 3450, None, **{**low, "scheduled": [0.91e-3, 0.1]})
@@ -551,6 +552,27 @@ def test_where_examples_come_again_a_rate_is_not_raised_without_a_judge() -> Non
     assert tell(rule, at(rule, 600), 700, [2.2, 2.5, 3.3])[0] < 0  # lowered it may be
 
 
+@pytest.mark.parametrize(("times", "from_step"), [(1.1 * FEW, 2300), (11, 1100), (1.1 * MANY, 900), (0.9 * FEW, None)])
+def test_a_raised_rate_is_taken_back_when_the_second_of_many_epochs_begins(times: float, from_step: int | None) -> None:
+    """Told beforehand, or found out by looking; and with it the weights stay."""
+    for told in (False, True):
+        rule = raised()
+        rule.epochs = times * told
+        found = cycles(rule, [1.0] * 12, part=times / TOTAL * (not told))
+        steps = range(900, 700 + 200 * 13, 200)
+        back = next((step for step, (moved, _, _) in zip(steps, found, strict=True) if moved), None)
+        assert back == (None if from_step is None else next(step for step in steps if step >= from_step))
+        if back is not None:
+            _, note, end = next(one for one in found if one[0])
+            assert f"examples come again, {times:.0f} times" in note and end is None and rule.idle and "judge=" in rule.report()
+    told = started(epochs=times)
+    assert told._rises.looks and raises(told) == (0 if times > MANY else RAISED)
+
+
+def test_with_a_judge_nobody_looks_whether_examples_come_again() -> None:
+    assert not Rises(True, 0.0, 11.0, 0.1).looks and not Rises(True, 0.0, 11.0, 0.1).overfit and Rises(False, 0.0, 11.0, 0.1).overfit
+
+
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:
     rule = started()
     assert raises(rule) == RAISED
@@ -577,13 +599,17 @@ def raised() -> TrialRule:
     return rule
 
 
-def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**RAISED, step: int = 700) -> list[Any]:
-    """Of 200 steps each, a window."""
+def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**RAISED, step: int = 700, part: float = 0.0) -> list[Any]:
+    """Of 200 steps each, a window, with examples of which a step takes this part of the data."""
     found = []
     for loss in losses:
         plan, step = at(rule, step), step + 200
-        assert (plan if rule.idle else replace(plan, snapshots={}, judged=True)) == Plan(spread=False)
-        found.append(tell(rule, plan, step, None, correction=correction, losses=[loss]))
+        looks = not rule.idle and step - 200 < TOTAL / FEW
+        assert (plan if rule.idle else replace(plan, snapshots={}, judged=True)) == Plan(
+            spread=False, steps=50 if looks else None, measure=LOOKED if looks else {}
+        )
+        measured = {REPEATS: [[part]]} if REPEATS in plan.measure else {}
+        found.append(tell(rule, plan, step, None, correction=correction, losses=[loss], measured=measured))
         correction *= 2.0 ** found[-1][0]
     return found
 
@@ -617,7 +643,11 @@ def test_replicas_with_gradients_of_their_own_go_back_in_their_rate_alone() -> N
         arms = {3: FAR, 2: EIGHT}[len(plan.measure[TRIALS]["multiples"])] if plan.measure and correction == 1 else [2.6, 2.5, 2.6]
         moved, _, _ = tell(rule, plan, step, arms if plan.measure else None, correction=correction)
         correction *= 2.0**moved
-    assert correction == 2**RAISED and rule.finished and not rule.idle and at(rule, 1000) == Plan(spread=False)
+    assert correction == 2**RAISED and rule.finished and not rule.idle
+    plan = at(rule, 1200)
+    assert plan == Plan(spread=False, measure=LOOKED)
+    two = {"losses": [4.0, 4.0], "measured": {REPEATS: [[5.5 / TOTAL]] * 2}}
+    assert tell(rule, plan, 1250, None, correction=correction, **two)[::2] == (-RAISED, None)
 
 
 def test_after_a_checkpoint_it_goes_back_to_what_there_is() -> None:
@@ -697,8 +727,8 @@ def test_its_state_is_plain_and_goes_on() -> None:
         other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
         other.restart(Moment(0, step, step))
         again = at(other, step)
-        number = len(plan.measure[TRIALS]["multiples"]) if plan.measure else 0
-        assert again.steps == plan.steps and bool(again.measure) == bool(number), step
+        number = len(plan.measure[TRIALS]["multiples"]) if TRIALS in plan.measure else 0
+        assert again.steps == plan.steps and (TRIALS in again.measure) == bool(number), step
         step += plan.steps or 50
         arms = (FAR if number == 3 else EIGHT) if correction == 1 else [2.6, 2.5, 2.0]
         found = [tell(one, the, step, arms if number else None, correction, losses=[9.0 if step > 3000 else 1.0])
@@ -742,7 +772,7 @@ def test_with_an_engine_corrections_follow(exponent: int, total: int) -> None:
         while not engine.tick():
             pass
         rows = {}
-        if engine.plan.measure:
+        if TRIALS in engine.plan.measure:
             settings = engine.plan.measure[TRIALS]
             rates = [m * engine.corrections[0] for m in settings["multiples"]]
             scores = scored([2.0 + 0.1 * math.log2(rate / best) ** 2 for rate in rates], settings["scores"])

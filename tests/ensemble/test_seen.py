@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def shares(*steps: Any, seen: Seen | None = None) -> tuple[float, float]:
-    """``steps``: lists of calls, each with a function that makes it."""
+    """``steps``: lists of calls, each with a function that makes it. What is seen again among the first of ``seen`` counts twice."""
     seen, net = seen or Seen(), Net()
     for calls in steps:
         with seen.looking_at(net):
@@ -42,7 +42,7 @@ def numbers(*rows: int, size: int = 5) -> torch.Tensor:
 
 def test_examples_are_known_again_whatever_their_place_and_company() -> None:
     one, two = numbers(1, 2, 3, 4), numbers(9, 3, 8)
-    assert shares([lambda net: net(one)], [lambda net: net(two)]) == (1, 7)
+    assert shares([lambda net: net(one)], [lambda net: net(two)]) == (2, 7)
     seen = Seen()
     shares([lambda net: net(one)], seen=seen)
     assert shares([lambda net: net(two)], [lambda net: net(two)], seen=seen) == (2, 6)
@@ -54,7 +54,8 @@ def test_of_any_kind_and_however_they_are_given(kind: torch.dtype) -> None:
     rows = (100 * numbers(1, 2, 3, size=64)).abs().to(kind)
     masked = {"ids": rows[1:], "mask": rows[1:] > 0}
     assert shares([lambda net: net(rows[:2])], [lambda net: net(masked)]) == (0, 4), "a mask more: another example"
-    assert shares([lambda net: net({"ids": rows})], [lambda net: net(ids=rows.clone())], [lambda net: net((rows.view(3, 8, 8),))]) == (6, 9)
+    again = [lambda net: net(ids=rows.clone())], [lambda net: net((rows.view(3, 8, 8),))]
+    assert shares([lambda net: net({"ids": rows})], *again) == (12, 9)
 
 
 def test_what_is_given_twice_in_a_step_counts_once() -> None:
@@ -66,7 +67,7 @@ def test_what_is_the_same_in_each_call_is_no_example_unless_all_is() -> None:
     mask, one, two = numbers(7, 8, 9), numbers(1, 2, 3, 4), numbers(4, 5, 6, 1)
     for order in (lambda x: (mask, x), lambda x: (x, mask)):
         steps = [[lambda net, x=x, order=order: net(*order(x))] for x in (one, two)]
-        assert shares(*steps) == (2, 8)
+        assert shares(*steps) == (4, 8)
     assert shares([lambda net: net(mask, one)], [lambda net: net(mask, one)])[1] > 0  # a whole set in each step
 
 
@@ -90,7 +91,7 @@ def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:
     one = numbers(1, 2, size=40_000)
     other = one.clone()
     other[0] += 1
-    assert shares([lambda net: net(one)], [lambda net: net(other)]) == (1, 4)
+    assert shares([lambda net: net(one)], [lambda net: net(other)]) == (2, 4)
 
 
 # -- in a run ------------------------------------------------------------------------------------------------------------------
@@ -148,3 +149,21 @@ def test_a_rate_that_is_far_too_low_is_raised_only_where_examples_are_new(exampl
     rule = run.controller.rule
     assert (rule.epochs > MANY) == (not moves) and (run.ensemble.corrections["lr"] > 1) == moves
     assert ("judge=" in run.controller.report()) == (not moves)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("examples", "stays"), [(400, False), (10**9, True)])
+def test_a_raised_rate_is_taken_back_in_the_second_epoch(examples: int, stays: bool, shuffled: bool) -> None:
+    """It begins between the trials, and nothing but the rate is touched."""
+    net = model()
+
+    def data(key: int) -> Any:
+        epoch, at = divmod(key // 100, examples)
+        return batch(int(torch.randperm(examples, generator=torch.Generator().manual_seed(epoch))[at]) if shuffled and not stays else at)
+
+    run = Run(net=net, controller=lambda it: hdet.AutoLR(it, budget=0.1), closure=True, lr=1e-5, total=3000, data=data)
+    run.losses = lambda data: losses_of(net, data)
+    run.steps(900)
+    rule = run.controller.rule
+    assert max(peak for _, peak in rule.peaks) > 1e-5, "it was raised in the first epoch"
+    assert (run.ensemble.corrections["lr"] > 1) == stays == (rule.epochs == 0)

@@ -8,9 +8,10 @@ __all__ = ["Rises"]
 
 FALLS = 0.2
 """The part of its peak to which a schedule falls, or below, in the end: what a high rate costs in noise is mostly gone then."""
-MANY = 12
-"""Times that a run sees its examples, beyond which a rate is not raised without a judge: with labels of which some are wrong, raised rates helped in
-runs of 10 epochs, and overfitted in those of 20 and more."""
+FEW, MANY = 4, 12
+"""Times that a run sees its examples, beyond which, without a judge, a raised rate is taken back when they come again, and beyond which it is not raised
+at all. With labels of which some are wrong raised rates helped in runs of 10 epochs, and overfitted in those of 20 and more. With users and things,
+which are learned by heart, they helped in runs of 4, and overfitted in those of 6; taken back at the second epoch, they helped in all of them."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Rises:
       where the rate in force has hardly learned anything.
     - *A schedule that does not fall*, or of which that is not known: in the end the noise of its rate is there. A check is as careful as with a judge, and
       what a scan has raised is taken back if the check's lower arm is any better.
-    - *Examples that come again* more than `MANY` times, and no judge: a high rate overfits, and nobody sees it. Nothing is raised.
+    - *Examples that come again* more than `MANY` times, and no judge: a high rate overfits, and nobody sees it. Nothing is raised. Beyond `FEW` times,
+      nothing is raised, nor stays so, from the second epoch on: until then a high rate only learns sooner.
     """
 
     judged: bool
@@ -29,6 +31,8 @@ class Rises:
     """The part of its peak to which the schedule falls in the end, in [0, 1]; None: not known."""
     epochs: float
     """How often the run sees its examples, as far as they have come again."""
+    done: float = 0.0
+    """The part of the run that is."""
 
     @property
     def end(self) -> float:
@@ -37,7 +41,12 @@ class Rises:
 
     @property
     def overfit(self) -> bool:
-        return not self.judged and self.epochs > MANY
+        return not self.judged and (self.epochs > MANY or (self.epochs > FEW and self.done * self.epochs >= 1))
+
+    @property
+    def looks(self) -> bool:
+        """Is it still to be found out whether examples come again more than `FEW` times?"""
+        return not self.judged and self.done < 1 / FEW
 
     @property
     def stays_high(self) -> bool:
@@ -59,6 +68,10 @@ class Rises:
             return f". The schedule {falls}, so the rate is raised only where it hardly learns (falls_to=0, if averaged weights are what counts)"
         return ""
 
+    def why(self) -> str:
+        """Where it has `overfit`."""
+        return f"examples come again, {self.epochs:.0f} times in this run"
+
     def found(self) -> str:
         """For a report after trials."""
-        return f"; not raised, as examples come again, {self.epochs:.0f} times in this run, and there is no judge=" if self.overfit else ""
+        return f"; no rise, as {self.why()}, and there is no judge=" if self.overfit else ""

@@ -8,10 +8,12 @@ from itertools import chain
 
 from ..plan import SnapshotOf
 
-__all__ = ["BROKEN", "ORIGIN", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
+__all__ = ["BROKEN", "ORIGIN", "REPEATS", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
 
 TRIALS = "trials"
 """The measurement's name."""
+REPEATS = "repeats"
+"""That of another one (`hdet.measure.repeats`), whose rows are `Told.part` alone, of cycles after the trials."""
 RUN = "run"
 """The snapshot in which the run itself waits."""
 ORIGIN = "origin"

@@ -17,7 +17,7 @@ and on where in the run it begins (docs/evidence/autolr.md, "What a trial can te
   would be too early to say that: some losses rise at first, at any rate that is good later.
 
 A rate that was raised is watched to the end of the run, and copies of the run are kept meanwhile: where its loss doubles, the run goes back to one, and
-to the rate of before.
+to the rate of before. Where examples come again, and will often, it goes back to that rate alone.
 
 Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -37,7 +37,7 @@ from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
 from .rises import Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
-from .trial_protocol import BROKEN, ORIGIN, TRIALS, Told, snapshots
+from .trial_protocol import BROKEN, ORIGIN, REPEATS, TRIALS, Told, snapshots
 from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
 
 __all__ = ["TrialRule"]
@@ -57,6 +57,9 @@ WATCHED, WORSE = 200, 2.0
 """Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
 where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
 breaks after all, thousands of steps later."""
+LOOKS = 0.02
+"""Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
+not harm."""
 
 
 class TrialRule(Controller):
@@ -140,6 +143,8 @@ class TrialRule(Controller):
         """Of this run, when its length is known."""
         self._pace = 1.0
         """Optimizer steps for each step of the schedule."""
+        self._done = 0.0
+        """The part of the run that is."""
         self._doubted = False
         """Was a lower rate better in the scan? Then the run's beginning is kept."""
         self._kept: list[str] = []
@@ -257,6 +262,7 @@ class TrialRule(Controller):
 
     def plan(self, now: Moment) -> Plan:
         self._pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
+        self._done = now.schedule_step / self._total
         if self.used and not self.finished and now.step < self.began + self.used + self.costs.scored(self.used):
             return self._trial(now)
         self._spend()  # it should have ended
@@ -280,19 +286,29 @@ class TrialRule(Controller):
                 self._doubted = False
                 return self._trial(now)
             self._next()
-        return self._watching() if self._raised and not self._fixed else Plan(spread=False)
+        return self._watching() if self._raised else Plan(spread=False)
 
     def _watching(self) -> Plan:
+        measure = self._looks()
+        if self._fixed:
+            return Plan(spread=False, measure=measure)
         name = f"run {self.watched}"
         if name not in self._kept:
             self._kept = [*self._kept[-1:], name]
+        steps = min(self._interval, math.ceil(LOOKS * self._total * self._pace)) if measure else None
+        kept = {name: SnapshotOf(self.place) for name in self._kept}
         # What breaks is taken back by the watch, if losses are told.
-        return Plan(spread=False, snapshots={name: SnapshotOf(self.place) for name in self._kept}, judged=not self.level)
+        return Plan(steps=steps, spread=False, measure=measure, snapshots=kept, judged=not self.level)
 
     def _wait(self, steps: int) -> Plan:
         """``steps``: of the schedule."""
         kept = {ORIGIN: SnapshotOf(self.place)} if self._doubted else {}
-        return Plan(steps=None if self._fixed else min(self._interval, math.ceil(steps * self._pace)), spread=False, snapshots=kept)
+        length = None if self._fixed else min(self._interval, math.ceil(steps * self._pace))
+        return Plan(steps=length, spread=False, measure=self._looks(), snapshots=kept)
+
+    def _looks(self) -> dict[str, None]:
+        """Between trials, and after them: whether examples of the first one come again."""
+        return {REPEATS: None} if self.trial and self._rises.looks else {}
 
     @property
     def _rising(self) -> bool:
@@ -329,6 +345,7 @@ class TrialRule(Controller):
     def decide(self, evidence: Evidence) -> Learned:
         self._look(evidence)
         seen = [loss for loss in evidence.losses if loss is not None]
+        self._come_again(part for row in evidence.measured.get(REPEATS, ()) if row is not None for part in row)
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
             self.first = self.first or ([mean(seen)] if seen else [])
@@ -339,7 +356,7 @@ class TrialRule(Controller):
         begun_with = mean(one.began for one in told)
         self.first = self.first or [begun_with]
         self.strayed = next((one.far for one in told if not 1 / STRAYED < one.far < STRAYED), 0.0)
-        self.epochs = max(self.epochs, self._total * sum(one.part for one in told))  # each replica has a part of the data of its own
+        self._come_again(one.part for one in told)
         if self.strayed:
             warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
         judges = told[:1] if self.judged else told
@@ -363,7 +380,7 @@ class TrialRule(Controller):
         if self.strayed:
             why = "arms do not do what the loop does"
         elif self._rises.overfit:
-            why = f"examples come again, {self.epochs:.0f} times in this run"
+            why = self._rises.why()
         elif not self._scan and arms.flat:
             why = f"in {arms.steps} steps no rate is any better or worse, so there is hardly anything left to learn"
         elif not self._scan and self._rises.stays_high and arms.gain(below) > 0:
@@ -413,13 +430,15 @@ class TrialRule(Controller):
 
     def _watch(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
         """After the trials, a cycle under a raised rate."""
+        correction, peak = self._in_force(evidence)
+        if self._rises.overfit and correction > 1:
+            return self._carried_out(taken_back(peak, correction, self._rises.why()), evidence)
         if seen or self.window or self.level:
             self.window.append(mean(seen) if seen else BROKEN)
         broke = bool(self.level) and not seen
-        if not self.window or not (broke or evidence.step - self.watched >= WATCHED):
+        if not self.window or not (broke or evidence.step - self.watched >= max(WATCHED, self._interval)):
             return self._nothing(evidence)
         before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
-        correction, peak = self._in_force(evidence)
         if not before or not self.level[0] > WORSE * before[0] > 0 or not correction > 1:
             return self._nothing(evidence)
         found = taken_back(peak, correction, f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}")
@@ -437,12 +456,17 @@ class TrialRule(Controller):
 
     def _look(self, evidence: Evidence) -> None:
         """At the schedule."""
+        self._done = evidence.step / self._total
         first = self._rates[0]
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
+    def _come_again(self, parts: Iterable[float]) -> None:
+        """By replica, each of which has data of its own: `Told.part`."""
+        self.epochs = max(self.epochs, self._total * sum(parts))
+
     @property
     def _rises(self) -> Rises:
-        return Rises(self.judged > 0, self.falls_to, self.epochs)
+        return Rises(self.judged > 0, self.falls_to, self.epochs, self._done)
 
     def _next(self) -> None:
         self.round, self.repeated, self.lowered = self.round + 1, 0, False
