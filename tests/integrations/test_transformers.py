@@ -387,7 +387,7 @@ def _auto(folder: str, lr: float, shadow: bool) -> Any:
 
     with listening() as lines:
         settings = {"max_steps": 200, "learning_rate": lr, "gradient_accumulation_steps": 2, "logging_steps": 20, "log_level": "info"}
-        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, examples=320, **settings)  # at most ten epochs
+        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, examples=1600, **settings)  # two epochs at most
     return weights(trainer.model), trainer.ensemble.corrections["lr"], lines
 
 

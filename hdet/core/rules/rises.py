@@ -8,10 +8,10 @@ __all__ = ["Rises"]
 
 FALLS = 0.2
 """The part of its peak to which a schedule falls, or below, in the end: what a high rate costs in noise is mostly gone then."""
-FEW, MANY = 4, 12
+FEW, MANY = 2, 12
 """Times that a run sees its examples, beyond which, without a judge, a raised rate is taken back when they come again, and beyond which it is not raised
 at all. With labels of which some are wrong raised rates helped in runs of 10 epochs, and overfitted in those of 20 and more. With users and things,
-which are learned by heart, they helped in runs of 4, and overfitted in those of 6; taken back at the second epoch, they helped in all of them."""
+which are learned by heart, they helped in runs of 2.5, and overfitted in those of 3; taken back at the second epoch, they helped in those of 11."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Rises:
     falls_to: float | None
     """The part of its peak to which the schedule falls in the end, in [0, 1]; None: not known."""
     epochs: float
-    """How often the run sees its examples, as far as they have come again."""
-    done: float = 0.0
-    """The part of the run that is."""
+    """How often the run sees its examples, as far as it is known."""
+    again: bool
+    """Have examples come again?"""
 
     @property
     def end(self) -> float:
@@ -41,12 +41,7 @@ class Rises:
 
     @property
     def overfit(self) -> bool:
-        return not self.judged and (self.epochs > MANY or (self.epochs > FEW and self.done * self.epochs >= 1))
-
-    @property
-    def looks(self) -> bool:
-        """Is it still to be found out whether examples come again more than `FEW` times?"""
-        return not self.judged and self.done < 1 / FEW
+        return not self.judged and (self.epochs > MANY or (self.epochs > FEW and self.again))
 
     @property
     def stays_high(self) -> bool:

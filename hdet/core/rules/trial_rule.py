@@ -35,7 +35,7 @@ from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
-from .rises import Rises
+from .rises import FEW, Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
 from .trial_protocol import BROKEN, ORIGIN, REPEATS, TRIALS, Told, snapshots
 from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
@@ -308,7 +308,7 @@ class TrialRule(Controller):
 
     def _looks(self) -> dict[str, None]:
         """Between trials, and after them: whether examples of the first one come again."""
-        return {REPEATS: None} if self.trial and self._rises.looks else {}
+        return {REPEATS: None} if self.trial and not self.judged and self._done * FEW < 1 else {}
 
     @property
     def _rising(self) -> bool:
@@ -466,7 +466,8 @@ class TrialRule(Controller):
 
     @property
     def _rises(self) -> Rises:
-        return Rises(self.judged > 0, self.falls_to, self.epochs, self._done)
+        again = self.epochs > self._epochs or self._done * self.epochs >= 1  # it was found out, or is told
+        return Rises(self.judged > 0, self.falls_to, self.epochs, again)
 
     def _next(self) -> None:
         self.round, self.repeated, self.lowered = self.round + 1, 0, False
