@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch import nn
 
 from ..core.controller import RuledController
-from ..core.rules.trial_protocol import REPEATS, TRIALS
+from ..core.rules.trial_protocol import HELD_OUT, REPEATS, TRIALS
 from ..core.rules.trial_rule import TrialRule
+from ..measure.held_out import HeldOut
 from ..measure.repeats import Repeats
 from ..measure.seen import Seen
 from ..measure.trials import Judge, Trials
@@ -28,8 +29,9 @@ class AutoLR(RuledController):
     Args:
         model: whose losses the closure computes, as the loop calls it (with its DistributedDataParallel, where it has one).
         budget: the part of the run's compute that trials may take; see `TrialRule`.
-        judge: ``(loss_fn, batches)``: held-out mini-batches and ``loss_fn(model, batch)`` -> losses, whose mean counts. Then arms are scored by them. Give it
-            where examples are seen many times: new weights always look good on what they were trained on.
+        judge: ``(loss_fn, batches)``: held-out mini-batches and ``loss_fn(model, batch)`` -> losses, whose mean counts. Then arms are scored by them, and
+            so is the run, up to 50 times: where it overfits, it goes back to its best weights, at a quarter of the rate. Give it where examples are
+            seen many times: new weights always look good on what they were trained on.
         before_step: called between an arm's backward pass and its step, for what the loop does there, such as clipping.
         falls_to: the part of its peak to which the schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None: the scheduler is asked.
             To be given for one that is not torch's, or that is written by hand.
@@ -54,6 +56,6 @@ class AutoLR(RuledController):
         seen = Seen()
         trials = Trials(model, judge, before_step, seen)
         rule = TrialRule(budget, 0 if judge is None else len(judge[1]), freeze_after, falls_to, place)
-        super().__init__(rule, {TRIALS: trials, REPEATS: Repeats(trials.modules[0], seen)})
+        super().__init__(rule, {TRIALS: trials, REPEATS: Repeats(trials.modules[0], seen), HELD_OUT: HeldOut(trials)})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

@@ -380,6 +380,19 @@ class Trials(Measurement):
                     self._watched.snapshots.restore(arm(number))
                     self._losses |= {(score, number): loss for score, loss in enumerate(self._judged(loss_fn, batches))}
 
+    def held_out(self) -> torch.Tensor | None:
+        """(1 + mini-batches,) float64: 1, and the judge's losses of the run's own weights; zeros where this rank sees none. None: there is no judge."""
+        if self.judge is None:
+            return None
+        losses = self._judged(*self.judge)
+        reshard(self._bare)
+        torch.clear_autocast_cache()
+        seen = [loss for loss in losses if loss is not None]
+        if len(seen) < len(losses):
+            return torch.zeros(1 + len(losses), dtype=torch.float64, device=self._device)
+        row = torch.stack([seen[0].new_ones(()), *seen]).to(self._device)
+        return torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)
+
     def _judged(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor | None]:
         """The weights that are there now, by batch."""
         with eval_mode(self._bare):

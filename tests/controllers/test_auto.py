@@ -82,6 +82,37 @@ def test_a_raised_rate_that_breaks_later_is_taken_back_with_all_that_it_did(brok
     assert above_best(ran) < above_best(fixed(1e-4))
 
 
+HELD_OUT = (loss_of, [taught(10**6 + number) for number in range(8)])
+
+
+def noisy(key: int) -> Any:
+    """Three batches, again and again, whose noise can be learned by heart."""
+    x, y = taught(key // 100 % 3, 16)
+    return x, y + 2 * torch.randn(16, 1, generator=torch.Generator().manual_seed(key // 100 % 3))
+
+
+def overfits(lr: float, controller: Any) -> float:
+    """The held-out loss at the end."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    ran = Run(net=net, lr=lr, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, controller=controller).steps()
+    if controller is not None:
+        assert ran.controller.rule.spent <= 0.1 * TOTAL and any("held-out loss rose" in note for note in ran.notes())
+    with torch.no_grad():
+        return sum(loss_of(net, data).item() for data in HELD_OUT[1]) / len(HELD_OUT[1])
+
+
+@pytest.mark.parametrize("lr", [0.003, 0.01])
+def test_with_a_judge_a_run_that_overfits_goes_back_to_its_best_weights(lr: float) -> None:
+    assert 5 * overfits(lr, lambda net: hdet.AutoLR(net, budget=0.1, judge=HELD_OUT)) < overfits(lr, None)
+
+
+def test_a_run_that_does_not_overfit_is_judged_without_a_trace() -> None:
+    ran = auto(0.03, judge=HELD_OUT).steps()
+    assert torch.equal(ran.weights(), fixed(0.03).weights()) and ran.controller.rule.spent <= 0.2 * TOTAL
+    assert ran.controller.rule.judged_at > 0.9 * TOTAL and not ran.controller.idle
+
+
 def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
     ran = auto(1e-4, budget=0.03).steps(50)
     assert torch.equal(ran.weights(), run(lambda model: None, together=1, lr=1e-4, spread=0.0, total=TOTAL).steps(50).weights())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.rises import FEW, MANY, Rises
-from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, SCAN
-from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, REPEATS, TRIALS, Told, last
+from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, SCAN, Costs
+from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
 from hdet.core.rules.trial_rule import ANEW, CHECKS, FIRST, SCANS, TrialRule
-from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew
+from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew, overfits
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000
@@ -568,7 +569,73 @@ def test_a_raised_rate_is_taken_back_when_the_second_of_many_epochs_begins(times
 
 def test_with_a_judge_nobody_looks_whether_examples_come_again() -> None:
     judged = past_scan(judged=2)
-    assert not at(judged, 100).measure and at(past_scan(), 100).measure == LOOKED and not Rises(True, 0.0, 50.0, True).overfit
+    assert (
+        at(judged, 100).measure.keys() == {HELD_OUT} and at(past_scan(), 100).measure == LOOKED and not Rises(True, 0.0, 50.0, True).overfit
+    )
+
+
+def judged(rule: TrialRule, losses: Sequence[float], step: int = 700, correction: float = 1.0) -> list[tuple[int, float, str, Any]]:
+    """(step, octaves, note, ending) of the cycles at whose end the run's own weights are judged: by two mini-batches, with these losses on average."""
+    found, left = [], list(losses)
+    while left:
+        plan = at(rule, step)
+        assert plan.steps and not plan.measure.keys() - {HELD_OUT}
+        step += plan.steps
+        rows = [[left[0] - 0.01, left.pop(0) + 0.01]] if HELD_OUT in plan.measure else []
+        moved, note, end = tell(rule, plan, step, None, correction=correction, measured={HELD_OUT: rows} if rows else {})
+        correction *= 2.0**moved
+        if rows:
+            found.append((step, moved, note, end))
+    return found
+
+
+def judging(**settings: Any) -> TrialRule:
+    """With a judge, whose trials are over."""
+    rule = past_scan(judged=2, **settings)
+    tell(rule, at(rule, 600), 636, [2.6, 2.5, 2.6])
+    assert rule.finished and not rule.idle
+    return rule
+
+
+def test_where_a_judge_finds_the_run_worse_twice_it_goes_back_to_its_best_weights_at_a_quarter_of_the_rate() -> None:
+    rule = judging()
+    found = judged(rule, [2.0, 1.0, 1.04, 1.06, 1.02, 1.06, 1.06, 0.9, 1.0, 1.0])
+    steps = [step for step, *_ in found]
+    assert [later - step for step, later in itertools.pairwise(steps)] == [200] * 9
+    moves = [(step, moved, end) for step, moved, _, end in found if moved]
+    assert moves == [(steps[6], -2, Restore(f"best {steps[1]}")), (steps[9], -2, Restore(f"best {steps[7]}"))], (
+        "5 % of the 1.0 that was learned"
+    )
+    assert "from 1 to 1.06: back to the weights of step" in found[6][2] and "yours 0.001, now 6.3e-05" in rule.report()
+    assert [*at(rule, steps[9]).snapshots] == [f"best {steps[7]}"]
+
+
+def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:
+    rule = judging()
+    judged(rule, [2.0, 1.0, 1.2])
+    other = started(judged=2)
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other.restart(Moment(9, 1400, 1400))
+    assert not at(other, 1400).snapshots and [moved for _, moved, *_ in judged(other, [1.2, 1.3, 1.3], 1400)] == [0, 0, -2]
+
+
+def test_what_a_judge_cannot_tell_apart_is_no_overfitting() -> None:
+    assert (
+        overfits([1.1, 1.1], [1.0, 1.0], 2.0) and not overfits([1.04, 1.04], [1.0, 1.0], 2.0) and not overfits([1.4, 0.8], [1.0, 1.0], 2.0)
+    )
+
+
+@pytest.mark.parametrize(("judges", "total", "times"), [(2, 10_000, 50), (16, 10_000, 18), (16, 1000, 0), (4, 1000, 7), (30, 4000, 0)])
+def test_a_judge_judges_the_run_for_a_third_of_the_budget_at_most(judges: int, total: int, times: int) -> None:
+    costs = Costs(0.03, total, judges)
+    assert (total // costs.every if costs.every else 0) == times and costs.judging() <= 0.01 * total
+    assert bool(costs.rounds()) == (total >= 4000), "and never at the cost of the only check"
+
+
+def test_replicas_with_gradients_of_their_own_are_not_judged() -> None:
+    rule = TrialRule(judged=2)
+    rule.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0)], 2, [0.0], local=True, falls_to=[0.0]))
+    assert HELD_OUT not in at(rule, 300).measure and rule.costs.every
 
 
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:

@@ -31,6 +31,10 @@ CHECKED = 224
 ANEWED = 64
 """Steps of a trial anew for which it takes all that is left of the budget. A longer one leaves half of it to a check: if the run was right to go on, its
 rate may still be somewhat too high."""
+JUDGED = 0.02
+"""Of the run: how often a judge judges the run itself, between trials and after them."""
+JUDGING, FIVE = 1 / 3, 5
+"""The most of the budget that this may take, if a check still has enough: it is less often then, and not at all, if that is less than so many times."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
 ARMS = 3
@@ -50,6 +54,18 @@ class Costs:
     total: int
     judged: int = 0
 
+    @property
+    def every(self) -> int:
+        """Steps after which the run itself is judged again; 0: it is not."""
+        budget, check = self.budget * self.total, self.trial(ARMS, ENOUGH, from_first=False)
+        part = min(JUDGING * budget, budget - check) if budget >= check else JUDGING * budget
+        most = min(1 / JUDGED, part / (self.judged / 3)) if self.judged else 0
+        return math.ceil(self.total / most) if most >= FIVE else 0
+
+    def judging(self, since: int = 0) -> float:
+        """The run itself, from a step on."""
+        return self.judged / 3 * (self.total - since) / self.every if self.every else 0.0
+
     def scored(self, steps: int) -> int:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
         return 0 if self.judged else min(max(steps // SCORED, SCORES[0]), SCORES[1])
@@ -62,11 +78,11 @@ class Costs:
 
     def rounds(self) -> tuple[float, ...]:
         """Those that the budget affords."""
-        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total
+        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total - self.judging()
         return () if affords < check else (ALONE,) if affords < check + self.trial(ARMS, ENOUGH, from_first=True) else (SCAN, CHECK)
 
     def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
-        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``left``: optimizer
+        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: or put aside; ``left``: optimizer
         steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
         affords, cost = self.budget * self.total * pace - spent, partial(self.trial, arms, from_first=scan or anew)
         if scan:

@@ -8,12 +8,14 @@ from itertools import chain
 
 from ..plan import SnapshotOf
 
-__all__ = ["BROKEN", "ORIGIN", "REPEATS", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
+__all__ = ["BROKEN", "HELD_OUT", "ORIGIN", "REPEATS", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
 
 TRIALS = "trials"
 """The measurement's name."""
 REPEATS = "repeats"
 """That of another one (`hdet.measure.repeats`), whose rows are `Told.part` alone, of cycles after the trials."""
+HELD_OUT = "held out"
+"""That of the judge's losses of the run's own weights (`hdet.measure.held_out`), at the end of a cycle: rows are [mini-batch]."""
 RUN = "run"
 """The snapshot in which the run itself waits."""
 ORIGIN = "origin"

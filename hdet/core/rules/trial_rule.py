@@ -19,6 +19,8 @@ and on where in the run it begins (docs/evidence/autolr.md, "What a trial can te
 A rate that was raised is watched to the end of the run, and copies of the run are kept meanwhile: where its loss doubles, the run goes back to one, and
 to the rate of before. Where examples come again, and will often, it goes back to that rate alone.
 
+With a judge the run itself is judged all along. Where it overfits, it goes back to the weights that were best, at a quarter of the rate.
+
 Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
 
@@ -37,8 +39,8 @@ from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
 from .rises import FEW, Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
-from .trial_protocol import BROKEN, ORIGIN, REPEATS, TRIALS, Told, snapshots
-from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
+from .trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
+from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, overfits, risen, scanned, taken_back
 
 __all__ = ["TrialRule"]
 
@@ -57,6 +59,8 @@ WATCHED, WORSE = 200, 2.0
 """Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
 where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
 breaks after all, thousands of steps later."""
+TWICE, QUARTER = 2, 0.25
+"""Times in a row that a judge has to find the run worse: a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
 LOOKS = 0.02
 """Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
 not harm."""
@@ -83,6 +87,7 @@ class TrialRule(Controller):
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
+        "top": Or(Number(), 0.0), "best": Or(ListOf(Number()), []), "best_at": Or(COUNT, 0), "judged_at": Or(COUNT, 0), "worse": Or(COUNT, 0),
     }  # fmt: skip
 
     def __init__(
@@ -134,6 +139,14 @@ class TrialRule(Controller):
         """The mean losses of the cycles of the one that goes on."""
         self.watched = 0
         """The step at which it began."""
+        self.top = 0.0
+        """The highest loss by the judge so far."""
+        self.best: list[float] = []
+        """By mini-batch, of the run's weights that were best; empty: it has not been judged yet."""
+        self.best_at, self.judged_at = 0, 0
+        """The steps at which that was, and at which it was judged last."""
+        self.worse = 0
+        """How often in a row it was worse than then."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -182,7 +195,7 @@ class TrialRule(Controller):
     def _report(self) -> str:
         if self._costs is None:
             return "trials, when the length of the run is known"
-        if not self.rounds:
+        if not self.rounds and not self.peaks:
             return self._costs.too_short()
         if self.strayed:
             return (
@@ -214,7 +227,7 @@ class TrialRule(Controller):
             self.used = 0
         self._spend(done)
         self._doubted = self.anew = False  # snapshots are gone
-        self._kept = []
+        self._kept, self.best, self.worse = [], [], 0
 
     @property
     def _total(self) -> int:
@@ -249,7 +262,7 @@ class TrialRule(Controller):
 
     @property
     def idle(self) -> bool:
-        return self.finished and not self._raised
+        return self.finished and not self._raised and not self._judges
 
     @property
     def finished(self) -> bool:
@@ -260,7 +273,24 @@ class TrialRule(Controller):
     def _raised(self) -> bool:
         return not self.frozen and bool(self.peaks) and self.peaks[-1][1] > self.peaks[-1][0]
 
+    @property
+    def _judges(self) -> bool:
+        """Is the run itself judged?"""
+        return not self.frozen and not self._fixed and self.costs.every > 0
+
     def plan(self, now: Moment) -> Plan:
+        plan = self._planned(now)
+        if not self._judges:
+            return plan
+        kept = {**plan.snapshots, f"best {self.best_at}": SnapshotOf(self.place)} if self.best else plan.snapshots
+        if TRIALS in plan.measure:
+            return replace(plan, snapshots=kept)
+        due = math.ceil((self.judged_at + self.costs.every if self.best else FIRST) * self._pace) - now.step
+        length = min(plan.steps or self._interval, max(due, 1))
+        measure = {**plan.measure, HELD_OUT: None} if length >= due else plan.measure
+        return replace(plan, steps=length, measure=measure, snapshots=kept)
+
+    def _planned(self, now: Moment) -> Plan:
         self._pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
         self._done = now.schedule_step / self._total
         if self.used and not self.finished and now.step < self.began + self.used + self.costs.scored(self.used):
@@ -280,7 +310,8 @@ class TrialRule(Controller):
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
             self.anew = self._doubted
-            steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), self.spent, left, self._pace)
+            spent = self.spent + self.costs.judging(self.judged_at)
+            steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 self._doubted = False
@@ -349,6 +380,9 @@ class TrialRule(Controller):
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
             self.first = self.first or ([mean(seen)] if seen else [])
+            overfitted = self._judged(evidence)
+            if overfitted is not None:
+                return overfitted
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
         steps, octaves, from_first = self.used, self._octaves(), self._from_first
         self._spend()
@@ -445,6 +479,24 @@ class TrialRule(Controller):
         if self._kept:  # the older one: in the window before it may have begun to rise
             found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
         return self._carried_out(found, evidence)
+
+    def _judged(self, evidence: Evidence) -> Learned | None:
+        """What follows from the judge's losses of the run itself, if anything does."""
+        rows = [row for row in evidence.measured.get(HELD_OUT, ()) if row]
+        if not rows:
+            return None
+        losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
+        self.spent, self.judged_at, self.top = self.spent + self.judged / 3, evidence.step, max(self.top, mean(losses))
+        if not self.best or mean(losses) < mean(self.best):
+            self.best, self.best_at, self.worse = losses, evidence.step, 0
+            return None
+        self.worse = self.worse + 1 if overfits(losses, self.best, self.top) else 0
+        if self.worse < TWICE:
+            return None
+        self.worse, self.level, self.window = 0, [], []
+        _, peak = self._in_force(evidence)
+        note = f"the held-out loss rose from {mean(self.best):.4g} to {mean(losses):.4g}: back to the weights of step {self.best_at}, at {QUARTER * peak:.2g}"
+        return self._carried_out(Finding(QUARTER, note, f"best {self.best_at}"), evidence)
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look(evidence)

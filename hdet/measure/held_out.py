@@ -1,0 +1,26 @@
+"""Losses of held-out mini-batches, at the end of a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .measurement import Measurement
+from .trials import Trials
+
+__all__ = ["HeldOut"]
+
+
+class HeldOut(Measurement):
+    """[replica]: the losses of the run's own weights, by mini-batch of the judge of ``trials``; empty, if it has none."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
+        """(1 + mini-batches,) float64: 1, to be added up over the ranks that see losses."""
+        return self._trials.held_out()
+
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [[loss / seeing for loss in losses] for seeing, *losses in rows if seeing]
