@@ -27,8 +27,8 @@ class Repeats(Measurement):
     def __init__(self, model: nn.Module, seen: Seen) -> None:
         self._model, self._seen = model, seen
         self._looking, self._steps = ExitStack(), 0
-        self._counted: list[tuple[float, float]] = []
-        """[replica]: examples that have come again, of so many."""
+        self._counted: list[list[float]] = []
+        """[replica]: examples that have come again, of so many, and by chance."""
 
     def watch(self, watched: Watched) -> None:
         self._device = local_parts(watched.sets[0][:1])[0].device
@@ -43,18 +43,18 @@ class Repeats(Measurement):
         self.reset()
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
-        """(3,) float64: 1, to be added up over ranks; how many examples were seen before, of how many."""
+        """(4,) float64: 1, to be added up over ranks; how many examples were seen before, of how many, and by chance."""
         self.release()
         return torch.tensor([1.0, *self._seen.share()], dtype=torch.float64, device=self._device)
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        before = self._counted or [(0.0, 0.0)] * len(rows)
-        counted = [(again + row[1], examples + row[2]) for (again, examples), row in zip(before, rows, strict=True)]
-        if any(examples < ENOUGH for _, examples in counted):
+        before = self._counted or [[0.0] * 3] * len(rows)
+        counted = [[one + more for one, more in zip(had, row[1:], strict=True)] for had, row in zip(before, rows, strict=True)]
+        if any(examples < ENOUGH for _, examples, _ in counted):
             self._counted = counted
             return [[0.0] for _ in rows]
         self._counted = []
-        return [[ranks * self._seen.part(*found)] for (ranks, _, _), found in zip(rows, counted, strict=True)]
+        return [[ranks * self._seen.part(*found)] for (ranks, *_), found in zip(rows, counted, strict=True)]
 
     def release(self) -> None:
         self._looking.close()

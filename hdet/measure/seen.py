@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +19,10 @@ __all__ = ["Seen"]
 PICKED = 4096
 """Numbers of an example that are looked at, evenly spaced."""
 FEWEST = {True: 2, False: 8}
-"""Numbers that an example must have to be told from others: of floating point, and whole ones."""
+"""Numbers that an example must have to be told from others: of floating point, and whole ones. One of fewer, such as a user and a thing, may come by chance
+with another label."""
+SURELY = 5.0
+"""Square roots of what comes by chance, by which more of these have to be seen again: three standard errors, of what is seen and of the chance itself."""
 _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,8 +34,10 @@ class Seen:
         self._first: torch.Tensor | None = None
         self._window = 0
         """Of how many steps those are."""
-        self._steps: list[list[list[torch.Tensor | None]]] = []
-        """[step][call][input]: the hashes of its rows; None: of too few numbers to tell rows apart."""
+        self._chance: float | None = None
+        """The part of them that was in others of these steps too, where examples are of few numbers; None: they are told from others."""
+        self._steps: list[list[list[_Rows | None]]] = []
+        """[step][call][input]; None: it has no rows."""
 
     @contextmanager
     def looking_at(self, model: nn.Module, training: bool = False) -> Iterator[None]:
@@ -40,7 +46,7 @@ class Seen:
         if getattr(model, "_compiled_call_impl", None) is not None:
             yield
             return
-        calls: list[list[torch.Tensor | None]] = []
+        calls: list[list[_Rows | None]] = []
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled() or not training:
@@ -57,28 +63,49 @@ class Seen:
         """The steps since `share` are to be done again; those that were kept stay."""
         self._steps = []
 
-    def share(self) -> tuple[float, float]:
-        """(examples that have been seen before, of so many); then it forgets them. The first time: twice those that were seen in an earlier step of
-        these, which are kept; afterwards: seen in the steps that were kept. It waits for the device."""
+    def share(self) -> tuple[float, float, float]:
+        """(examples that have been seen before, of so many, and how many would have been by chance); then it forgets them. The first time: twice those that
+        were seen in an earlier step of these, which are kept; afterwards: seen in the steps that were kept. It waits for the device."""
         every, self._steps = self._steps, []
         constant = _constant([call for calls in every for call in calls])
-        found = [[hashes for call in calls if (hashes := _together(call, constant)) is not None] for calls in every]
-        steps = [torch.cat(hashes).unique() for hashes in found if hashes]  # a model may be given an example twice in a step
+        found = [[rows for call in calls if (rows := _together(call, constant)) is not None] for calls in every]
+        steps = [
+            torch.cat([rows.hashes for rows in calls]).unique() for calls in found if calls
+        ]  # a model may be given an example twice in a step
         if not steps:
-            return 0.0, 0.0
-        together = torch.cat(steps)
+            return 0.0, 0.0, 0.0
+        together, enough = torch.cat(steps), all(rows.enough for calls in found for rows in calls)
+        examples = float(len(together))
         if self._first is None:
-            self._first, self._window = together.unique(), len(every)
-            # Of two examples that were among these steps' one came again with half the probability with which a later one is among them.
-            return 2.0 * (len(together) - len(self._first)), float(len(together))
-        return float(torch.isin(together, self._first).sum()), float(len(together))
+            self._window = len(every)
+            self._first, counts = together.unique(return_counts=True)
+            if enough:
+                # Of two examples that were among these steps' one came again with half the probability with which a later one is among them.
+                return 2.0 * (examples - len(counts)), examples, 0.0
+            self._chance = float(counts[counts > 1].sum()) / examples
+            return 0.0, 0.0, 0.0
+        if enough != (self._chance is None):
+            return 0.0, 0.0, 0.0
+        return float(torch.isin(together, self._first).sum()), examples, examples * (self._chance or 0.0)
 
-    def part(self, again: float, examples: float) -> float:
+    def part(self, again: float, examples: float, chance: float) -> float:
         """Of the data that a step takes: if the steps that are kept took a part p of it, a later example was among them with this probability."""
-        return again / examples / self._window if examples else 0.0
+        more = again - chance
+        return more / examples / self._window if more > SURELY * math.sqrt(chance) else 0.0
 
 
-def _constant(calls: Sequence[Sequence[torch.Tensor | None]]) -> set[int]:
+class _Rows(NamedTuple):
+    """Of an input, or of several together."""
+
+    hashes: torch.Tensor
+    """(examples,) int64"""
+    numbers: int
+    """Of an example."""
+    enough: bool
+    """Are examples told from others by them?"""
+
+
+def _constant(calls: Sequence[Sequence[_Rows | None]]) -> set[int]:
     """The inputs that are the same in each call, such as a mask, positions or the edges of a graph: they are no examples. All of them may be, where the
     whole set is given in each step; then they are."""
     inputs = range(max(map(len, calls), default=0))
@@ -86,34 +113,36 @@ def _constant(calls: Sequence[Sequence[torch.Tensor | None]]) -> set[int]:
     return set() if len(same) == len(inputs) else same
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
+def _equal(one: _Rows | None, other: _Rows | None) -> bool:
+    return (one is None) == (other is None) and (one is None or other is None or torch.equal(one.hashes, other.hashes))
 
 
-def _together(call: Sequence[torch.Tensor | None], constant: set[int]) -> torch.Tensor | None:
-    """(examples,) int64, of the inputs that have as many rows as most of them."""
-    told = [hashes for n, hashes in enumerate(call) if hashes is not None and n not in constant]
+def _together(call: Sequence[_Rows | None], constant: set[int]) -> _Rows | None:
+    """Of the inputs that have as many rows as most of them; those of few numbers count only where no input has enough, and not one number alone."""
+    told = [rows for n, rows in enumerate(call) if rows is not None and n not in constant]
+    told = [rows for rows in told if rows.enough] or told
     if not told:
         return None
-    lengths = [len(hashes) for hashes in told]
-    rows = max(lengths, key=lengths.count)
-    # Each by an odd number of its own: two inputs that have changed places are another example.
-    parts = [hashes * (2 * n + 1) for n, hashes in enumerate(told) if len(hashes) == rows]
-    return torch.stack(parts).sum(0)
+    lengths = [len(rows.hashes) for rows in told]
+    told = [rows for rows in told if len(rows.hashes) == max(lengths, key=lengths.count)]
+    # Each by a weight of its own: two inputs that have changed places are another example.
+    weights = _weights(told[0].hashes.device)
+    hashes = torch.stack([rows.hashes * weights[n] for n, rows in enumerate(told)]).sum(0)
+    numbers = sum(rows.numbers for rows in told)
+    return _Rows(hashes, numbers, told[0].enough) if numbers > 1 else None
 
 
 @torch.no_grad()
-def _hashes(given: torch.Tensor) -> torch.Tensor | None:
-    """(rows,) int64."""
+def _hashes(given: torch.Tensor) -> _Rows | None:
     tensor = given.detach()
     if not tensor.dim() or not tensor.numel() or tensor.is_complex() or is_sharded(tensor):
         return None
     rows = tensor.reshape(len(tensor), -1)
-    if rows.shape[1] < FEWEST[tensor.is_floating_point()]:
-        return None
+    numbers = rows.shape[1]
     rows = rows[:, :: -(-rows.shape[1] // PICKED)].contiguous()
     words = rows.long() if rows.dtype == torch.bool else rows.view(_SAME_SIZE_INTEGER[rows.element_size()]).long()
-    return (words * _weights(words.device)[: words.shape[1]]).sum(1)
+    hashes = (words * _weights(words.device)[: words.shape[1]]).sum(1)
+    return _Rows(hashes, numbers, numbers >= FEWEST[tensor.is_floating_point()])
 
 
 @functools.cache

@@ -350,8 +350,8 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(7 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
-        this rank sees none; what that moved; and how many examples were seen before, of how many."""
+        """(8 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
+        this rank sees none; what that moved; and how many examples were seen before, of how many, and by chance."""
         steps = self._settings["steps"]
         if self._position < steps + self._settings["scores"] * (self.judge is None):
             return None
@@ -405,9 +405,9 @@ class Trials(Measurement):
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
             )
         found = []
-        for broken, seeing, *losses, began, run, own, again, examples in rows:
+        for broken, seeing, *losses, began, run, own, again, examples, chance in rows:
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
-            part = seeing * self._seen.part(again, examples)  # each of several ranks has looked at its own part alone
+            part = seeing * self._seen.part(again, examples, chance)  # each of several ranks has looked at its own part alone
             means, arms = [min(loss / seeing, BROKEN) for loss in losses], len(self._settings["multiples"])
             scores = len(means) - arms * last(self._settings["steps"])
             parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)

@@ -574,15 +574,19 @@ def test_with_a_judge_nobody_looks_whether_examples_come_again() -> None:
     )
 
 
-def judged(rule: TrialRule, losses: Sequence[float], step: int = 700, correction: float = 1.0) -> list[tuple[int, float, str, Any]]:
-    """(step, octaves, note, ending) of the cycles at whose end the run's own weights are judged: by two mini-batches, with these losses on average."""
-    found, left = [], list(losses)
+def judged(
+    rule: TrialRule, losses: Sequence[float], step: int = 700, correction: float = 1.0, training: float = -0.01
+) -> list[tuple[int, float, str, Any]]:
+    """(step, octaves, note, ending) of the cycles at whose end the run's own weights are judged: by two mini-batches, with these losses on average.
+    ``training``: what is added to the training loss in each cycle."""
+    found, left, loss = [], list(losses), 4.0
     while left:
         plan = at(rule, step)
         assert plan.steps and not plan.measure.keys() - {HELD_OUT}
         step += plan.steps
         rows = [[left[0] - 0.01, left.pop(0) + 0.01]] if HELD_OUT in plan.measure else []
-        moved, note, end = tell(rule, plan, step, None, correction=correction, measured={HELD_OUT: rows} if rows else {})
+        loss += training
+        moved, note, end = tell(rule, plan, step, None, correction=correction, losses=[loss], measured={HELD_OUT: rows} if rows else {})
         correction *= 2.0**moved
         if rows:
             found.append((step, moved, note, end))
@@ -608,6 +612,10 @@ def test_where_a_judge_finds_the_run_worse_twice_it_goes_back_to_its_best_weight
     )
     assert "from 1 to 1.06: back to the weights of step" in found[6][2] and "yours 0.001, now 6.3e-05" in rule.report()
     assert [*at(rule, steps[9]).snapshots] == [f"best {steps[7]}"]
+
+
+def test_where_the_training_loss_rises_too_it_is_the_noise_of_the_rate() -> None:
+    assert not any(moved for _, moved, *_ in judged(judging(), [2.0, 1.0, 1.5, 1.5, 1.5, 1.5], training=0.01))
 
 
 def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:

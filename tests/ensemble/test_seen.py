@@ -25,14 +25,15 @@ class Net(nn.Module):
 
 
 def shares(*steps: Any, seen: Seen | None = None) -> tuple[float, float]:
-    """``steps``: lists of calls, each with a function that makes it. What is seen again among the first of ``seen`` counts twice."""
+    """(seen again, examples). ``steps``: lists of calls, each with a function that makes it. What is seen again among the first of ``seen`` counts
+    twice."""
     seen, net = seen or Seen(), Net()
     for calls in steps:
         with seen.looking_at(net):
             for call in calls:
                 call(net)
     net(torch.randn(99, 9))  # nobody looks
-    return seen.share()
+    return seen.share()[:2]
 
 
 def numbers(*rows: int, size: int = 5) -> torch.Tensor:
@@ -71,11 +72,41 @@ def test_what_is_the_same_in_each_call_is_no_example_unless_all_is() -> None:
     assert shares([lambda net: net(mask, one)], [lambda net: net(mask, one)])[1] > 0  # a whole set in each step
 
 
-@pytest.mark.parametrize(
-    "few", [torch.arange(6), torch.arange(12).view(6, 2), torch.randn(6), torch.tensor(3.0), "no tensor", torch.empty(0, 4)]
-)
+@pytest.mark.parametrize("few", [torch.arange(6), torch.randn(6), torch.tensor(3.0), "no tensor", torch.empty(0, 4)])
 def test_what_says_too_little_of_an_example_is_passed_over(few: Any) -> None:
     assert shares([lambda net: net(few)], [lambda net: net(few)]) == (0, 0)
+
+
+def of_users(generator: torch.Generator, rows: int, users: int = 6000, things: int = 400) -> torch.Tensor:
+    """(rows, 2), things as frequent as words are: many pairs come again by chance."""
+    return torch.stack(
+        [torch.randint(users, (rows,), generator=generator), (things ** torch.rand(rows, generator=generator)).long() - 1], 1
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("times", [0, 3, 10])
+def test_examples_of_few_numbers_come_again_if_they_do_more_than_by_chance(times: int, apart: bool) -> None:
+    """``times``: in 10 000 steps of 64, 0: all are new."""
+    generator, net, seen = torch.Generator().manual_seed(0), Net(), Seen()
+    rows = of_users(generator, 640_000 // times) if times else torch.empty(0, 2)
+    orders = [torch.randperm(len(rows), generator=generator) for _ in range(times)]
+
+    def step(number: int) -> None:
+        epoch, at = divmod(number, len(rows) // 64) if times else (0, 0)
+        given = rows[orders[epoch][at * 64 :][:64]] if times else of_users(generator, 64)
+        with seen.looking_at(net):
+            net(*given.unbind(1)) if apart else net(given)
+
+    def part(first: int, last: int, stride: int = 1) -> float:
+        for number in range(first, last, stride):
+            step(number)
+        found = seen.share()
+        assert not first or found[2] > 10
+        return 10_000 * seen.part(*found)
+
+    assert part(0, 42) == 0 == part(600, 800, 8)
+    assert part(4000, 4400, 8) == pytest.approx(times, rel=0.3)
 
 
 def test_a_model_that_was_compiled_in_place_is_not_hooked() -> None:
@@ -84,7 +115,7 @@ def test_a_model_that_was_compiled_in_place_is_not_hooked() -> None:
     for _ in range(2):
         with seen.looking_at(net):
             assert not net._forward_pre_hooks
-    assert seen.share() == (0, 0)
+    assert seen.share() == (0, 0, 0)
 
 
 def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:

@@ -60,7 +60,8 @@ WATCHED, WORSE = 200, 2.0
 where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
 breaks after all, thousands of steps later."""
 TWICE, QUARTER = 2, 0.25
-"""Times in a row that a judge has to find the run worse: a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
+"""Times in a row that a judge has to find the run worse, and the training loss lower: the noise of a good high rate raises both, and is gone when the rate
+falls; and a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
 LOOKS = 0.02
 """Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
 not harm."""
@@ -88,6 +89,7 @@ class TrialRule(Controller):
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
         "top": Or(Number(), 0.0), "best": Or(ListOf(Number()), []), "best_at": Or(COUNT, 0), "judged_at": Or(COUNT, 0), "worse": Or(COUNT, 0),
+        "trained": Or(ListOf(Number()), []), "trained_at_best": Or(ListOf(Number()), []),
     }  # fmt: skip
 
     def __init__(
@@ -147,6 +149,10 @@ class TrialRule(Controller):
         """The steps at which that was, and at which it was judged last."""
         self.worse = 0
         """How often in a row it was worse than then."""
+        self.trained: list[float] = []
+        """The mean training losses of the cycles since it was judged last,"""
+        self.trained_at_best: list[float] = []
+        """and before it was best."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -380,7 +386,7 @@ class TrialRule(Controller):
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
             self.first = self.first or ([mean(seen)] if seen else [])
-            overfitted = self._judged(evidence)
+            overfitted = self._judged(evidence, seen)
             if overfitted is not None:
                 return overfitted
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
@@ -480,17 +486,20 @@ class TrialRule(Controller):
             found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
         return self._carried_out(found, evidence)
 
-    def _judged(self, evidence: Evidence) -> Learned | None:
+    def _judged(self, evidence: Evidence, seen: Sequence[float]) -> Learned | None:
         """What follows from the judge's losses of the run itself, if anything does."""
+        self.trained += [mean(seen)] if seen and self._judges else []
         rows = [row for row in evidence.measured.get(HELD_OUT, ()) if row]
         if not rows:
             return None
         losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
         self.spent, self.judged_at, self.top = self.spent + self.judged / 3, evidence.step, max(self.top, mean(losses))
+        trained, self.trained = self.trained, []
         if not self.best or mean(losses) < mean(self.best):
-            self.best, self.best_at, self.worse = losses, evidence.step, 0
+            self.best, self.best_at, self.trained_at_best, self.worse = losses, evidence.step, trained, 0
             return None
-        self.worse = self.worse + 1 if overfits(losses, self.best, self.top) else 0
+        falls = bool(trained) and bool(self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
+        self.worse = self.worse + 1 if falls and overfits(losses, self.best, self.top) else 0
         if self.worse < TWICE:
             return None
         self.worse, self.level, self.window = 0, [], []
