@@ -62,11 +62,11 @@ def _facts(key: Key, count: int) -> Batch:
 
 # -- won: which of two players wins on this map? (Bradley and Terry's chances) -----------------------------------------------------------
 
-PLAYERS, MAPS = 2000, 20
+PLAYERS, MAPS = 3000, 20
 
 
 class _Won(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.players, self.maps, self.begins = nn.Embedding(PLAYERS, width), nn.Embedding(MAPS, width), nn.Embedding(MAPS, 1)
         nn.init.zeros_(self.begins.weight)
@@ -164,23 +164,24 @@ def _above(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(x), above, reduction="none").sum(1)
 
 
-# -- stated: which states did a machine go through? (a conditional random field on convolutions) -----------------------------------------
+# -- stated: which states did a machine go through? (a conditional random field) ---------------------------------------------------------
 
-STATES, TICKS, GAUGES = 5, 8, 3
+STATES, TICKS, GAUGES, SPAN = 5, 8, 3, 5
 
 
 class _Stated(nn.Module):
     """What is seen (batch, ticks, gauges) -> scores of the states (batch, ticks, states), and those of going from one to another."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 48) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv1d(GAUGES, width, 3, padding=1), nn.GELU(), nn.Conv1d(width, width, 3, padding=1), nn.GELU(), nn.Conv1d(width, STATES, 1)
+        self.layers = nn.Sequential(
+            nn.Linear(SPAN * GAUGES, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, STATES)
         )
         self.goes = nn.Parameter(torch.zeros(STATES, STATES))
 
     def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        return self.body(seen.transpose(1, 2)).transpose(1, 2), self.goes
+        around = F.pad(seen, (0, 0, SPAN // 2, SPAN // 2)).unfold(1, SPAN, 1)
+        return self.layers(around.flatten(2)), self.goes
 
 
 @cache
@@ -199,7 +200,7 @@ def _ticks(key: Key, count: int) -> Batch:
     states, seen = [], []
     for pushed, part in zip(noise, chosen, strict=True):
         state = (part > goes.cumsum(1)[state]).sum(1).clamp(max=STATES - 1)
-        gauges = torch.tanh((gauges[:, None] @ on[state])[:, 0] + where[state]) + 0.3 * pushed
+        gauges = torch.tanh((gauges[:, None] @ on[state])[:, 0] + where[state]) + 0.5 * pushed
         states.append(state)
         seen.append(gauges)
     return torch.stack(seen, 1), torch.stack(states, 1)
@@ -218,7 +219,7 @@ def _path(model: nn.Module, batch: Batch) -> Tensor:
 
 # -- moved: how far has a picture moved between two looks at it? (a correlation of features, arXiv 1504.06852) ---------------------------
 
-SIDE, FAR = 10, 2
+SIDE, FAR = 8, 2
 MOVES = (2 * FAR + 1) ** 2
 
 
@@ -248,11 +249,11 @@ def _looks(key: Key, count: int) -> Batch:
     later = scene[example, (down[:, None] + at)[:, :, None], (across[:, None] + at)[:, None]]
     pictures = torch.stack([scene[:, FAR:-FAR, FAR:-FAR], later], 1)
     noise, light = torch.randn(pictures.shape, generator=generator), torch.randn(count, 2, 1, 1, generator=generator)
-    return pictures + noise + 0.5 * light, move
+    return pictures + 0.8 * noise + 0.5 * light, move
 
 
 LINKED = _finite(problem("linked", drawn(_Linked), _facts, labelled, size=64), _facts, epochs=3)
-WON = _finite(problem("won", drawn(_Won), _games, _coin, size=64), _games, epochs=8)
+WON = _finite(problem("won", drawn(_Won), _games, _coin, size=32), _games, epochs=8)
 TAGGED = problem("tagged", drawn(_Tagged), _threes, labelled, size=64)
 GRADED = _finite(problem("graded", drawn(_Graded), _rows, _above, decay=5e-4), _rows, epochs=6)
 STATED = problem("stated", drawn(_Stated), _ticks, _path)

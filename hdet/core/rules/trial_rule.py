@@ -60,8 +60,8 @@ WATCHED, WORSE = 200, 2.0
 where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
 breaks after all, thousands of steps later."""
 TWICE, QUARTER = 2, 0.25
-"""Times in a row that a judge has to find the run worse, and the training loss lower: the noise of a good high rate raises both, and is gone when the rate
-falls; and a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
+"""Times in a row that a judge has to find the run worse, and the training loss lower, where examples have come again: the noise of a good high rate raises
+both, and is gone when the rate falls; and a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
 LOOKS = 0.02
 """Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
 not harm."""
@@ -345,7 +345,7 @@ class TrialRule(Controller):
 
     def _looks(self) -> dict[str, None]:
         """Between trials, and after them: whether examples of the first one come again."""
-        return {REPEATS: None} if self.trial and not self.judged and self._done * FEW < 1 else {}
+        return {REPEATS: None} if self.trial and self._done * FEW < 1 else {}
 
     @property
     def _rising(self) -> bool:
@@ -499,7 +499,7 @@ class TrialRule(Controller):
             self.best, self.best_at, self.trained_at_best, self.worse = losses, evidence.step, trained, 0
             return None
         falls = bool(trained) and bool(self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
-        self.worse = self.worse + 1 if falls and overfits(losses, self.best, self.top) else 0
+        self.worse = self.worse + 1 if falls and self._rises.again and overfits(losses, self.best, self.top) else 0
         if self.worse < TWICE:
             return None
         self.worse, self.level, self.window = 0, [], []
