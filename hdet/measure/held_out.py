@@ -13,7 +13,7 @@ __all__ = ["HeldOut"]
 
 
 class HeldOut(Measurement):
-    """[replica]: the losses of the run's own weights, by mini-batch of the judge of ``trials``; empty, if it has none."""
+    """[replica]: the losses of the run's own weights, by mini-batch of the judge of ``trials``; empty where no rank sees losses."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
@@ -23,4 +23,4 @@ class HeldOut(Measurement):
         return self._trials.held_out()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        return [[loss / seeing for loss in losses] for seeing, *losses in rows if seeing]
+        return [[loss / seeing for loss in losses] if seeing else [] for seeing, *losses in rows]
