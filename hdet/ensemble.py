@@ -506,6 +506,7 @@ class Ensemble:
         self._notes += self.weights.end_cycle(end, verdict.healthy, losses, self._snapshots)
         if isinstance(end, Restore):
             self._panel.restart()
+            self.engine.level = None  # the loss of other weights: what is next would be taken back for it
         return not isinstance(end, Keep)
 
     def _control(

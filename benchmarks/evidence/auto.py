@@ -122,7 +122,7 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
     return {
         "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
         "kept": kept(controller), "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
-        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(),
+        "spent_percent": 100 * controller.rule.cost / steps, "report": controller.report(),
         "notes": [[record["step"], note] for record in records for note in record["notes"]],
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip

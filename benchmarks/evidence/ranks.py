@@ -48,7 +48,7 @@ def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps
             gradient.copy_(mean.view_as(gradient))
 
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world, average=average)
-    found = [loss, ensemble.corrections["lr"], controller.rule.spent / steps]
+    found = [loss, ensemble.corrections["lr"], controller.rule.cost / steps]
     every: list[Any] = [None] * world
     dist.all_gather_object(every, found)
     assert len(set(map(str, every))) == 1, every

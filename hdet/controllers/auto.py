@@ -30,8 +30,8 @@ class AutoLR(RuledController):
         model: whose losses the closure computes, as the loop calls it (with its DistributedDataParallel, where it has one).
         budget: the part of the run's compute that trials may take; see `TrialRule`.
         judge: ``(loss_fn, batches)``: held-out mini-batches and ``loss_fn(model, batch)`` -> losses, whose mean counts. Then arms are scored by them, and
-            so is the run, up to 50 times: where it overfits, it goes back to its best weights, at a quarter of the rate. Give it where examples are
-            seen many times: new weights always look good on what they were trained on.
+            so is the run, up to 50 times: where its examples have come again and it overfits, it goes back to its best weights, at a quarter of the rate
+            (not with local gradients). Give it where examples are seen many times: new weights always look good on what they were trained on.
         before_step: called between an arm's backward pass and its step, for what the loop does there, such as clipping.
         falls_to: the part of its peak to which the schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None: the scheduler is asked.
             To be given for one that is not torch's, or that is written by hand.

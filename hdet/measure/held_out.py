@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from .measurement import Measurement
-from .trials import Trials
+from .trials import NO_LOSSES, Trials
 
 __all__ = ["HeldOut"]
 
 
 class HeldOut(Measurement):
-    """[replica]: the losses of the run's own weights, by mini-batch of the judge of ``trials``; empty where no rank sees losses."""
+    """[replica]: the losses of the run's own weights, by mini-batch of the judge of ``trials``. Raises ValueError where no rank of a replica sees losses."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
@@ -23,4 +23,6 @@ class HeldOut(Measurement):
         return self._trials.held_out()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        return [[loss / seeing for loss in losses] if seeing else [] for seeing, *losses in rows]
+        if not all(row[0] for row in rows):
+            raise ValueError(NO_LOSSES)
+        return [[loss / seeing for loss in losses] for seeing, *losses in rows]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..tensors.dtensor import local_parts
 from .measurement import Measurement, Watched
-from .seen import Seen
+from .seen import Seen, part_of_data
 
 __all__ = ["Repeats"]
 
@@ -28,7 +28,7 @@ class Repeats(Measurement):
         self._model, self._seen = model, seen
         self._looking, self._steps = ExitStack(), 0
         self._counted: list[list[float]] = []
-        """[replica]: examples that have come again, of so many, and by chance."""
+        """[replica]: what `Seen.share` gives, added up."""
 
     def watch(self, watched: Watched) -> None:
         self._device = local_parts(watched.sets[0][:1])[0].device
@@ -43,18 +43,18 @@ class Repeats(Measurement):
         self.reset()
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
-        """(4,) float64: 1, to be added up over ranks; how many examples were seen before, of how many, and by chance."""
+        """(5,) float64: 1, and what `Seen.share` gives, to be added up over ranks."""
         self.release()
         return torch.tensor([1.0, *self._seen.share()], dtype=torch.float64, device=self._device)
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        before = self._counted or [[0.0] * 3] * len(rows)
+        before = self._counted or [[0.0] * 4] * len(rows)
         counted = [[one + more for one, more in zip(had, row[1:], strict=True)] for had, row in zip(before, rows, strict=True)]
-        if any(examples < ENOUGH for _, examples, _ in counted):
+        if any(examples < ENOUGH for _, examples, *_ in counted):
             self._counted = counted
             return [[0.0] for _ in rows]
         self._counted = []
-        return [[ranks * self._seen.part(*found)] for (ranks, *_), found in zip(rows, counted, strict=True)]
+        return [[ranks * part_of_data(*found)] for (ranks, *_), found in zip(rows, counted, strict=True)]
 
     def release(self) -> None:
         self._looking.close()

@@ -19,12 +19,13 @@ from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
 from .measurement import Closure, Measurement, Watched
-from .seen import Seen
+from .seen import Seen, part_of_data
 
 __all__ = ["Judge", "Trials"]
 
 RISE = 0.2
 """The part of a trial in which its rate rises from the run's to its own."""
+NO_LOSSES = "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
 LOOKS = 8
 """How often it is looked whether an arm has broken, which waits for the device."""
 
@@ -350,8 +351,8 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(8 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
-        this rank sees none; what that moved; and how many examples were seen before, of how many, and by chance."""
+        """(9 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
+        this rank sees none; what that moved; and what `Seen.share` gives."""
         steps = self._settings["steps"]
         if self._position < steps + self._settings["scores"] * (self.judge is None):
             return None
@@ -384,7 +385,8 @@ class Trials(Measurement):
         """(1 + mini-batches,) float64: 1, and the judge's losses of the run's own weights; zeros where this rank sees none. None: there is no judge."""
         if self.judge is None:
             return None
-        losses = self._judged(*self.judge)
+        with self._gradients_kept():
+            losses = self._judged(*self.judge)
         reshard(self._bare)
         torch.clear_autocast_cache()
         seen = [loss for loss in losses if loss is not None]
@@ -401,13 +403,11 @@ class Trials(Measurement):
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """[replica]: `Told`, means over the ranks that have seen losses. Raises ValueError where none of a replica's has."""
         if not all(row[1] for row in rows):
-            raise ValueError(
-                "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
-            )
+            raise ValueError(NO_LOSSES)
         found = []
-        for broken, seeing, *losses, began, run, own, again, examples, chance in rows:
+        for broken, seeing, *losses, began, run, own, again, examples, chance, error in rows:
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
-            part = seeing * self._seen.part(again, examples, chance)  # each of several ranks has looked at its own part alone
+            part = seeing * part_of_data(again, examples, chance, error)  # each of several ranks has looked at its own part alone
             means, arms = [min(loss / seeing, BROKEN) for loss in losses], len(self._settings["multiples"])
             scores = len(means) - arms * last(self._settings["steps"])
             parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)

@@ -11,6 +11,7 @@ import torch
 
 import hdet
 from hdet.core.plan import Moment
+from hdet.core.rules.trial_protocol import TRIALS
 from tests.core.controller_runs import evidence
 from tests.harness import Run, batch, loss_of, model, taught
 
@@ -91,13 +92,17 @@ def noisy(key: int) -> Any:
     return x, y + 2 * torch.randn(16, 1, generator=torch.Generator().manual_seed(key // 100 % 3))
 
 
+def wide() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
 def overfits(lr: float, controller: Any) -> float:
     """The held-out loss at the end."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    net = wide()
     ran = Run(net=net, lr=lr, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, controller=controller).steps()
     if controller is not None:
-        assert ran.controller.rule.spent <= 0.1 * TOTAL and any("held-out loss rose" in note for note in ran.notes())
+        assert ran.controller.rule.cost <= 0.1 * TOTAL and any("held-out loss rose" in note for note in ran.notes())
     with torch.no_grad():
         return sum(loss_of(net, data).item() for data in HELD_OUT[1]) / len(HELD_OUT[1])
 
@@ -107,9 +112,16 @@ def test_with_a_judge_a_run_that_overfits_goes_back_to_its_best_weights(lr: floa
     assert 5 * overfits(lr, lambda net: hdet.AutoLR(net, budget=0.1, judge=HELD_OUT)) < overfits(lr, None)
 
 
+def test_what_goes_back_to_its_best_weights_is_not_taken_back_for_their_loss() -> None:
+    """It is higher than that of the overfitted run. A resumed run is judged at the end of an ordinary cycle, for the same reason."""
+    ran = Run(net=wide(), lr=0.01, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, divergence=hdet.Divergence(rollback="device"),
+              controller=lambda net: hdet.AutoLR(net, budget=0.1, judge=HELD_OUT)).steps()  # fmt: skip
+    assert any("held-out loss rose" in note for note in ran.notes()) and not any("taken back" in note for note in ran.notes())
+
+
 def test_a_run_that_does_not_overfit_is_judged_without_a_trace() -> None:
     ran = auto(0.03, judge=HELD_OUT).steps()
-    assert torch.equal(ran.weights(), fixed(0.03).weights()) and ran.controller.rule.spent <= 0.2 * TOTAL
+    assert torch.equal(ran.weights(), fixed(0.03).weights()) and ran.controller.rule.cost <= 0.2 * TOTAL
     assert ran.controller.rule.judged_at > 0.9 * TOTAL and not ran.controller.idle
 
 
@@ -155,7 +167,7 @@ def test_the_way_out_of_a_run_that_is_too_short_leads_to_a_trial(
     assert not caplog.records
     plans = [controller.plan(Moment(0, step, step)) for step in (0, math.ceil(0.1 * total))]
     controller.learn(evidence(step=1, total_steps=total, losses=[4.0], highest=[1.0]))
-    assert not plans[0].measure and controller.plan(Moment(1, math.ceil(0.1 * total), math.ceil(0.1 * total))).measure
+    assert TRIALS not in plans[0].measure and TRIALS in controller.plan(Moment(1, math.ceil(0.1 * total), math.ceil(0.1 * total))).measure
 
 
 def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.rises import FEW, MANY, Rises
-from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, SCAN, Costs
+from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, JUDGED, SCAN, Costs
 from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
 from hdet.core.rules.trial_rule import ANEW, CHECKS, FIRST, SCANS, TrialRule
 from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew, overfits
@@ -564,7 +564,7 @@ def test_a_raised_rate_is_taken_back_when_the_second_of_many_epochs_begins(times
         assert at_step == (told if known or told is None else 900)
         if told is not None:
             _, note, end = next(one for one in found if one[0])
-            assert f"examples come again, {times:.0f} times" in note and end is None and rule.idle and "judge=" in rule.report()
+            assert f"examples come again, {times:.2g} times" in note and end is None and rule.idle and "judge=" in rule.report()
 
 
 def test_with_a_judge_examples_that_come_again_are_no_reason() -> None:
@@ -579,7 +579,7 @@ def judged(
     found, left, loss = [], list(losses), 4.0
     while left:
         plan = at(rule, step)
-        assert plan.steps and not plan.measure.keys() - {HELD_OUT}
+        assert plan.steps and not plan.measure.keys() - {HELD_OUT, REPEATS}
         step += plan.steps
         rows = [[left[0] - 0.01, left.pop(0) + 0.01]] if HELD_OUT in plan.measure else []
         loss += training
@@ -616,6 +616,17 @@ def test_where_examples_are_new_or_the_training_loss_rises_too_it_is_no_overfitt
     assert not any(moved for _, moved, *_ in judged(judging(), [2.0, 1.0, 1.5, 1.5, 1.5, 1.5], training=0.01))
 
 
+def test_losses_below_0_and_one_that_is_not_finite() -> None:
+    losses = [2.0, 1.0, 1.06, 1.06]
+    for found in (judged(judging(), [loss - 100 for loss in losses]), judged(judging(), [BROKEN, *losses])):
+        assert [moved for _, moved, *_ in found][-4:] == [0, 0, 0, -2]
+
+
+def test_where_the_schedule_steps_eight_times_for_one_step_judging_takes_a_third_of_the_budget_too() -> None:
+    costs = Costs(0.03, 80_000, 16)
+    assert costs.judging(0, 1 / 8) <= 0.01 * 10_000 and costs.every(1 / 8) > 4 * JUDGED * 80_000 / 8 > 0
+
+
 def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:
     rule = judging()
     judged(rule, [2.0, 1.0, 1.2])
@@ -634,14 +645,14 @@ def test_what_a_judge_cannot_tell_apart_is_no_overfitting() -> None:
 @pytest.mark.parametrize(("judges", "total", "times"), [(2, 10_000, 50), (16, 10_000, 18), (16, 1000, 0), (4, 1000, 7), (30, 4000, 0)])
 def test_a_judge_judges_the_run_for_a_third_of_the_budget_at_most(judges: int, total: int, times: int) -> None:
     costs = Costs(0.03, total, judges)
-    assert (total // costs.every if costs.every else 0) == times and costs.judging() <= 0.01 * total
+    assert (total // costs.every() if costs.every() else 0) == times and costs.judging() <= 0.01 * total
     assert bool(costs.rounds()) == (total >= 4000), "and never at the cost of the only check"
 
 
 def test_replicas_with_gradients_of_their_own_are_not_judged() -> None:
     rule = TrialRule(judged=2)
     rule.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0)], 2, [0.0], local=True, falls_to=[0.0]))
-    assert HELD_OUT not in at(rule, 300).measure and rule.costs.every
+    assert HELD_OUT not in at(rule, 300).measure and rule.costs.every()
 
 
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:
@@ -888,9 +899,9 @@ def test_a_run_in_its_middle_is_not_scanned(step: int) -> None:
     rule = started()
     rule.restart(Moment(0, step, step))
     first = at(rule, step)
-    assert not first.measure and rule.rounds[1:] == rule.rounds[rule.round :] or rule.finished
+    assert TRIALS not in first.measure and rule.rounds[1:] == rule.rounds[rule.round :] or rule.finished
     tell(rule, first, step + 50, None)
-    assert bool(at(rule, step + 50).measure) == (step == 1000), "a check in the first third alone"
+    assert (TRIALS in at(rule, step + 50).measure) == (step == 1000), "a check in the first third alone"
 
 
 @pytest.mark.parametrize("step", [0, 600])

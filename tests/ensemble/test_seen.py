@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 import hdet
 from hdet.core.rules.rises import MANY
-from hdet.measure.seen import Seen
+from hdet.measure.seen import Seen, part_of_data
 from tests.harness import Run, batch, losses_of, model
 
 from ..distributed import run_ranks
@@ -27,13 +29,14 @@ class Net(nn.Module):
 def shares(*steps: Any, seen: Seen | None = None) -> tuple[float, float]:
     """(seen again, examples). ``steps``: lists of calls, each with a function that makes it. What is seen again among the first of ``seen`` counts
     twice."""
-    seen, net = seen or Seen(), Net()
+    seen, net = seen or Seen(1), Net()
     for calls in steps:
         with seen.looking_at(net):
             for call in calls:
                 call(net)
     net(torch.randn(99, 9))  # nobody looks
-    return seen.share()[:2]
+    again, examples, *_ = seen.share()
+    return again * seen._window, examples
 
 
 def numbers(*rows: int, size: int = 5) -> torch.Tensor:
@@ -44,7 +47,7 @@ def numbers(*rows: int, size: int = 5) -> torch.Tensor:
 def test_examples_are_known_again_whatever_their_place_and_company() -> None:
     one, two = numbers(1, 2, 3, 4), numbers(9, 3, 8)
     assert shares([lambda net: net(one)], [lambda net: net(two)]) == (2, 7)
-    seen = Seen()
+    seen = Seen(1)
     shares([lambda net: net(one)], seen=seen)
     assert shares([lambda net: net(two)], [lambda net: net(two)], seen=seen) == (2, 6)
     assert shares(seen=seen) == (0, 0)
@@ -77,6 +80,27 @@ def test_what_says_too_little_of_an_example_is_passed_over(few: Any) -> None:
     assert shares([lambda net: net(few)], [lambda net: net(few)]) == (0, 0)
 
 
+def test_a_copy_of_a_model_that_is_looked_at_has_no_hook_that_does_anything(tmp_path: Path) -> None:
+    net, seen = Net(), Seen(1)
+    with seen.looking_at(net):
+        torch.save(net, tmp_path / "net.pt")
+        copies = [copy.deepcopy(net), torch.load(tmp_path / "net.pt", weights_only=False)]
+        for other in copies:
+            other(numbers(1, 2))
+    assert seen.share() == (0, 0, 0, 0)
+
+
+def test_few_steps_are_not_enough_to_know_what_comes_by_chance() -> None:
+    """As where a run is resumed, which has no first trial."""
+    generator, net, seen = torch.Generator().manual_seed(0), Net(), Seen()
+    for _ in range(12):
+        for _ in range(3):
+            with seen.looking_at(net):
+                net(of_users(generator, 512, 300, 300))
+        assert part_of_data(*seen.share()) == 0
+    assert seen._window >= 16
+
+
 def of_users(generator: torch.Generator, rows: int, users: int = 6000, things: int = 400) -> torch.Tensor:
     """(rows, 2), things as frequent as words are: many pairs come again by chance."""
     return torch.stack(
@@ -102,8 +126,8 @@ def test_examples_of_few_numbers_come_again_if_they_do_more_than_by_chance(times
         for number in range(first, last, stride):
             step(number)
         found = seen.share()
-        assert not first or found[2] > 10
-        return 10_000 * seen.part(*found)
+        assert not first or found[2] * 42 > 10
+        return 10_000 * part_of_data(*found)
 
     assert part(0, 42) == 0 == part(600, 800, 8)
     assert part(4000, 4400, 8) == pytest.approx(times, rel=0.3)
@@ -115,7 +139,7 @@ def test_a_model_that_was_compiled_in_place_is_not_hooked() -> None:
     for _ in range(2):
         with seen.looking_at(net):
             assert not net._forward_pre_hooks
-    assert seen.share() == (0, 0, 0)
+    assert seen.share() == (0, 0, 0, 0)
 
 
 def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:

@@ -19,6 +19,7 @@ import hdet
 from hdet.core.plan import SnapshotOf
 from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, Told, last, snapshots
 from hdet.measure.measurement import Measurement
+from hdet.measure.seen import Seen
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
 
@@ -68,7 +69,7 @@ def tries(rank: int = 0, **settings: Any) -> Run:
     of_trials = {key: settings.pop(key) for key in ("judge", "before_step") if key in settings}
     of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length", "falls_to", "place") if key in settings}
     net = settings.pop("net", None) or noisy()
-    controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials), **of_rule))
+    controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials, seen=Seen(1)), **of_rule))
     return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
 
 

@@ -30,9 +30,9 @@ class Rises:
     falls_to: float | None
     """The part of its peak to which the schedule falls in the end, in [0, 1]; None: not known."""
     epochs: float
-    """How often the run sees its examples, as far as it is known."""
+    """How often the run will have seen its examples in the end, as far as it is known."""
     again: bool
-    """Have examples come again?"""
+    """Have examples come again already?"""
 
     @property
     def end(self) -> float:
@@ -65,7 +65,7 @@ class Rises:
 
     def why(self) -> str:
         """Where it has `overfit`."""
-        return f"examples come again, {self.epochs:.0f} times in this run"
+        return f"examples come again, {self.epochs:.2g} times in this run"
 
     def found(self) -> str:
         """For a report after trials."""

@@ -54,17 +54,17 @@ class Costs:
     total: int
     judged: int = 0
 
-    @property
-    def every(self) -> int:
-        """Steps after which the run itself is judged again; 0: it is not."""
-        budget, check = self.budget * self.total, self.trial(ARMS, ENOUGH, from_first=False)
+    def every(self, pace: float = 1.0) -> int:
+        """Steps of the schedule after which the run itself is judged again; 0: it is not. ``pace``: optimizer steps for each of those."""
+        budget, check = self.budget * self.total * pace, self.trial(ARMS, ENOUGH, from_first=False)
         part = min(JUDGING * budget, budget - check) if budget >= check else JUDGING * budget
         most = min(1 / JUDGED, part / (self.judged / 3)) if self.judged else 0
         return math.ceil(self.total / most) if most >= FIVE else 0
 
-    def judging(self, since: int = 0) -> float:
-        """The run itself, from a step on."""
-        return self.judged / 3 * (self.total - since) / self.every if self.every else 0.0
+    def judging(self, since: int = 0, pace: float = 1.0) -> float:
+        """The run itself, from a step of the schedule on."""
+        every = self.every(pace)
+        return self.judged / 3 * (self.total - since) / every if every else 0.0
 
     def scored(self, steps: int) -> int:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
@@ -82,7 +82,7 @@ class Costs:
         return () if affords < check else (ALONE,) if affords < check + self.trial(ARMS, ENOUGH, from_first=True) else (SCAN, CHECK)
 
     def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
-        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: or put aside; ``left``: optimizer
+        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: what has been, and what is put aside; ``left``: optimizer
         steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
         affords, cost = self.budget * self.total * pace - spent, partial(self.trial, arms, from_first=scan or anew)
         if scan:

@@ -88,7 +88,7 @@ class TrialRule(Controller):
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
-        "top": Or(Number(), 0.0), "best": Or(ListOf(Number()), []), "best_at": Or(COUNT, 0), "judged_at": Or(COUNT, 0), "worse": Or(COUNT, 0),
+        "judgements": Or(COUNT, 0), "top": Or(ListOf(Number()), []), "best": Or(ListOf(Number()), []), "best_at": Or(COUNT, 0), "judged_at": Or(COUNT, 0), "worse": Or(COUNT, 0),
         "trained": Or(ListOf(Number()), []), "trained_at_best": Or(ListOf(Number()), []),
     }  # fmt: skip
 
@@ -120,7 +120,7 @@ class TrialRule(Controller):
         self.risen = False
         """Has the schedule come near its peak?"""
         self.spent = 0.0
-        """Steps' worth of compute that trials have taken."""
+        """Steps' worth of compute that trials have taken; `cost` has what judging the run itself took, too."""
         self.trial = 0
         """How many have begun."""
         self.used, self.began = 0, 0
@@ -141,8 +141,10 @@ class TrialRule(Controller):
         """The mean losses of the cycles of the one that goes on."""
         self.watched = 0
         """The step at which it began."""
-        self.top = 0.0
-        """The highest loss by the judge so far."""
+        self.judgements = 0
+        """How often the run itself was judged."""
+        self.top: list[float] = []
+        """The highest finite loss by the judge; empty: there was none."""
         self.best: list[float] = []
         """By mini-batch, of the run's weights that were best; empty: it has not been judged yet."""
         self.best_at, self.judged_at = 0, 0
@@ -256,6 +258,11 @@ class TrialRule(Controller):
         """Do its arms go from the run's first weights?"""
         return self._scan or self.anew
 
+    @property
+    def cost(self) -> float:
+        """Steps' worth of compute that all of it has taken."""
+        return self.spent + self.judgements * self.judged / 3
+
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
         if self.used and self.round < len(self.rounds):
@@ -268,7 +275,7 @@ class TrialRule(Controller):
 
     @property
     def idle(self) -> bool:
-        return self.finished and not self._raised and not self._judges
+        return self.finished and not self._raised and not self._judges_run
 
     @property
     def finished(self) -> bool:
@@ -280,19 +287,23 @@ class TrialRule(Controller):
         return not self.frozen and bool(self.peaks) and self.peaks[-1][1] > self.peaks[-1][0]
 
     @property
-    def _judges(self) -> bool:
+    def _judges_run(self) -> bool:
         """Is the run itself judged?"""
-        return not self.frozen and not self._fixed and self.costs.every > 0
+        return not self.frozen and not self._fixed and self.costs.every(self._pace) > 0
 
     def plan(self, now: Moment) -> Plan:
         plan = self._planned(now)
-        if not self._judges:
+        if not self._judges_run:
             return plan
         kept = {**plan.snapshots, f"best {self.best_at}": SnapshotOf(self.place)} if self.best else plan.snapshots
         if TRIALS in plan.measure:
             return replace(plan, snapshots=kept)
-        due = math.ceil((self.judged_at + self.costs.every if self.best else FIRST) * self._pace) - now.step
-        length = min(plan.steps or self._interval, max(due, 1))
+        every, length = self.costs.every(self._pace), plan.steps or self._interval
+        if self.best or not now.step:
+            due = math.ceil((self.judged_at + every) * self._pace) - now.step if now.step else FIRST
+        else:  # after a scan, and where a run is resumed
+            due = min(length, math.ceil(every * self._pace))
+        length = min(length, max(due, 1))
         measure = {**plan.measure, HELD_OUT: None} if length >= due else plan.measure
         return replace(plan, steps=length, measure=measure, snapshots=kept)
 
@@ -316,17 +327,19 @@ class TrialRule(Controller):
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
             self.anew = self._doubted
-            spent = self.spent + self.costs.judging(self.judged_at)
+            spent = self.cost + self.costs.judging(self.judged_at, self._pace)
             steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 self._doubted = False
                 return self._trial(now)
             self._next()
-        return self._watching() if self._raised else Plan(spread=False)
+        if self._raised:
+            return self._watching()
+        return Plan(spread=False, measure=self._repeats() if self._judges_run else {})
 
     def _watching(self) -> Plan:
-        measure = self._looks()
+        measure = self._repeats()
         if self._fixed:
             return Plan(spread=False, measure=measure)
         name = f"run {self.watched}"
@@ -341,11 +354,11 @@ class TrialRule(Controller):
         """``steps``: of the schedule."""
         kept = {ORIGIN: SnapshotOf(self.place)} if self._doubted else {}
         length = None if self._fixed else min(self._interval, math.ceil(steps * self._pace))
-        return Plan(steps=length, spread=False, measure=self._looks(), snapshots=kept)
+        return Plan(steps=length, spread=False, measure=self._repeats(), snapshots=kept)
 
-    def _looks(self) -> dict[str, None]:
-        """Between trials, and after them: whether examples of the first one come again."""
-        return {REPEATS: None} if self.trial and self._done * FEW < 1 else {}
+    def _repeats(self) -> dict[str, None]:
+        """Between trials, and after them: whether examples of the first steps come again."""
+        return {REPEATS: None} if self._done * FEW < 1 else {}
 
     @property
     def _rising(self) -> bool:
@@ -386,7 +399,7 @@ class TrialRule(Controller):
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
             self.first = self.first or ([mean(seen)] if seen else [])
-            overfitted = self._judged(evidence, seen)
+            overfitted = self._overfitted(evidence, seen)
             if overfitted is not None:
                 return overfitted
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
@@ -486,20 +499,21 @@ class TrialRule(Controller):
             found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
         return self._carried_out(found, evidence)
 
-    def _judged(self, evidence: Evidence, seen: Sequence[float]) -> Learned | None:
+    def _overfitted(self, evidence: Evidence, seen: Sequence[float]) -> Learned | None:
         """What follows from the judge's losses of the run itself, if anything does."""
-        self.trained += [mean(seen)] if seen and self._judges else []
+        self.trained += [mean(seen)] if seen and self._judges_run else []
         rows = [row for row in evidence.measured.get(HELD_OUT, ()) if row]
         if not rows:
             return None
         losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
-        self.spent, self.judged_at, self.top = self.spent + self.judged / 3, evidence.step, max(self.top, mean(losses))
+        self.judgements, self.judged_at = self.judgements + 1, evidence.step
+        self.top = [max([*self.top, mean(losses)])] if max(losses) < BROKEN / len(rows) else self.top
         trained, self.trained = self.trained, []
         if not self.best or mean(losses) < mean(self.best):
             self.best, self.best_at, self.trained_at_best, self.worse = losses, evidence.step, trained, 0
             return None
         falls = bool(trained) and bool(self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
-        self.worse = self.worse + 1 if falls and self._rises.again and overfits(losses, self.best, self.top) else 0
+        self.worse = self.worse + 1 if falls and self._rises.again and overfits(losses, self.best, max(self.top)) else 0
         if self.worse < TWICE:
             return None
         self.worse, self.level, self.window = 0, [], []
