@@ -122,7 +122,7 @@ def test_what_goes_back_to_its_best_weights_is_not_taken_back_for_their_loss() -
 def test_a_run_that_does_not_overfit_is_judged_without_a_trace() -> None:
     ran = auto(0.03, judge=HELD_OUT).steps()
     assert torch.equal(ran.weights(), fixed(0.03).weights()) and ran.controller.rule.cost <= 0.2 * TOTAL
-    assert ran.controller.rule.judged_at > 0.9 * TOTAL and not ran.controller.idle
+    assert ran.controller.rule.overfitting.at > 0.9 * TOTAL and not ran.controller.idle
 
 
 def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:

@@ -15,11 +15,12 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
+from hdet.core.rules.overfitting import overfits
 from hdet.core.rules.rises import FEW, MANY, Rises
 from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, JUDGED, SCAN, Costs
 from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
 from hdet.core.rules.trial_rule import ANEW, CHECKS, FIRST, SCANS, TrialRule
-from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew, overfits
+from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000

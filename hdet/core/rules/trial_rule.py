@@ -31,16 +31,18 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
+from .overfitting import QUARTER, ROW, Overfitting
 from .rises import FEW, Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
 from .trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
-from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, overfits, risen, scanned, taken_back
+from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
 
 __all__ = ["TrialRule"]
 
@@ -59,9 +61,6 @@ WATCHED, WORSE = 200, 2.0
 """Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
 where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
 breaks after all, thousands of steps later."""
-TWICE, QUARTER = 2, 0.25
-"""Times in a row that a judge has to find the run worse, and the training loss lower, where examples have come again: the noise of a good high rate raises
-both, and is gone when the rate falls; and a loss that jumps up may come down by itself. Then its rate is multiplied by this."""
 LOOKS = 0.02
 """Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
 not harm."""
@@ -88,8 +87,7 @@ class TrialRule(Controller):
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
-        "judgements": Or(COUNT, 0), "top": Or(ListOf(Number()), []), "best": Or(ListOf(Number()), []), "best_at": Or(COUNT, 0), "judged_at": Or(COUNT, 0), "worse": Or(COUNT, 0),
-        "trained": Or(ListOf(Number()), []), "trained_at_best": Or(ListOf(Number()), []),
+        "judged_run": Or(ROW, Overfitting().row),
     }  # fmt: skip
 
     def __init__(
@@ -141,20 +139,8 @@ class TrialRule(Controller):
         """The mean losses of the cycles of the one that goes on."""
         self.watched = 0
         """The step at which it began."""
-        self.judgements = 0
-        """How often the run itself was judged."""
-        self.top: list[float] = []
-        """The highest finite loss by the judge; empty: there was none."""
-        self.best: list[float] = []
-        """By mini-batch, of the run's weights that were best; empty: it has not been judged yet."""
-        self.best_at, self.judged_at = 0, 0
-        """The steps at which that was, and at which it was judged last."""
-        self.worse = 0
-        """How often in a row it was worse than then."""
-        self.trained: list[float] = []
-        """The mean training losses of the cycles since it was judged last,"""
-        self.trained_at_best: list[float] = []
-        """and before it was best."""
+        self.overfitting = Overfitting()
+        """What the judge has said of the run itself."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -235,7 +221,8 @@ class TrialRule(Controller):
             self.used = 0
         self._spend(done)
         self._doubted = self.anew = False  # snapshots are gone
-        self._kept, self.best, self.worse = [], [], 0
+        self._kept = []
+        self.overfitting.forget()
 
     @property
     def _total(self) -> int:
@@ -261,7 +248,7 @@ class TrialRule(Controller):
     @property
     def cost(self) -> float:
         """Steps' worth of compute that all of it has taken."""
-        return self.spent + self.judgements * self.judged / 3
+        return self.spent + self.overfitting.count * self.judged / 3
 
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
@@ -295,12 +282,12 @@ class TrialRule(Controller):
         plan = self._planned(now)
         if not self._judges_run:
             return plan
-        kept = {**plan.snapshots, f"best {self.best_at}": SnapshotOf(self.place)} if self.best else plan.snapshots
+        kept = {**plan.snapshots, self.overfitting.snapshot: SnapshotOf(self.place)} if self.overfitting.best else plan.snapshots
         if TRIALS in plan.measure:
             return replace(plan, snapshots=kept)
         every, length = self.costs.every(self._pace), plan.steps or self._interval
-        if self.best or not now.step:
-            due = math.ceil((self.judged_at + every) * self._pace) - now.step if now.step else FIRST
+        if self.overfitting.best or not now.step:
+            due = math.ceil((self.overfitting.at + every) * self._pace) - now.step if now.step else FIRST
         else:  # after a scan, and where a run is resumed
             due = min(length, math.ceil(every * self._pace))
         length = min(length, max(due, 1))
@@ -327,7 +314,7 @@ class TrialRule(Controller):
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
             self.anew = self._doubted
-            spent = self.cost + self.costs.judging(self.judged_at, self._pace)
+            spent = self.cost + self.costs.judging(self.overfitting.at, self._pace)
             steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
@@ -499,27 +486,27 @@ class TrialRule(Controller):
             found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
         return self._carried_out(found, evidence)
 
+    @property
+    def judged_run(self) -> list[Any]:
+        """The state of `overfitting`."""
+        return self.overfitting.row
+
+    @judged_run.setter
+    def judged_run(self, row: Sequence[Any]) -> None:
+        self.overfitting = Overfitting(*row)
+
     def _overfitted(self, evidence: Evidence, seen: Sequence[float]) -> Learned | None:
         """What follows from the judge's losses of the run itself, if anything does."""
-        self.trained += [mean(seen)] if seen and self._judges_run else []
+        told = self.overfitting
+        told.trained += [mean(seen)] if seen and self._judges_run else []
         rows = [row for row in evidence.measured.get(HELD_OUT, ()) if row]
-        if not rows:
-            return None
         losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
-        self.judgements, self.judged_at = self.judgements + 1, evidence.step
-        self.top = [max([*self.top, mean(losses)])] if max(losses) < BROKEN / len(rows) else self.top
-        trained, self.trained = self.trained, []
-        if not self.best or mean(losses) < mean(self.best):
-            self.best, self.best_at, self.trained_at_best, self.worse = losses, evidence.step, trained, 0
+        if not losses or not told.told(losses, evidence.step, self._rises.again):
             return None
-        falls = bool(trained) and bool(self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
-        self.worse = self.worse + 1 if falls and self._rises.again and overfits(losses, self.best, max(self.top)) else 0
-        if self.worse < TWICE:
-            return None
-        self.worse, self.level, self.window = 0, [], []
+        self.level, self.window = [], []
         _, peak = self._in_force(evidence)
-        note = f"the held-out loss rose from {mean(self.best):.4g} to {mean(losses):.4g}: back to the weights of step {self.best_at}, at {QUARTER * peak:.2g}"
-        return self._carried_out(Finding(QUARTER, note, f"best {self.best_at}"), evidence)
+        note = f"the held-out loss rose from {mean(told.best):.4g} to {mean(losses):.4g}: back to the weights of step {told.best_at}, at {QUARTER * peak:.2g}"
+        return self._carried_out(Finding(QUARTER, note, told.snapshot), evidence)
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look(evidence)

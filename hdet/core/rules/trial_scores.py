@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from .rises import Rises
 from .trial_protocol import BROKEN, ORIGIN, arm
 
-__all__ = ["RAISED", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "overfits", "risen", "scanned", "taken_back"]
+__all__ = ["RAISED", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "risen", "scanned", "taken_back"]
 
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
@@ -34,9 +34,6 @@ high for a long run. A rate that is raised for the first time may have been righ
 FLAT = 0.0002
 """Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
 Then a rise is taken back: it can bring nothing more, and be too high for what comes, as in a curriculum."""
-OVERFIT, SURELY = 0.05, 1.0
-"""Of the most that a run has learned by its judge: a loss that is so much higher than it was is overfitting, if it is by so many standard errors, too. More
-of those would be asked in vain of the few batches that a judge has; it has to be so twice in a row instead."""
 WITHIN = 2.0
 """Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
 60 steps is up to three octaves below what is best for the run."""
@@ -184,12 +181,6 @@ def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
     what = f"now {now:.2g}" if factor != 1 else "kept"
     note = f"{between(now, edge)}: in {arms.steps} steps {was}, {peak:.2g} was in force, {what}"
     return Finding(factor, note, again=not but, edge=edge)
-
-
-def overfits(now: Sequence[float], best: Sequence[float], top: float) -> bool:
-    """Is a run much worse than it was? Losses by mini-batch of its judge; ``top``: the highest mean so far."""
-    rises = [loss - before for loss, before in zip(now, best, strict=True)]
-    return mean(rises) > max(OVERFIT * (top - mean(best)), SURELY * stdev(rises) / math.sqrt(len(rises)))
 
 
 def taken_back(peak: float, correction: float, why: str) -> Finding:

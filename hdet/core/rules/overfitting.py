@@ -1,0 +1,81 @@
+"""Does a run overfit? What a judge has said of it so far, by losses of held-out mini-batches. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from statistics import mean, stdev
+from typing import Any
+
+from ..schema import COUNT, ListOf, Number, Row
+from .trial_protocol import BROKEN
+
+__all__ = ["QUARTER", "ROW", "Overfitting", "overfits"]
+
+OVERFIT, SURELY = 0.05, 1.0
+"""Of the most that a run has learned by its judge: a loss that is so much higher than it was is overfitting, if it is by so many standard errors, too. More
+of those would be asked in vain of the few batches that a judge has; it has to be so `TWICE` in a row instead."""
+TWICE, QUARTER = 2, 0.25
+"""Times in a row that a judge has to find the run worse, and the training loss lower, where examples have come again: the noise of a good high rate raises
+both, and is gone when the rate falls; and a loss that jumps up may come down by itself. What the rate is multiplied by then."""
+LOSSES = ListOf(Number())
+ROW = Row(COUNT, COUNT, LOSSES, LOSSES, COUNT, LOSSES, LOSSES, COUNT)
+"""The kind of `Overfitting.row`."""
+
+
+@dataclass
+class Overfitting:
+    """Steps are the schedule's."""
+
+    count: int = 0
+    """How often the run was judged."""
+    at: int = 0
+    """The step at which it was judged last."""
+    top: list[float] = field(default_factory=list)
+    """The highest finite loss; empty: there was none."""
+    best: list[float] = field(default_factory=list)
+    """By mini-batch, of the weights that were best; empty: there is no snapshot of them."""
+    best_at: int = 0
+    """The step at which that was."""
+    trained: list[float] = field(default_factory=list)
+    """The mean training losses of the cycles since it was judged last,"""
+    trained_at_best: list[float] = field(default_factory=list)
+    """and before it was best."""
+    worse: int = 0
+    """How often in a row it was worse than then."""
+
+    @property
+    def row(self) -> list[Any]:
+        """Plain, and all there is: ``Overfitting(*row)``."""
+        return list(astuple(self))
+
+    @property
+    def snapshot(self) -> str:
+        """The name of that of the best weights."""
+        return f"best {self.best_at}"
+
+    def forget(self) -> None:
+        """The snapshot is gone."""
+        self.best, self.worse = [], 0
+
+    def told(self, losses: Sequence[float], step: int, again: bool) -> bool:
+        """By mini-batch, of the run's weights at this step: does it overfit? ``again``: have examples come again?"""
+        trained, self.trained = self.trained, []
+        self.count, self.at = self.count + 1, step
+        self.top = [max([*self.top, mean(losses)])] if max(losses) < BROKEN / 2 else self.top
+        if not self.best or mean(losses) < mean(self.best):
+            self.best, self.best_at, self.trained_at_best, self.worse = list(losses), step, trained, 0
+            return False
+        fell = bool(trained and self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
+        self.worse = self.worse + 1 if again and fell and self.top and overfits(losses, self.best, self.top[0]) else 0
+        if self.worse < TWICE:
+            return False
+        self.worse = 0
+        return True
+
+
+def overfits(now: Sequence[float], best: Sequence[float], top: float) -> bool:
+    """Is a run much worse than it was? Losses by mini-batch of its judge; ``top``: the highest mean so far."""
+    rises = [loss - before for loss, before in zip(now, best, strict=True)]
+    return mean(rises) > max(OVERFIT * (top - mean(best)), SURELY * stdev(rises) / math.sqrt(len(rises)))
