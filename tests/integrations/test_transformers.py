@@ -401,7 +401,7 @@ def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_the_trainers_l
 
 
 def test_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
-    plain = trained(str(tmp_path), None, examples=320, max_steps=200, logging_steps=20)
+    plain = trained(str(tmp_path), None, examples=1600, max_steps=200, logging_steps=20)
     [(of_shadow, correction, lines)] = on_ranks(_auto, 1, str(tmp_path), 1e-2, True)
     assert torch.equal(weights(plain.model), of_shadow) and correction == 1 and any("best peak" in line for line in lines)
 
