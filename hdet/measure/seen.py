@@ -71,9 +71,8 @@ class Seen:
         every, self._steps = self._steps, []
         constant = _constant([call for calls in every for call in calls])
         found = [[rows for call in calls if (rows := _together(call, constant)) is not None] for calls in every]
-        steps = [
-            torch.cat([rows.hashes for rows in calls]).unique() for calls in found if calls
-        ]  # a model may be given an example twice in a step
+        # A model may be given an example twice in a step.
+        steps = [torch.cat([rows.hashes for rows in calls]).unique() for calls in found if calls]
         if not steps:
             return 0.0, 0.0, 0.0, 0.0
         enough = all(rows.enough for calls in found for rows in calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -18,6 +19,8 @@ from .groups import decaying_matrices
 Key = tuple[object, ...]
 PRETRAINING = 1500
 """Steps before a workload that begins from trained weights."""
+WHOLE = 10_000
+"""Steps of a run that sees a finite set as often as is said."""
 
 
 def problem(
@@ -46,6 +49,12 @@ def labelled(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def either(model: nn.Module, batch: Batch) -> Tensor:
+    """Of a chance."""
+    x, y = batch
+    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
+
+
 def squares(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     return (model(x) - y).square()
@@ -59,6 +68,31 @@ def sines(
     generator = seeded(*key)
     waves, weights = torch.randn(inputs, count, generator=generator), torch.randn(count, *outs, generator=generator)
     return frequency * waves, weights / math.sqrt(spread or count)
+
+
+def zipf(generator: torch.Generator, many: int, *shape: int) -> Tensor:
+    """Numbers below ``many``, as frequent as words are (Zipf)."""
+    return (many ** torch.rand(shape, generator=generator)).long().clamp(max=many) - 1
+
+
+def finite(fresh: Problem, draw: Callable[[Key, int], Batch], epochs: int) -> Problem:
+    """The same problem, but on a set that `WHOLE` steps see ``epochs`` times, in another order each time; what validates stays fresh."""
+    size, name = fresh.batch_size, fresh.name
+
+    @cache
+    def rows() -> Batch:
+        return draw(("rows",), WHOLE * size // epochs)
+
+    @cache
+    def order(seed: int, epoch: int) -> Tensor:
+        return torch.randperm(len(rows()[0]), generator=seeded(name, "order", seed, epoch))
+
+    def batch(seed: int, step: int) -> Batch:
+        epoch, at = divmod(step, len(rows()[0]) // size)
+        chosen = order(seed, epoch)[at * size : (at + 1) * size]
+        return tuple(column[chosen] for column in rows())
+
+    return replace(fresh, batch=batch)
 
 
 def pretrained(build: Callable[[], nn.Module], draw: Callable[[Key, int], Batch]) -> Callable[[int], nn.Module]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, labelled, problem, sines, squares
+from .generated import Key, either, labelled, problem, sines, squares
 
 DOMAINS, BLOCK, INPUTS, WAVES = 6, 25, 16, 32
 BITS, IDLE, TELLING = 150, 300, 20
@@ -86,11 +86,6 @@ def _wide() -> nn.Module:
 def _parity(key: Key, count: int) -> Batch:
     x = torch.randint(2, (count, BITS), generator=seeded("misleading", "bits", *key)) * 2.0 - 1
     return x, (x[:, :3].prod(1) > 0).float()
-
-
-def _either(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
 
 
 def _line() -> nn.Module:
@@ -181,7 +176,7 @@ BLOCKS = replace(
     spare=lambda seed, step, number: _streamed((seed, "spare", number), 32, step // BLOCK % DOMAINS),
 )
 QUANTIZED = problem("quantized", drawn(Quantizer), _mixture, _reconstruction, 64)
-BITS_UNTOLD = problem("bits", drawn(_wide), _parity, _either, size=64, decay=0.0)
+BITS_UNTOLD = problem("bits", drawn(_wide), _parity, either, size=64, decay=0.0)
 STRETCHED = problem("stretched", drawn(_line), _stretched, squares, decay=0.0)
 KINDS = problem("kinds", drawn(_of_kinds), _kinds, labelled, size=64, decay=0.0)
 CLICKS = replace(problem("clicks", drawn(Clicks), _clicks, _clicked, size=SEEN), batch=_again)

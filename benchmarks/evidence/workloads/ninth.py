@@ -4,7 +4,6 @@ and energies, of all of which there is a finite set that is seen again; and, alw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -13,45 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, drawn
-from .generated import Key, labelled, next_token, problem, sines, squares
+from ..problems.problem import Batch, drawn
+from .generated import Key, either, finite, labelled, next_token, problem, sines, squares, zipf
 from .groups import hidden_matrices
-
-STEPS = 10_000
-"""of a run that sees a finite set as often as is said"""
-
-
-def _again(name: str, rows: Callable[[], Batch], size: int) -> Callable[[int, int], Batch]:
-    """Batches of the same rows, in another order each epoch; the rest of an order that fills no batch is left out."""
-    rows = cache(rows)
-
-    @cache
-    def order(seed: int, epoch: int) -> Tensor:
-        return torch.randperm(len(rows()[0]), generator=seeded(name, "order", seed, epoch))
-
-    def batch(seed: int, step: int) -> Batch:
-        epoch, at = divmod(step, len(rows()[0]) // size)
-        chosen = order(seed, epoch)[at * size : (at + 1) * size]
-        return tuple(column[chosen] for column in rows())
-
-    return batch
-
-
-def _finite(fresh: Problem, draw: Callable[[Key, int], Batch], epochs: int) -> Problem:
-    """The same problem, but on a set that `STEPS` steps see ``epochs`` times; what validates stays fresh."""
-    count = STEPS * fresh.batch_size // epochs
-    return replace(fresh, batch=_again(fresh.name, lambda: draw(("rows",), count), fresh.batch_size))
-
-
-def _often(generator: torch.Generator, many: int, *shape: int) -> Tensor:
-    """Numbers below ``many``, as frequent as words are (Zipf)."""
-    return (many ** torch.rand(shape, generator=generator)).long().clamp(max=many) - 1
-
-
-def _coin(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
-
 
 # -- rated: what people think of films (matrix factorisation, with biases) ---------------------------------------------------------------
 
@@ -85,7 +48,7 @@ def _tastes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _ratings(key: Key, count: int) -> Batch:
     """From -2.5 to 1.5: stars, less the 3.5 that most give."""
     generator = seeded("rated", *key)
-    person, film = torch.randint(PEOPLE, (count,), generator=generator), _often(generator, FILMS, count)
+    person, film = torch.randint(PEOPLE, (count,), generator=generator), zipf(generator, FILMS, count)
     kindness, fame, tastes, kinds = _tastes()
     liking = kindness[person] + fame[film] + 1.5 * (tastes[person] * kinds[film]).sum(1)
     stars = (3.6 + liking + 0.6 * torch.randn(count, generator=generator)).round().clamp(1, 5)
@@ -127,7 +90,7 @@ def _worth() -> tuple[Tensor, Tensor, Tensor]:
 def _columns(key: Key, count: int) -> Batch:
     generator = seeded("crossed", *key)
     before = torch.tensor((0, *COLUMNS[:-1])).cumsum(0)
-    x = torch.stack([_often(generator, many, count) for many in COLUMNS], 1) + before
+    x = torch.stack([zipf(generator, many, count) for many in COLUMNS], 1) + before
     alone, parts, together = _worth()
     pairs = (parts[x].sum(1).square() - parts[x].square().sum(1)).sum(1) / 2
     first, second = torch.tensor(CROSSES).T
@@ -153,7 +116,7 @@ class _Insurer(nn.Module):
 def _claims(key: Key, count: int) -> Batch:
     generator, common = seeded("claims", *key), seeded("claims", "common")
     by_region, by_car = (0.4 * torch.randn(many, 2, generator=common) for many in (REGIONS, CARS))
-    region, car = _often(generator, REGIONS, count), _often(generator, CARS, count)
+    region, car = zipf(generator, REGIONS, count), zipf(generator, CARS, count)
     numbers = torch.randn(count, NUMBERS, generator=generator)
     waves, weights = sines(("claims", "waves"), NUMBERS, outs=(2,))
     often, dear = (torch.sin(numbers @ waves) @ weights + by_region[region] + by_car[car]).T
@@ -357,11 +320,11 @@ def _steady() -> nn.Module:
     return nn.Sequential(nn.Linear(4 * CORNERS, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 6))
 
 
-RATED = _finite(problem("rated", drawn(_Factors), _ratings, squares, size=128), _ratings, epochs=11)
-CROSSED = _finite(problem("crossed", drawn(_Machine), _columns, _coin, size=128), _columns, epochs=2)
-CLAIMS = _finite(problem("claims", drawn(_Insurer), _claims, _deviance, size=128), _claims, epochs=3)
-WORDED = _finite(problem("worded", drawn(_Worded), _text, next_token, size=8, decay=0.1), _text, epochs=7)
-GRATINGS = _finite(problem("gratings", drawn(_looks), _gratings, labelled, decay=5e-4), _gratings, epochs=5)
-ENERGIES = _finite(replace(problem("energies", drawn(_Potential), _molecules, _missed), groups=hidden_matrices), _molecules, epochs=9)
+RATED = finite(problem("rated", drawn(_Factors), _ratings, squares, size=128), _ratings, epochs=11)
+CROSSED = finite(problem("crossed", drawn(_Machine), _columns, either, size=128), _columns, epochs=2)
+CLAIMS = finite(problem("claims", drawn(_Insurer), _claims, _deviance, size=128), _claims, epochs=3)
+WORDED = finite(problem("worded", drawn(_Worded), _text, next_token, size=8, decay=0.1), _text, epochs=7)
+GRATINGS = finite(problem("gratings", drawn(_looks), _gratings, labelled, decay=5e-4), _gratings, epochs=5)
+ENERGIES = finite(replace(problem("energies", drawn(_Potential), _molecules, _missed), groups=hidden_matrices), _molecules, epochs=9)
 AWAITED = problem("awaited", drawn(_Awaited), _happened, _unforeseen)
 TURNED = problem("turned", drawn(_steady), _turns, _askew, size=64)

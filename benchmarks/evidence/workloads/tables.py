@@ -8,11 +8,10 @@ from functools import cache
 import torch
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, mean_loss
-from .generated import squares
+from .generated import either, squares
 from .groups import decaying_matrices
 
 ROWS, INPUTS = 32, 6
@@ -65,11 +64,6 @@ def _rows(seed: int, step: int) -> Batch:
     return _of_epochs(*_cells()[:2], step, "small", seed)
 
 
-def _coin_losses(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
-
-
 @cache
 def _flipped(rows: int) -> tuple[Tensor, Tensor]:
     """Rows of 30 numbers and the signs of a network of them, and `HELD_OUT` further ones; of the first ones some have the wrong sign."""
@@ -95,7 +89,7 @@ def flipped(rows: int) -> Problem:
         build=lambda seed: _network(seed, 30, 128),
         batch=lambda seed, step: _of_flipped(rows, seed, step),
         spare=lambda seed, step, number: _of_flipped(rows, seed, 10_000_000 + number),
-        validate=lambda model: mean_loss(model, _coin_losses, [tuple(part[rows:] for part in _flipped(rows))]),
+        validate=lambda model: mean_loss(model, either, [tuple(part[rows:] for part in _flipped(rows))]),
     )
 
 
@@ -118,8 +112,8 @@ SMALL = Problem(
     groups=lambda model: decaying_matrices(model, 0.01),
     batch=_rows,
     spare=lambda seed, step, number: _rows(seed, 10_000_000 + number),
-    losses=_coin_losses,
-    validate=lambda model: mean_loss(model, _coin_losses, [tuple(rows[JUDGED:] for rows in _cells()[2:])]),
+    losses=either,
+    validate=lambda model: mean_loss(model, either, [tuple(rows[JUDGED:] for rows in _cells()[2:])]),
 )
 
 

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, labelled, problem, sines
+from .generated import Key, either, finite, labelled, problem, sines, zipf
 from .groups import hidden_matrices
-from .ninth import _coin, _finite, _often
 
 # -- linked: what has this relation to this thing? (a graph of knowledge, with complex embeddings, arXiv 1606.06357) ---------------------
 
@@ -54,7 +53,7 @@ def _knowledge() -> Tensor:
 
 def _facts(key: Key, count: int) -> Batch:
     generator = seeded("linked", *key)
-    head, relation = _often(generator, THINGS, count), torch.randint(RELATIONS, (count,), generator=generator)
+    head, relation = zipf(generator, THINGS, count), torch.randint(RELATIONS, (count,), generator=generator)
     question = head * RELATIONS + relation
     at = torch.searchsorted(_knowledge(), question + torch.rand(count, generator=generator, dtype=torch.float64), right=True)
     return torch.stack([head, relation], 1), (at - question * THINGS).clamp(0, THINGS - 1)
@@ -123,7 +122,7 @@ def _parts() -> tuple[Tensor, Tensor, Tensor]:
 
 def _threes(key: Key, count: int) -> Batch:
     generator = seeded("tagged", *key)
-    x = _often(generator, SAID, count, 3)
+    x = zipf(generator, SAID, count, 3)
     alone, sorts, around = _parts()
     noise = torch.rand(count, TAGS, generator=generator).clamp(min=1e-6).log().neg().log().neg()
     return x, (alone[x[:, 1]] + around[sorts[x[:, 0]], sorts[x[:, 2]]] + noise).argmax(1)
@@ -252,9 +251,9 @@ def _looks(key: Key, count: int) -> Batch:
     return pictures + 0.8 * noise + 0.5 * light, move
 
 
-LINKED = _finite(problem("linked", drawn(_Linked), _facts, labelled, size=64), _facts, epochs=3)
-WON = _finite(problem("won", drawn(_Won), _games, _coin, size=32), _games, epochs=8)
+LINKED = finite(problem("linked", drawn(_Linked), _facts, labelled, size=64), _facts, epochs=3)
+WON = finite(problem("won", drawn(_Won), _games, either, size=32), _games, epochs=8)
 TAGGED = problem("tagged", drawn(_Tagged), _threes, labelled, size=64)
-GRADED = _finite(problem("graded", drawn(_Graded), _rows, _above, decay=5e-4), _rows, epochs=6)
+GRADED = finite(problem("graded", drawn(_Graded), _rows, _above, decay=5e-4), _rows, epochs=6)
 STATED = problem("stated", drawn(_Stated), _ticks, _path)
 MOVED = replace(problem("moved", drawn(_Moved), _looks, labelled, size=16), groups=hidden_matrices)
