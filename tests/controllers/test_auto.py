@@ -114,7 +114,7 @@ def test_with_a_judge_a_run_that_overfits_goes_back_to_its_best_weights(lr: floa
 
 def test_what_goes_back_to_its_best_weights_is_not_taken_back_for_their_loss() -> None:
     """It is higher than that of the overfitted run. A resumed run is judged at the end of an ordinary cycle, for the same reason."""
-    ran = Run(net=wide(), lr=0.01, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, divergence=hdet.Divergence(rollback="device"),
+    ran = Run(net=wide(), lr=0.02, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, divergence=hdet.Divergence(rollback="device"),
               controller=lambda net: hdet.AutoLR(net, budget=0.1, judge=HELD_OUT)).steps()  # fmt: skip
     assert any("held-out loss rose" in note for note in ran.notes()) and not any("taken back" in note for note in ran.notes())
 
