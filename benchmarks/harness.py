@@ -12,6 +12,7 @@ import pickle
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as the ranks of `hdet train`: the interpreter's shutdown aborts once in a while when torch's threads are on their way out
 
 
 class Collective(NamedTuple):
