@@ -12,12 +12,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hdet.core.rules.trial_costs import ARMS, CHECK, Costs
+
 from . import fixed_rates, ranks
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, ZERO
 
 STARTS = (-4, -2, 0, 2, 4)
+FAR = (-6, *STARTS, 6)
 LONG = 10_000
 PAGES = ("docs/evidence/autolr.md", "docs/results.md")
 
@@ -51,7 +54,7 @@ COUNTED: dict[str, Chosen] = {
     "all": lambda run: True,
     "the test half": _of(TEST),
     f"fixed within {HARM} %": lambda run: run.fixed <= HARM,
-    **{f"from 2^{start}": _of(USUAL, start=start) for start in STARTS},
+    **{f"from 2^{start}": _of(USUAL, start=start) for start in FAR},
     **{f"{spaced(steps)} steps": _of(USUAL, steps) for steps in (LONG, 30_000, 100_000)},
     "schedules that stay high": _of(HIGH),
     "examples that come again": _of(REPEATED),
@@ -97,9 +100,28 @@ def in_all(runs: Sequence[Compared]) -> str:
     return counted({name: these for name, these in chosen.items() if these})
 
 
+def longer() -> str:
+    """What the budget affords of a run that nobody has trained here: steps of the scan, of the check, and both in percent of the run."""
+    lines = ["| steps of the run | of the scan | of the check | compute |", "|---|---|---|---|"]
+    for total in (100_000, 300_000, 1_000_000):
+        costs, part = Costs(0.03, total), 1 - CHECK
+        scan = costs.steps(scan=True, anew=False, arms=ARMS, spent=0.0, left=total, pace=1.0)
+        spent = costs.trial(ARMS, scan, from_first=True)
+        check = costs.steps(scan=False, anew=False, arms=ARMS, spent=spent, left=int(part * total), pace=1.0)
+        spent += costs.trial(ARMS, check, from_first=False)
+        lines.append(f"| {spaced(total)} | {spaced(scan)} | {spaced(check)} | {100 * spent / total:.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
 def report(runs: Sequence[Compared]) -> dict[str, str]:
     """Tables by name."""
-    return {**sections(runs), "By workload": by_workload(runs), "In all": in_all(runs), "More ranks": ranks.table(read(ranks.RESULTS))}
+    tables = {
+        "By workload": by_workload(runs),
+        "In all": in_all(runs),
+        "More ranks": ranks.table(read(ranks.RESULTS)),
+        "Longer runs": longer(),
+    }
+    return {**sections(runs), **tables}
 
 
 def written(page: str, tables: Mapping[str, str]) -> str:
