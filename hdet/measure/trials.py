@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -69,6 +70,7 @@ class Trials(Measurement):
             raise TypeError(f"the judge's batches must be a list of mini-batches, got {type(judge[1]).__name__}: list(...) it first")
         if judge is not None:
             whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
+            _check_takes_two(judge[0])
         if before_step is not None and not callable(before_step):
             raise TypeError(f"before_step must be callable without arguments, got {before_step!r}")
         self.model, self.judge, self.before_step = model, judge, before_step
@@ -381,12 +383,14 @@ class Trials(Measurement):
                     self._watched.snapshots.restore(arm(number))
                     self._losses |= {(score, number): loss for score, loss in enumerate(self._judged(loss_fn, batches))}
 
-    def held_out(self) -> torch.Tensor | None:
-        """(1 + mini-batches,) float64: 1, and the judge's losses of the run's own weights; zeros where this rank sees none. None: there is no judge."""
+    def held_out(self, number: int) -> torch.Tensor | None:
+        """(1 + number,) float64: 1, and losses of the run's own weights, by so many of the judge's mini-batches, evenly spaced in its list; zeros where
+        this rank sees none. None: there is no judge."""
         if self.judge is None:
             return None
+        loss_fn, batches = self.judge
         with self._gradients_kept():
-            losses = self._judged(*self.judge)
+            losses = self._judged(loss_fn, [batches[i * len(batches) // number] for i in range(number)])
         reshard(self._bare)
         torch.clear_autocast_cache()
         seen = [loss for loss in losses if loss is not None]
@@ -413,6 +417,18 @@ class Trials(Measurement):
             parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)
             found.append(Told(broken, *parts, far, part, min(began / seeing, BROKEN)).row())
         return found
+
+
+def _check_takes_two(loss_fn: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+    """Raises TypeError, instead of hundreds of steps later."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # one of C++ does not say
+        return
+    try:
+        signature.bind("model", "batch")
+    except TypeError as error:
+        raise TypeError(f"the judge's loss_fn is called as loss_fn(model, batch), and takes {signature}: {error}") from None
 
 
 def _mean(losses: torch.Tensor | None) -> torch.Tensor | None:

@@ -112,6 +112,16 @@ def test_with_a_judge_a_run_that_overfits_goes_back_to_its_best_weights(lr: floa
     assert 5 * overfits(lr, lambda net: hdet.AutoLR(net, budget=0.1, judge=HELD_OUT)) < overfits(lr, None)
 
 
+def test_a_judge_of_too_many_batches_judges_the_run_by_some_of_them() -> None:
+    """And there are no trials."""
+    loss_fn, batches = HELD_OUT
+    ran = Run(net=wide(), lr=0.01, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True,
+              controller=lambda net: hdet.AutoLR(net, budget=0.1, judge=(loss_fn, 8 * batches))).steps()  # fmt: skip
+    assert any("held-out loss rose" in note for note in ran.notes()) and len(ran.controller.rule.overfitting.best) == 30
+    assert "now 0.00063, without a trial; the run itself is judged every 300 steps by 30 of the 64" in ran.controller.report()
+    assert ran.controller.rule.cost == 6 * 30 / 3, "a third of the budget, and once at the beginning"
+
+
 def test_what_goes_back_to_its_best_weights_is_not_taken_back_for_their_loss() -> None:
     """It is higher than that of the overfitted run. A resumed run is judged at the end of an ordinary cycle, for the same reason."""
     ran = Run(net=wide(), lr=0.02, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True, divergence=hdet.Divergence(rollback="device"),
@@ -146,7 +156,7 @@ def started(total: int, **settings: Any) -> hdet.AutoLR:
     ({}, 300, "300 steps are below 2800. Train longer, or pass budget=0.28"),
     ({}, 2799, "2799 steps are below 2800. Train longer, or pass budget=0.04"),
     ({"budget": 0.01}, 300, "300 steps are below 8400. Train longer, or pass budget=0.28"),
-    ({"judge": (loss_of, [batch(0)] * 30)}, 300, "300 steps are below 3734. Train longer, or pass budget=0.38"),
+    ({"judge": (loss_of, [batch(0)] * 30)}, 300, "300 steps are below 3734. Train longer, or pass budget=0.38; the run itself is not judged: its budget is too small"),
     ({}, 100, "100 steps are below 2800. Train longer"),
 ])  # fmt: skip
 def test_a_run_that_is_too_short_is_warned_of_once_with_the_way_out(
@@ -173,13 +183,21 @@ def test_the_way_out_of_a_run_that_is_too_short_leads_to_a_trial(
 def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hdet")
     ran = auto(0.03)
-    assert ran.controller.report() == "trials from steps 0, 90, of at most 20% of the run's compute"
+    assert ran.controller.report() == (
+        "trials from step 0 at 0.125, 1, 128 times your rate, and from step 90 at 0.25, 1, 4 times your rate, of at most 20% of the run's compute"
+    )
     said = ran.steps().controller.report()
     assert said.startswith("best peak ") and "; yours 0.03, kept, after trials" in said
     told = [record.getMessage() for record in caplog.records]
     reports = [line for line in told if line.startswith("hdet, auto: ")]
     assert reports[0].startswith("hdet, auto: trials from ") and reports[-1] == f"hdet, auto: {said}" and len(set(told)) == len(told)
     assert any(line.startswith("hdet, step ") and "kept" in line for line in told)
+    caplog.clear()
+    judged = auto(0.03, judge=HELD_OUT).steps()
+    told = [record.getMessage() for record in caplog.records]
+    assert judged.controller.rule.overfitting.count > 5 and len(set(told)) == len(told) < 6, (
+        "nothing is said of a judging of which nothing follows"
+    )
     assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()
 
 

@@ -98,7 +98,7 @@ def raises(rule: TrialRule, **more: Any) -> float:
 def test_a_short_run_has_few_rounds_or_none(total: int, budget: float, rounds: list[Any]) -> None:
     rule = started(total, budget=budget)
     assert list(rule.rounds) == rounds and rule.idle == (not rounds)
-    assert ("stays" if not rounds else f"trials from steps {math.ceil(rounds[0] * total)}") in rule.report()
+    assert ("stays" if not rounds else f"trials from step {math.ceil(rounds[0] * total)} at") in rule.report()
 
 
 @pytest.mark.parametrize(("total", "scanned", "steps"), [(10_000, 28, 56), (30_000, 28, 224), (100_000, 93, 263), (300_000, 280, 860)])
@@ -137,7 +137,7 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
     rule.restart(Moment(0, 10, 10))
     assert rule.spent == 30 and rule.used == 0, "three arms, ten steps"
     assert rule.report().startswith(
-        "the trial that was under way when weights were loaded or taken back is lost, and paid for; trials from steps 0"
+        "the trial that was under way when weights were loaded or taken back is lost, and paid for; trials from step 0"
     )
     assert at(rule, 10) == Plan(steps=1, spread=False)  # the cycle that was under way ends at once
     assert at(rule, 11).measure
@@ -146,7 +146,7 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
 def test_it_says_so_where_no_trial_could_be_made() -> None:
     rule = started(3000)
     at(rule, 0)
-    assert rule.report().startswith("trials from steps 300")
+    assert rule.report().startswith("trials from step 300 at 0.25, 1, 4 times your rate")
     at(rule, 2900)  # it waited for the schedule's peak
     assert rule.idle and rule.report().startswith(
         "no trial was made, the rate stays: one needs a schedule near its peak in the first 35% of the run"
@@ -580,7 +580,7 @@ def judged(
     found, left, loss = [], list(losses), 4.0
     while left:
         plan = at(rule, step)
-        assert plan.steps and not plan.measure.keys() - {HELD_OUT, REPEATS}
+        assert plan.steps and not plan.measure.keys() - {HELD_OUT, REPEATS} and plan.measure.get(HELD_OUT, 2) == 2
         step += plan.steps
         rows = [[left[0] - 0.01, left.pop(0) + 0.01]] if HELD_OUT in plan.measure else []
         loss += training
@@ -609,6 +609,7 @@ def test_where_a_judge_finds_the_run_worse_twice_it_goes_back_to_its_best_weight
         "5 % of the 1.0 that was learned"
     )
     assert "from 1 to 1.06: back to the weights of step" in found[6][2] and "yours 0.001, now 6.3e-05" in rule.report()
+    assert rule.report().endswith("; the run itself is judged every 200 steps, and went back 2 times, where it overfitted")
     assert [*at(rule, steps[9]).snapshots] == [f"best {steps[7]}"]
 
 
@@ -643,17 +644,41 @@ def test_what_a_judge_cannot_tell_apart_is_no_overfitting() -> None:
     )
 
 
-@pytest.mark.parametrize(("judges", "total", "times"), [(2, 10_000, 50), (16, 10_000, 18), (16, 1000, 0), (4, 1000, 7), (30, 4000, 0)])
-def test_a_judge_judges_the_run_for_a_third_of_the_budget_at_most(judges: int, total: int, times: int) -> None:
-    costs = Costs(0.03, total, judges)
-    assert (total // costs.every() if costs.every() else 0) == times and costs.judging() <= 0.01 * total
-    assert bool(costs.rounds()) == (total >= 4000), "and never at the cost of the only check"
+@pytest.mark.parametrize(("batches", "total", "times", "by"), [
+    (2, 10_000, 50, 2), (16, 10_000, 18, 16), (64, 10_000, 5, 60), (300, 10_000, 5, 60), (16, 1000, 5, 6), (4, 1000, 7, 4), (30, 4000, 5, 4),
+    (16, 600, 0, 0), (3, 600, 6, 3), (2, 300, 0, 0),
+])  # fmt: skip
+def test_a_judge_judges_the_run_for_a_third_of_the_budget_at_most_and_by_some_batches_where_all_are_too_many(
+    batches: int, total: int, times: int, by: int
+) -> None:
+    costs = Costs(0.03, total, batches)
+    assert costs.judges == by and (total // costs.every() if costs.every() else 0) == times and costs.judging() <= 0.01 * total
+    assert bool(costs.rounds()) == (0.03 * total >= 72 + 4 * batches / 3), "and never at the cost of the only check"
 
 
-def test_replicas_with_gradients_of_their_own_are_not_judged() -> None:
-    rule = TrialRule(judged=2)
-    rule.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0)], 2, [0.0], local=True, falls_to=[0.0]))
-    assert HELD_OUT not in at(rule, 300).measure and rule.costs.every()
+@pytest.mark.parametrize(("settings", "says"), [
+    ({}, "compute"),
+    ({"judged": 2}, "compute; the run itself is judged every 200 steps, and goes back where it overfits"),
+    ({"judged": 64}, "compute; the run itself is judged every 2000 steps by 60 of the 64 mini-batches, and goes back where it overfits"),
+    ({"judged": 16, "total": 600}, "rate stays: 600 steps are below 3112. Train longer, or pass budget=0.16; the run itself is not judged: its budget is too small"),
+    ({"judged": 16, "total": 1000}, "trials: 1000 steps are below 3112. Train longer, or pass budget=0.1; the run itself is judged every 200 steps by 6 of the 16 mini-batches, and goes back where it overfits"),
+])  # fmt: skip
+def test_it_says_what_a_judge_will_do(settings: dict[str, Any], says: str) -> None:
+    assert started(**settings).report().endswith(says)
+
+
+def test_what_a_run_is_judged_by_is_planned_and_paid_for() -> None:
+    rule = started(judged=64)
+    plan = at(rule, 0)
+    assert plan.measure[HELD_OUT] == 60 and rule.cost == 0
+    tell(rule, plan, 4, None, measured={HELD_OUT: [[1.0] * 60]})
+    assert rule.cost == 20
+
+
+def test_without_a_check_of_the_rate_in_force_it_says_why_there_is_no_interval() -> None:
+    rule = judging()
+    judged(rule, [2.0, 1.0, 1.06, 1.06])
+    assert rule.report().startswith("no interval, as no check was made of this rate; yours 0.001, now 0.00025, after trials")
 
 
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:

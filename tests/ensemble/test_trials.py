@@ -545,6 +545,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
             Trials(model(), judge)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="judge's batches must be a list of mini-batches, got list_iterator"):
         Trials(model(), (loss_of, iter([batch(0), batch(1)])))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"called as loss_fn\(model, batch\), and takes \(batch\): too many"):
+        hdet.AutoLR(net, judge=(lambda batch: batch, [1, 2]))
     with pytest.raises(ValueError, match="judge's mini-batches"):
         Trials(model(), (loss_of, [batch(0)]))
     with pytest.raises(TypeError, match="before_step"):

@@ -65,7 +65,7 @@ class Rises:
 
     def why(self) -> str:
         """Where it has `overfit`."""
-        return f"examples come again, {self.epochs:.2g} times in this run"
+        return f"examples come again, {self.epochs:.{0 if self.epochs >= 10 else 1}f} times in this run or more"
 
     def found(self) -> str:
         """For a report after trials."""

@@ -34,7 +34,10 @@ rate may still be somewhat too high."""
 JUDGED = 0.02
 """Of the run: how often a judge judges the run itself, between trials and after them."""
 JUDGING, FIVE = 1 / 3, 5
-"""The most of the budget that this may take, if a check still has enough: it is less often then, and not at all, if that is less than so many times."""
+"""The most of the budget that this may take, if a check still has enough: it is less often then; by fewer of the judge's mini-batches, if that is less
+than so many times;"""
+BATCHES = 4
+"""and not at all, if those are fewer than so many, where the judge has as many: their scatter would say nothing of an error."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
 ARMS = 3
@@ -54,17 +57,25 @@ class Costs:
     total: int
     judged: int = 0
 
+    @property
+    def judges(self) -> int:
+        """Of how many held-out mini-batches the run itself is judged; 0: it is not."""
+        return next((number for number in range(self.judged, min(self.judged, BATCHES) - 1, -1) if number and self._every(number, 1.0)), 0)
+
     def every(self, pace: float = 1.0) -> int:
         """Steps of the schedule after which the run itself is judged again; 0: it is not. ``pace``: optimizer steps for each of those."""
+        return self._every(self.judges, pace) if self.judges else 0
+
+    def _every(self, judges: int, pace: float) -> int:
         budget, check = self.budget * self.total * pace, self.trial(ARMS, ENOUGH, from_first=False)
         part = min(JUDGING * budget, budget - check) if budget >= check else JUDGING * budget
-        most = min(1 / JUDGED, part / (self.judged / 3)) if self.judged else 0
+        most = min(1 / JUDGED, part / (judges / 3))
         return math.ceil(self.total / most) if most >= FIVE else 0
 
     def judging(self, since: int = 0, pace: float = 1.0) -> float:
         """The run itself, from a step of the schedule on."""
         every = self.every(pace)
-        return self.judged / 3 * (self.total - since) / every if every else 0.0
+        return self.judges / 3 * (self.total - since) / every if every else 0.0
 
     def scored(self, steps: int) -> int:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
@@ -98,6 +109,7 @@ class Costs:
         """Why there are no rounds, and what would help."""
         least = self.trial(ARMS, ENOUGH, from_first=False)
         steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self.total) / 100
-        says = f"too short a run for trials, the rate stays: {self.total} steps are below {steps}. Train longer"
+        stays = "" if self.every() else ", the rate stays"
+        says = f"too short a run for trials{stays}: {self.total} steps are below {steps}. Train longer"
         # A trial is a part of the run that is left, too.
         return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE) * self.total >= FEWEST else says

@@ -87,7 +87,7 @@ class TrialRule(Controller):
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
-        "judged_run": Or(ROW, Overfitting().row),
+        "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0),
     }  # fmt: skip
 
     def __init__(
@@ -141,6 +141,8 @@ class TrialRule(Controller):
         """The step at which it began."""
         self.overfitting = Overfitting()
         """What the judge has said of the run itself."""
+        self.returned = 0
+        """How often the run went back for that."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -184,7 +186,21 @@ class TrialRule(Controller):
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
         lost = "the trial that was under way when weights were loaded or taken back is lost, and paid for; " if self._lost else ""
-        return f"{lost}{self._report()}"
+        return f"{lost}{self._report()}{self._of_the_judge()}"
+
+    def _of_the_judge(self) -> str:
+        """What it does with the run itself, if there is a judge."""
+        if self._costs is None or not self.judged:
+            return ""
+        if self._fixed:
+            return "; the run itself is not judged: replicas have gradients of their own"
+        if not (every := self.costs.every(self._pace)):
+            return "; the run itself is not judged: its budget is too small"
+        of = f" by {self.costs.judges} of the {self.judged} mini-batches" if self.costs.judges < self.judged else ""
+        back = "goes back where it overfits"
+        if self.returned:
+            back = f"went back {'once' if self.returned == 1 else f'{self.returned} times'}, where it overfitted"
+        return f"; the run itself is judged every {every} steps{of}, and {back}"
 
     def _report(self) -> str:
         if self._costs is None:
@@ -199,17 +215,23 @@ class TrialRule(Controller):
             )
         if self.peaks:
             yours, now = self.peaks[-1]
-            where = f"{between(now, self.edge)}; " if self.said else ""
+            where = (
+                f"{between(now, self.edge)}; " if self.said else "no interval, as no check was made of this rate; " if self.finished else ""
+            )
             again = any(moved > peak for peak, moved in self.peaks)
             what = f"now {now:.2g}" if now != yours else "in force again" if again else "kept"
-            return f"{where}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps{self._rises.found()}{'' if self.finished else '; more are to come'}"
+            trials = f"after trials that cost as much as {self.spent:.0f} steps" if self.spent else "without a trial"
+            return f"{where}yours {yours:.2g}, {what}, {trials}{self._rises.found()}{'' if self.finished else '; more are to come'}"
         if self.finished:
             return (
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
                 f"{LONGEST:.0%} of what is left then"
             )
-        at = [math.ceil(part * self._total) for part in self.rounds]
-        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute{self._rises.forecast()}"
+        to_come = [
+            f"from step {math.ceil(part * self._total)} at {', '.join(f'{2.0**octave:g}' for octave in (SCANS if part == SCAN else CHECKS))} times your rate"
+            for part in self.rounds
+        ]
+        return f"trials {', and '.join(to_come)}, of at most {self.budget:.0%} of the run's compute{self._rises.forecast()}"
 
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once. A trial of which
@@ -248,7 +270,7 @@ class TrialRule(Controller):
     @property
     def cost(self) -> float:
         """Steps' worth of compute that all of it has taken."""
-        return self.spent + self.overfitting.count * self.judged / 3
+        return self.spent + (self.overfitting.count * self.costs.judges / 3 if self._costs else 0.0)
 
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
@@ -291,7 +313,7 @@ class TrialRule(Controller):
         else:  # after a scan, and where a run is resumed
             due = min(length, math.ceil(every * self._pace))
         length = min(length, max(due, 1))
-        measure = {**plan.measure, HELD_OUT: None} if length >= due else plan.measure
+        measure = {**plan.measure, HELD_OUT: self.costs.judges} if length >= due else plan.measure
         return replace(plan, steps=length, measure=measure, snapshots=kept)
 
     def _planned(self, now: Moment) -> Plan:
@@ -503,7 +525,7 @@ class TrialRule(Controller):
         losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
         if not losses or not told.told(losses, evidence.step, self._rises.again):
             return None
-        self.level, self.window = [], []
+        self.level, self.window, self.returned = [], [], self.returned + 1
         _, peak = self._in_force(evidence)
         note = f"the held-out loss rose from {mean(told.best):.4g} to {mean(losses):.4g}: back to the weights of step {told.best_at}, at {QUARTER * peak:.2g}"
         return self._carried_out(Finding(QUARTER, note, told.snapshot), evidence)
