@@ -17,7 +17,7 @@ from hdet.core.rules.trial_costs import ARMS, CHECK, Costs
 from . import fixed_rates, ranks
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
-from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, ZERO
+from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
 
 STARTS = (-4, -2, 0, 2, 4)
 FAR = (-6, *STARTS, 6)
@@ -113,6 +113,15 @@ def longer() -> str:
     return "\n".join(lines) + "\n"
 
 
+def workloads() -> str:
+    """What each of them is, how it is trained, and its usual rate."""
+    lines = ["| workload | what | optimizer | schedule | usual rate | examples a step |", "|---" * 6 + "|"]
+    for name, one in WORKLOADS.items():
+        marked = f"*test half:* {name}" if name in TEST else name
+        lines.append(f"| {marked} | {one.what} | {one.optimizer} | {one.schedule} | {one.rate:g} | {one.problem.batch_size} |")
+    return "\n".join(lines) + "\n"
+
+
 def report(runs: Sequence[Compared]) -> dict[str, str]:
     """Tables by name."""
     tables = {
@@ -120,6 +129,7 @@ def report(runs: Sequence[Compared]) -> dict[str, str]:
         "In all": in_all(runs),
         "More ranks": ranks.table(read(ranks.RESULTS)),
         "Longer runs": longer(),
+        "Workloads": workloads(),
     }
     return {**sections(runs), **tables}
 

@@ -84,8 +84,12 @@ class Workload:
     """A problem, and how it is trained."""
 
     problem: Problem
+    what: str
+    """What is learned, in a few words."""
     optimizer: str
+    """One of `OPTIMIZERS`."""
     schedule: str
+    """One of `SCHEDULES`."""
     rate: float
     """The peak that people would write first."""
     judge: Callable[[], list[Batch]] | None = None
@@ -101,81 +105,81 @@ def _named(*workloads: Workload) -> dict[str, Workload]:
 
 
 DEVELOPMENT = _named(
-    Workload(LLAMA, "adamw-0.999", "cosine", 1e-3),
-    Workload(RECURRENT, "adamw-0.999", "cosine", 1e-3),
-    Workload(PROBLEMS["transformer"], "adamw-0.95", "wsd", 1e-3),
-    Workload(PROBLEMS["digits"], "adamw-0.95", "wsd", 1e-3),
-    Workload(PROBLEMS["recsys"], "adamw-0.95", "wsd", 1e-3),
-    Workload(REGRESSION, "adamw-0.999", "cosine", 1e-3),
-    Workload(SMALL, "adamw-0.999", "linear", 1e-3, judge=small_judge),
-    Workload(RESNET, "sgd", "cosine", 0.1),
-    Workload(FINETUNING, "adamw-0.999", "linear", 1e-4),
-    Workload(ADAPTERS, "lion", "linear", 1e-4),
-    Workload(VIT, "adamw-0.999", "cosine", 1e-3),
-    Workload(DIFFUSION, "adamw-0.999", "wsd", 1e-3),
-    Workload(EXPERTS, "adamw-0.95", "cosine", 1e-3),
-    Workload(MIXER, "muon", "one-cycle", 0.02),
-    Workload(CONVOLUTIONS, "adamw-0.999", "one-cycle", 1e-3),
-    Workload(SORTING, "lion", "linear", 1e-4),
-    Workload(AUTOENCODER, "adamw-0.95", "cosine", 1e-3),
-    Workload(SERIES, "adamw-0.999", "cosine", 1e-3),
-    Workload(SETS, "adamw-0.95", "linear", 1e-3),
-    Workload(PAIRS, "adamw-0.999", "one-cycle", 1e-3),
-    Workload(CLUSTERS, "sgd", "wsd", 0.1),
-    Workload(TRANSFER, "lion", "linear", 1e-4),
-    Workload(BRACKETS, "adamw-0.95", "cosine", 1e-3),
-    Workload(MARKED, "adamw-0.999", "cosine", 1e-3),
-    Workload(GRAPHS, "adamw-0.95", "wsd", 1e-3),
-    Workload(HEAT, "adamw-0.999", "linear", 1e-3),
-    Workload(LETTERS_ANEW, "sgd", "one-cycle", 0.1),
-    Workload(RETRAINED, "adamw-0.999", "linear", 1e-4),
-    Workload(GATED, "adamw-0.95", "wsd", 1e-3),
-    Workload(MASKED, "fused-muon", "cosine", 1e-3),
-    Workload(SHAPES, "sgd", "linear", 0.1),
-    Workload(FLOW, "adamw-0.999", "one-cycle", 1e-3),
-    Workload(NEIGHBOURS, "adamw-0.999", "linear", 1e-3),
-    Workload(SPOKEN, "adamw-0.999", "cosine", 1e-3),
-    Workload(RETOLD, "adamw-0.95", "linear", 1e-4),
-    Workload(DISTILLED, "adamw-0.999", "cosine", 1e-3),
-    Workload(PAINTED, "adamw-0.999", "linear", 1e-3),
-    Workload(COUNTED, "lion", "wsd", 1e-4),
-    Workload(TRANSLATED, "fused-muon", "linear", 1e-3),
-    Workload(FORKED, "adamw-0.95", "one-cycle", 1e-3),
-    Workload(SWUNG, "adamw-0.95", "wsd", 1e-3),
-    Workload(BINARY, "sgd", "cosine", 0.1),
-    Workload(PARITY, "adamw-0.999", "linear", 1e-3),
-    Workload(HALVED, "adamw-0.95", "cosine", 1e-3),
-    Workload(RANKED, "adamw-0.999", "cosine", 1e-3),
-    Workload(ECHOED, "adamw-0.95", "wsd", 1e-3),
-    Workload(QUANTILES, "lion", "linear", 1e-4),
-    Workload(THREES, "sgd", "one-cycle", 0.1),
-    Workload(DEEP, "sgd", "cosine", 0.01),
-    Workload(HEAVY, "fused-muon", "wsd", 1e-3),
-    Workload(CENSORED, "adamw-0.999", "cosine", 1e-3),
-    Workload(MATCHED, "lion", "linear", 1e-4),
-    Workload(UNSCALED, "adamw-0.95", "wsd", 1e-3),
-    Workload(SPELT, "adamw-0.999", "one-cycle", 1e-3),
-    Workload(RECALLED, "adamw-0.95", "linear", 1e-3),
-    Workload(COORDINATES, "fused-muon", "linear", 1e-3),
-    Workload(BOTH, "sgd", "cosine", 0.1),
-    Workload(RARE, "adamw-0.999", "restarts", 1e-3),
-    Workload(RATED, "adamw-0.999", "wsd", 1e-3),
-    Workload(CROSSED, "adamw-0.999", "cosine", 1e-3),
-    Workload(CLAIMS, "adamw-0.999", "linear", 1e-3),
-    Workload(WORDED, "adamw-0.95", "cosine", 1e-3),
-    Workload(GRATINGS, "sgd", "one-cycle", 0.1),
-    Workload(ENERGIES, "fused-muon", "linear", 1e-3),
-    Workload(AWAITED, "adamw-0.95", "one-cycle", 1e-3),
-    Workload(TURNED, "lion", "wsd", 1e-4),
+    Workload(LLAMA, "a llama-style language model, bytes of English", "adamw-0.999", "cosine", 1e-3),
+    Workload(RECURRENT, "a GRU, bytes of English", "adamw-0.999", "cosine", 1e-3),
+    Workload(PROBLEMS["transformer"], "a small GPT, bytes of Python's sources", "adamw-0.95", "wsd", 1e-3),
+    Workload(PROBLEMS["digits"], "convolutions, scikit-learn's digits with noise", "adamw-0.95", "wsd", 1e-3),
+    Workload(PROBLEMS["recsys"], "a recommender with embeddings (dense gradients), clicks that drift", "adamw-0.95", "wsd", 1e-3),
+    Workload(REGRESSION, "Friedman's function, whose loss falls by orders of magnitude", "adamw-0.999", "cosine", 1e-3),
+    Workload(SMALL, "256 rows, some labels wrong, seen 1 250 times", "adamw-0.999", "linear", 1e-3, judge=small_judge),
+    Workload(RESNET, "a residual network with BatchNorm, digits", "sgd", "cosine", 0.1),
+    Workload(FINETUNING, "a byte model of Python's sources, on English", "adamw-0.999", "linear", 1e-4),
+    Workload(ADAPTERS, "the same with low-rank adapters", "lion", "linear", 1e-4),
+    Workload(VIT, "a vision transformer, digits", "adamw-0.999", "cosine", 1e-3),
+    Workload(DIFFUSION, "a diffusion denoiser, digits", "adamw-0.999", "wsd", 1e-3),
+    Workload(EXPERTS, "a mixture of experts, bytes of English", "adamw-0.95", "cosine", 1e-3),
+    Workload(MIXER, "an MLP-Mixer, digits", "muon", "one-cycle", 0.02),
+    Workload(CONVOLUTIONS, "dilated convolutions, bytes of English", "adamw-0.999", "one-cycle", 1e-3),
+    Workload(SORTING, "an encoder that sorts numbers", "lion", "linear", 1e-4),
+    Workload(AUTOENCODER, "a variational autoencoder, digits", "adamw-0.95", "cosine", 1e-3),
+    Workload(SERIES, "the next values of two oscillators with noise", "adamw-0.999", "cosine", 1e-3),
+    Workload(SETS, "which curve points are of", "adamw-0.95", "linear", 1e-3),
+    Workload(PAIRS, "which two views are of one point", "adamw-0.999", "one-cycle", 1e-3),
+    Workload(CLUSTERS, "twenty classes, some labels wrong", "sgd", "wsd", 0.1),
+    Workload(TRANSFER, "other clusters, from weights trained on those", "lion", "linear", 1e-4),
+    Workload(BRACKETS, "the next of four kinds of brackets", "adamw-0.95", "cosine", 1e-3),
+    Workload(MARKED, "the sum of two marked numbers of twenty, a GRU", "adamw-0.999", "cosine", 1e-3),
+    Workload(GRAPHS, "how many triangles a graph has, by messages", "adamw-0.95", "wsd", 1e-3),
+    Workload(HEAT, "a temperature later on, whose loss falls by orders of magnitude", "adamw-0.999", "linear", 1e-3),
+    Workload(LETTERS_ANEW, "strokes under noise, convolutions", "sgd", "one-cycle", 0.1),
+    Workload(RETRAINED, "other letters, from weights trained on those", "adamw-0.999", "linear", 1e-4),
+    Workload(GATED, "linear recurrences with gates (Mamba-2), bytes of Python's sources", "adamw-0.95", "wsd", 1e-3),
+    Workload(MASKED, "the hidden third of a text", "fused-muon", "cosine", 1e-3),
+    Workload(SHAPES, "which dots are of discs and bars, segmentation", "sgd", "linear", 0.1),
+    Workload(FLOW, "a density in eight dimensions, a normalising flow", "adamw-0.999", "one-cycle", 1e-3),
+    Workload(NEIGHBOURS, "word vectors, skip-gram", "adamw-0.999", "linear", 1e-3),
+    Workload(SPOKEN, "signs that were sounded, CTC", "adamw-0.999", "cosine", 1e-3),
+    Workload(RETOLD, "what a phrase says, from weights trained on another rule", "adamw-0.95", "linear", 1e-4),
+    Workload(DISTILLED, "what a larger network thinks of points", "adamw-0.999", "cosine", 1e-3),
+    Workload(PAINTED, "a picture by its coordinates, a sine network", "adamw-0.999", "linear", 1e-3),
+    Workload(COUNTED, "how often people do things, Poisson", "lion", "wsd", 1e-4),
+    Workload(TRANSLATED, "phrases, an encoder and a decoder", "fused-muon", "linear", 1e-3),
+    Workload(FORKED, "one of several functions, a mixture density network", "adamw-0.95", "one-cycle", 1e-3),
+    Workload(SWUNG, "a driven pendulum, step by step", "adamw-0.95", "wsd", 1e-3),
+    Workload(BINARY, "weights of one bit, digits", "sgd", "cosine", 0.1),
+    Workload(PARITY, "of three bits of twenty", "adamw-0.999", "linear", 1e-3),
+    Workload(HALVED, "the next byte of English, bf16 parameters", "adamw-0.95", "cosine", 1e-3),
+    Workload(RANKED, "which of two is preferred, Bradley-Terry", "adamw-0.999", "cosine", 1e-3),
+    Workload(ECHOED, "a sound without its echoes", "adamw-0.95", "wsd", 1e-3),
+    Workload(QUANTILES, "of a value whose spread depends on the place", "lion", "linear", 1e-4),
+    Workload(THREES, "nearer to the same thing than to another, triplets", "sgd", "one-cycle", 0.1),
+    Workload(DEEP, "fourteen layers without normalisation", "sgd", "cosine", 0.01),
+    Workload(HEAVY, "rows some of which are far off, Huber's loss", "fused-muon", "wsd", 1e-3),
+    Workload(CENSORED, "in which month something happens, survival", "adamw-0.999", "cosine", 1e-3),
+    Workload(MATCHED, "which picture belongs to which text, CLIP's loss", "lion", "linear", 1e-4),
+    Workload(UNSCALED, "values in their own units, far from 0", "adamw-0.95", "wsd", 1e-3),
+    Workload(SPELT, "four symbols of a sound, CTC", "adamw-0.999", "one-cycle", 1e-3),
+    Workload(RECALLED, "what came after this key, attention", "adamw-0.95", "linear", 1e-3),
+    Workload(COORDINATES, "the colours of a picture at places", "fused-muon", "linear", 1e-3),
+    Workload(BOTH, "a class and a value of one body", "sgd", "cosine", 0.1),
+    Workload(RARE, "one case in fifty, the focal loss", "adamw-0.999", "restarts", 1e-3),
+    Workload(RATED, "ratings of films, seen eleven times", "adamw-0.999", "wsd", 1e-3),
+    Workload(CROSSED, "clicks by pairs of names, a factorisation machine", "adamw-0.999", "cosine", 1e-3),
+    Workload(CLAIMS, "what an insurance will pay, Tweedie's deviance", "adamw-0.999", "linear", 1e-3),
+    Workload(WORDED, "the next word of a short text, read seven times", "adamw-0.95", "cosine", 1e-3),
+    Workload(GRATINGS, "which texture, one name in five wrong", "sgd", "one-cycle", 0.1),
+    Workload(ENERGIES, "of eight atoms by their distances", "fused-muon", "linear", 1e-3),
+    Workload(AWAITED, "what happens next, and when, a Hawkes process", "adamw-0.95", "one-cycle", 1e-3),
+    Workload(TURNED, "how a body is turned", "lion", "wsd", 1e-4),
 )
 """The three old problems, those of which facts were known before, and former test halves: none of them can judge a rule."""
 TEST = _named(
-    Workload(LINKED, "adamw-0.999", "cosine", 1e-3),
-    Workload(WON, "adamw-0.95", "linear", 1e-3),
-    Workload(TAGGED, "lion", "wsd", 1e-4),
-    Workload(GRADED, "sgd", "cosine", 0.1),
-    Workload(STATED, "adamw-0.999", "one-cycle", 1e-3),
-    Workload(MOVED, "fused-muon", "linear", 1e-3),
+    Workload(LINKED, "facts of a graph, complex embeddings", "adamw-0.999", "cosine", 1e-3),
+    Workload(WON, "which of two players wins", "adamw-0.95", "linear", 1e-3),
+    Workload(TAGGED, "tags of three words", "lion", "wsd", 1e-4),
+    Workload(GRADED, "in which of five grades rows are, some wrong", "sgd", "cosine", 0.1),
+    Workload(STATED, "hidden states that follow one another, a conditional random field", "adamw-0.999", "one-cycle", 1e-3),
+    Workload(MOVED, "how far a picture has moved", "fused-muon", "linear", 1e-3),
 )
 """Made after the rule was frozen, and run once with it (docs/evidence/autolr.md tells of former halves): a rule that is changed again needs
 others."""
@@ -186,25 +190,28 @@ HIGH = {
 }
 """Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
 REPEATED = _named(
-    Workload(replace(SMALL, name="small-unjudged"), "adamw-0.999", "linear", 1e-3),
-    *(Workload(flipped(rows), "adamw-0.999", "cosine", 1e-3) for rows in (256, 4096, 16_384, 32_768)),
+    Workload(replace(SMALL, name="small-unjudged"), "*small*, without a judge", "adamw-0.999", "linear", 1e-3),
+    *(
+        Workload(flipped(rows), f"{rows} rows, 15 % of the labels wrong", "adamw-0.999", "cosine", 1e-3)
+        for rows in (256, 4096, 16_384, 32_768)
+    ),
 )
 """Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge."""
 HARDER = _named(
-    Workload(CURRICULUM, "adamw-0.999", "cosine", 1e-3),
-    Workload(FADING, "adamw-0.999", "cosine", 1e-3),
-    Workload(SWELLING, "adamw-0.999", "cosine", 1e-3),
+    Workload(CURRICULUM, "bits to be remembered over ever longer times", "adamw-0.999", "cosine", 1e-3),
+    Workload(FADING, "letters under ever more noise", "adamw-0.999", "cosine", 1e-3),
+    Workload(SWELLING, "heat of ever more waves", "adamw-0.999", "cosine", 1e-3),
 )
 """Data that changes after the trials. On the first one the rule was mended; the others were run once, afterwards."""
 ZERO = {f"{name}-zero": replace(DEVELOPMENT[name], schedule="zero") for name in ("pairs", "graphs", "marked", "letters", "neighbours")}
 """Some of them with a warm-up that begins at 0, in which all arms of a scan once were at rate 0."""
 MISLEADING = _named(
-    Workload(BLOCKS, "adamw-0.999", "cosine", 1e-3),
-    Workload(QUANTIZED, "adamw-0.999", "cosine", 1e-3),
-    Workload(BITS_UNTOLD, "sgd", "cosine", 0.2),
-    Workload(STRETCHED, "sgd", "wsd", 0.0096),
-    Workload(KINDS, "lion", "cosine", 1e-3),
-    Workload(CLICKS, "adamw-0.95", "cosine", 3e-4),
+    Workload(BLOCKS, "a regression, data in blocks of one domain", "adamw-0.999", "cosine", 1e-3),
+    Workload(QUANTIZED, "a quantizer's loss, which rises at first", "adamw-0.999", "cosine", 1e-3),
+    Workload(BITS_UNTOLD, "a parity with a noisy plateau", "sgd", "cosine", 0.2),
+    Workload(STRETCHED, "a regression of which most inputs say nothing", "sgd", "wsd", 0.0096),
+    Workload(KINDS, "a hundred kinds, as frequent as words are", "lion", "cosine", 1e-3),
+    Workload(CLICKS, "clicks on things with numbers of their own, seen again", "adamw-0.95", "cosine", 3e-4),
 )
 """Three adversaries'. On the likes of them the rule was mended."""
 WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO, **MISLEADING}
