@@ -156,7 +156,7 @@ def started(total: int, **settings: Any) -> hdet.AutoLR:
     ({}, 300, "300 steps are below 2800. Train longer, or pass budget=0.28"),
     ({}, 2799, "2799 steps are below 2800. Train longer, or pass budget=0.04"),
     ({"budget": 0.01}, 300, "300 steps are below 8400. Train longer, or pass budget=0.28"),
-    ({"judge": (loss_of, [batch(0)] * 30)}, 300, "300 steps are below 3734. Train longer, or pass budget=0.38; the run itself is not judged: its budget is too small"),
+    ({"judge": (loss_of, [batch(0)] * 30)}, 300, "300 steps are below 3956. Train longer, or pass budget=0.4; the run itself is not judged: its budget is too small"),
     ({}, 100, "100 steps are below 2800. Train longer"),
 ])  # fmt: skip
 def test_a_run_that_is_too_short_is_warned_of_once_with_the_way_out(

@@ -609,8 +609,10 @@ def test_where_a_judge_finds_the_run_worse_twice_it_goes_back_to_its_best_weight
         "5 % of the 1.0 that was learned"
     )
     assert "from 1 to 1.06: back to the weights of step" in found[6][2] and "yours 0.001, now 6.3e-05" in rule.report()
-    assert rule.report().endswith("; the run itself is judged every 200 steps, and went back 2 times, where it overfitted")
+    assert rule.report().endswith("; the run itself is judged every 200 steps, it overfitted 2 times")
     assert [*at(rule, steps[9]).snapshots] == [f"best {steps[7]}"]
+    rule.frozen = True
+    assert rule.report().endswith("; it overfitted 2 times") and "judged" not in rule.report()
 
 
 def test_where_examples_are_new_or_the_training_loss_rises_too_it_is_no_overfitting() -> None:
@@ -635,7 +637,28 @@ def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:
     other = started(judged=2)
     other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
     other.restart(Moment(9, 1400, 1400))
-    assert not at(other, 1400).snapshots and [moved for _, moved, *_ in judged(other, [1.2, 1.3, 1.3], 1400)] == [0, 0, -2]
+    assert not at(other, 1400).snapshots
+    found = judged(other, [1.3, 0.9, 1.0, 1.0], 1400, training=-0.1)
+    assert [(moved, end) for _, moved, _, end in found] == [(-2, None), (0, None), (0, None), (-2, Restore(f"best {found[1][0]}"))]
+    assert "rose from 1 to 1.3: no copy of the better weights has outlived the checkpoint: on, at 0.00025" in found[0][2]
+
+
+def test_after_a_checkpoint_the_run_is_judged_when_it_would_have_been() -> None:
+    rule = judging()
+    judged(rule, [2.0, 1.0, 1.2])
+    other = started(judged=2)
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other.restart(Moment(9, 1250, 1250))
+    for losses in ([0.9, 0.8], [1.2]):
+        steps = [[step for step, *_ in judged(one, losses, 1250)] for one in (rule, other)]
+        assert steps[0] == steps[1]
+
+
+def test_without_a_way_back_the_weights_that_are_there_are_the_best_from_now_on() -> None:
+    rule = judging()
+    judged(rule, [2.0, 1.0])
+    rule.restart(Moment(9, 1150, 1150))
+    assert [moved for _, moved, *_ in judged(rule, [1.3, 1.3, 1.31, 1.32, 1.5, 1.5], 1150, training=-0.1)] == [0, -2, 0, 0, 0, -2]
 
 
 def test_what_a_judge_cannot_tell_apart_is_no_overfitting() -> None:
@@ -653,15 +676,28 @@ def test_a_judge_judges_the_run_for_a_third_of_the_budget_at_most_and_by_some_ba
 ) -> None:
     costs = Costs(0.03, total, batches)
     assert costs.judges == by and (total // costs.every() if costs.every() else 0) == times and costs.judging() <= 0.01 * total
-    assert bool(costs.rounds()) == (0.03 * total >= 72 + 4 * batches / 3), "and never at the cost of the only check"
+    assert bool(costs.rounds()) == (0.03 * total >= 72 + 4 * batches / 3 + 5 * min(batches, 4) / 3), "a check leaves something for it"
+
+
+@pytest.mark.parametrize("batches", [2, 4, 20, 166, 300])
+def test_a_longer_run_is_not_judged_less(batches: int) -> None:
+    judges = [(costs.judges > 0, len(costs.rounds())) for total in range(300, 12_000, 3) for costs in [Costs(0.03, total, batches)]]
+    assert judges == sorted(judges) and judges[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "batches", "total"), [(0.1, 11, 1200), (0.05, 11, 2400), (0.05, 14, 2720), (0.1, 14, 1360), (0.03, 0, 2800)]
+)
+def test_a_budget_that_suffices_to_the_last_digit_does(budget: float, batches: int, total: int) -> None:
+    assert Costs(budget, total, batches).rounds() == (ALONE,)
 
 
 @pytest.mark.parametrize(("settings", "says"), [
     ({}, "compute"),
     ({"judged": 2}, "compute; the run itself is judged every 200 steps, and goes back where it overfits"),
     ({"judged": 64}, "compute; the run itself is judged every 2000 steps by 60 of the 64 mini-batches, and goes back where it overfits"),
-    ({"judged": 16, "total": 600}, "rate stays: 600 steps are below 3112. Train longer, or pass budget=0.16; the run itself is not judged: its budget is too small"),
-    ({"judged": 16, "total": 1000}, "trials: 1000 steps are below 3112. Train longer, or pass budget=0.1; the run itself is judged every 200 steps by 6 of the 16 mini-batches, and goes back where it overfits"),
+    ({"judged": 16, "total": 600}, "rate stays: 600 steps are below 3334. Train longer, or pass budget=0.17; the run itself is not judged: its budget is too small"),
+    ({"judged": 16, "total": 1000}, "trials: 1000 steps are below 3334. Train longer, or pass budget=0.1; the run itself is judged every 200 steps by 6 of the 16 mini-batches, and goes back where it overfits"),
 ])  # fmt: skip
 def test_it_says_what_a_judge_will_do(settings: dict[str, Any], says: str) -> None:
     assert started(**settings).report().endswith(says)
@@ -961,3 +997,50 @@ def test_a_check_goes_by_its_own_cycles_until_it_is_frozen() -> None:
 def test_arms_that_have_all_broken_say_nothing_of_where_the_best_one_is() -> None:
     rule = past_scan()
     assert "no other was better" in tell(rule, at(rule, 600), 700, [BROKEN] * 3)[1]
+
+
+def test_with_a_judge_what_is_learned_counts_from_its_first_loss() -> None:
+    """Training losses may be of another kind: there is a check, and no scan."""
+    rule = started(4000, judged=2)
+    plan = at(rule, 0)
+    assert plan.steps == FIRST and plan.measure[HELD_OUT] == 2 and list(rule.rounds) == [ALONE]
+    tell(rule, plan, FIRST, None, losses=[5.0], measured={HELD_OUT: [[0.9, 0.9]]}, total_steps=4000)
+    tell(rule, at(rule, FIRST), 54, None, losses=[5.0], total_steps=4000)
+    assert rule.first == [0.9]
+    local = TrialRule(judged=2)
+    local.start(
+        Run(Clock(50, 0, 4000), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 2, [0.0, 0.0], local=True, falls_to=[0.0, None])
+    )
+    plan = at(local, 0)
+    assert plan.measure[HELD_OUT] == 2 and HELD_OUT not in at(local, 50).measure
+    tell(local, plan, 50, None, losses=[5.0], measured={HELD_OUT: [[0.9, 0.9]]}, total_steps=4000)
+    assert local.first == [0.9] and local.cost == pytest.approx(2 / 3) and not local.overfitting.best
+
+
+def test_where_the_schedule_steps_eight_times_for_one_step_epochs_are_those_of_its_steps() -> None:
+    rule = started(8 * TOTAL)
+    rule.plan(Moment(0, 100, 800))
+    tell(rule, rule.plan(Moment(1, 100, 800)), 1200, None, measured={REPEATS: [[1 / TOTAL]]})
+    assert rule.epochs == pytest.approx(1.0)
+
+
+def test_it_tells_the_rate_in_force_where_that_is_not_the_one_that_it_has_found() -> None:
+    rule = past_scan()
+    moved, *_ = tell(rule, at(rule, 600), 636, [2.6, 2.5, 2.0])
+    assert moved == 1 and "; yours 0.001, now 0.002, after" in rule.report() and rule._raised
+    tell(rule, at(rule, 636), 686, None, correction=2.0)
+    assert "; yours 0.001, now 0.002, after" in rule.report() and rule._raised
+    tell(rule, at(rule, 686), 736, None, correction=0.5)  # `Divergence`
+    assert "; yours 0.001, 0.002 by what was found, and 0.0005 in force, after" in rule.report() and not rule._raised
+
+
+def test_frozen_before_a_trial_it_says_so() -> None:
+    rule = started(4000, freeze_after=100)
+    tell(rule, at(rule, 0), 50, None, total_steps=4000)
+    tell(rule, at(rule, 50), 100, None, total_steps=4000)
+    assert rule.report() == "no trial was made before freeze_after, the rate stays"
+
+
+def test_an_error_needs_two_mini_batches() -> None:
+    with pytest.raises(ValueError, match="judged must be a whole number >= 2"):
+        TrialRule(judged=1)

@@ -35,7 +35,7 @@ class Overfitting:
     top: list[float] = field(default_factory=list)
     """The highest finite loss; empty: there was none."""
     best: list[float] = field(default_factory=list)
-    """By mini-batch, of the weights that were best; empty: there is no snapshot of them."""
+    """By mini-batch, of the weights that were best."""
     best_at: int = 0
     """The step at which that was."""
     trained: list[float] = field(default_factory=list)
@@ -44,20 +44,18 @@ class Overfitting:
     """and before it was best."""
     worse: int = 0
     """How often in a row it was worse than then."""
+    kept: bool = False
+    """Is there a snapshot of the best weights? None outlives the process: it is no part of `row`."""
 
     @property
     def row(self) -> list[Any]:
         """Plain, and all there is: ``Overfitting(*row)``."""
-        return list(astuple(self))
+        return list(astuple(self)[:-1])
 
     @property
     def snapshot(self) -> str:
         """The name of that of the best weights."""
         return f"best {self.best_at}"
-
-    def forget(self) -> None:
-        """The snapshot is gone."""
-        self.best, self.worse = [], 0
 
     def told(self, losses: Sequence[float], step: int, again: bool) -> bool:
         """By mini-batch, of the run's weights at this step: does it overfit? ``again``: have examples come again?"""
@@ -65,14 +63,20 @@ class Overfitting:
         self.count, self.at = self.count + 1, step
         self.top = [max([*self.top, mean(losses)])] if max(losses) < BROKEN / 2 else self.top
         if not self.best or mean(losses) < mean(self.best):
-            self.best, self.best_at, self.trained_at_best, self.worse = list(losses), step, trained, 0
+            self._is_best(losses, step, trained)
             return False
         fell = bool(trained and self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
         self.worse = self.worse + 1 if again and fell and self.top and overfits(losses, self.best, self.top[0]) else 0
         if self.worse < TWICE:
             return False
         self.worse = 0
+        if not self.kept:  # there is no way back to better ones
+            self._is_best(losses, step, trained)
         return True
+
+    def _is_best(self, losses: Sequence[float], step: int, trained: list[float]) -> None:
+        """Of the weights that there are now a snapshot is taken."""
+        self.best, self.best_at, self.trained_at_best, self.worse, self.kept = list(losses), step, trained, 0, True
 
 
 def overfits(now: Sequence[float], best: Sequence[float], top: float) -> bool:

@@ -34,13 +34,17 @@ rate may still be somewhat too high."""
 JUDGED = 0.02
 """Of the run: how often a judge judges the run itself, between trials and after them."""
 JUDGING, FIVE = 1 / 3, 5
-"""The most of the budget that this may take, if a check still has enough: it is less often then; by fewer of the judge's mini-batches, if that is less
-than so many times;"""
+"""The most of the budget that this may take: it is less often then; by fewer of the judge's mini-batches, if that is less than so many times;"""
 BATCHES = 4
-"""and not at all, if those are fewer than so many, where the judge has as many: their scatter would say nothing of an error."""
+"""and not at all, if those are fewer than so many, where the judge has as many: their scatter would say nothing of an error. A check is made only where
+so much is left beside it."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
 ARMS = 3
+FORWARD = 1 / 3
+"""What a forward pass alone costs, in steps."""
+EXACT = 1e-9
+"""A budget that suffices to the last digit does."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,16 @@ class Costs:
     @property
     def judges(self) -> int:
         """Of how many held-out mini-batches the run itself is judged; 0: it is not."""
-        return next((number for number in range(self.judged, min(self.judged, BATCHES) - 1, -1) if number and self._every(number, 1.0)), 0)
+        return next((number for number in range(self.judged, self._fewest - 1, -1) if number and self._every(number, 1.0)), 0)
+
+    @property
+    def _fewest(self) -> int:
+        return min(self.judged, BATCHES)
+
+    @property
+    def least(self) -> float:
+        """Of the budget, for a check, and for judging the run beside it."""
+        return self.trial(ARMS, ENOUGH, from_first=False) + FIVE * FORWARD * self._fewest
 
     def every(self, pace: float = 1.0) -> int:
         """Steps of the schedule after which the run itself is judged again; 0: it is not. ``pace``: optimizer steps for each of those."""
@@ -68,14 +81,14 @@ class Costs:
 
     def _every(self, judges: int, pace: float) -> int:
         budget, check = self.budget * self.total * pace, self.trial(ARMS, ENOUGH, from_first=False)
-        part = min(JUDGING * budget, budget - check) if budget >= check else JUDGING * budget
-        most = min(1 / JUDGED, part / (judges / 3))
-        return math.ceil(self.total / most) if most >= FIVE else 0
+        part = min(JUDGING * budget, budget - check) if budget >= self.least - EXACT else JUDGING * budget
+        most = min(1 / JUDGED, part / (FORWARD * judges))
+        return math.ceil(self.total / most) if most >= FIVE - EXACT else 0
 
     def judging(self, since: int = 0, pace: float = 1.0) -> float:
         """The run itself, from a step of the schedule on."""
         every = self.every(pace)
-        return self.judges / 3 * (self.total - since) / every if every else 0.0
+        return FORWARD * self.judges * (self.total - since) / every if every else 0.0
 
     def scored(self, steps: int) -> int:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
@@ -85,16 +98,18 @@ class Costs:
         """A score is a forward pass, a third of a step. ``from_first``: from the run's first weights? Those are scored too, and by a judge the weights with which
         any trial begins."""
         scored = arms + (from_first or self.judged > 0)
-        return arms * steps + scored * (self.judged or self.scored(steps)) / 3
+        return arms * steps + FORWARD * scored * (self.judged or self.scored(steps))
 
     def rounds(self) -> tuple[float, ...]:
         """Those that the budget affords."""
-        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total - self.judging()
+        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total - self.judging() + EXACT
+        if affords + self.judging() < self.least:
+            return ()
         return () if affords < check else (ALONE,) if affords < check + self.trial(ARMS, ENOUGH, from_first=True) else (SCAN, CHECK)
 
     def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
-        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: what has been, and what is put aside; ``left``: optimizer
-        steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
+        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: what has
+        been, and what is put aside; ``left``: optimizer steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
         affords, cost = self.budget * self.total * pace - spent, partial(self.trial, arms, from_first=scan or anew)
         if scan:
             worth = min(affords / 2, cost(int(SCANNED * max(1.0, self.total / LONG))))
@@ -105,11 +120,9 @@ class Costs:
         steps = bisect_right(range(max(0, int(worth)) + 1), worth + 1e-9, key=cost) - 1
         return min(steps, int(LONGEST * left), left - self.scored(steps) - 1)
 
-    def too_short(self) -> str:
-        """Why there are no rounds, and what would help."""
-        least = self.trial(ARMS, ENOUGH, from_first=False)
-        steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self.total) / 100
-        stays = "" if self.every() else ", the rate stays"
-        says = f"too short a run for trials{stays}: {self.total} steps are below {steps}. Train longer"
+    def too_short(self, stays: bool) -> str:
+        """Why there are no rounds, and what would help. ``stays``: can nothing else move the rate?"""
+        steps, budget = math.ceil(self.least / self.budget - EXACT), math.ceil(100 * self.least / self.total - EXACT) / 100
+        says = f"too short a run for trials{', the rate stays' if stays else ''}: {self.total} steps are below {steps}. Train longer"
         # A trial is a part of the run that is left, too.
         return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE) * self.total >= FEWEST else says

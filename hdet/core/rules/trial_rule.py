@@ -37,10 +37,10 @@ from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
-from ..validate import within
+from ..validate import whole, within
 from .overfitting import QUARTER, ROW, Overfitting
 from .rises import FEW, Rises
-from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
+from .trial_costs import AGAIN, CHECK, FEWEST, FORWARD, LONGEST, SCAN, Costs
 from .trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
 from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
 
@@ -99,7 +99,8 @@ class TrialRule(Controller):
         place: str = "device",
     ) -> None:
         super().__init__(freeze_after)
-        self.budget, self.judged, self.place = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, place
+        self.budget, self.place = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), place
+        self.judged = judged and whole(judged, "judged", 2, why="the error of a difference comes from their scatter")
         self._given = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
         self.falls_to: float | None = None
         """The part of its peak to which the schedule falls, when the run is known; None: of one of the rates that is not known."""
@@ -150,6 +151,8 @@ class TrialRule(Controller):
         self._epochs = 0.0
         self._costs: Costs | None = None
         """Of this run, when its length is known."""
+        self._peak: float | None = None
+        """The schedule's, with the correction that is in force; None: not known, since this process began or something was decided."""
         self._pace = 1.0
         """Optimizer steps for each step of the schedule."""
         self._done = 0.0
@@ -185,28 +188,28 @@ class TrialRule(Controller):
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
+        if self._costs is None:
+            return "trials, when the length of the run is known"
         lost = "the trial that was under way when weights were loaded or taken back is lost, and paid for; " if self._lost else ""
-        return f"{lost}{self._report()}{self._of_the_judge()}"
+        return f"{lost}{self._of_the_rate()}{self._of_the_judge()}"
 
     def _of_the_judge(self) -> str:
         """What it does with the run itself, if there is a judge."""
-        if self._costs is None or not self.judged:
+        if not self.judged:
             return ""
+        overfitted = f"it overfitted {'once' if self.returned == 1 else f'{self.returned} times'}" if self.returned else ""
+        if self.frozen:
+            return f"; {overfitted}" if overfitted else ""
         if self._fixed:
             return "; the run itself is not judged: replicas have gradients of their own"
         if not (every := self.costs.every(self._pace)):
             return "; the run itself is not judged: its budget is too small"
         of = f" by {self.costs.judges} of the {self.judged} mini-batches" if self.costs.judges < self.judged else ""
-        back = "goes back where it overfits"
-        if self.returned:
-            back = f"went back {'once' if self.returned == 1 else f'{self.returned} times'}, where it overfitted"
-        return f"; the run itself is judged every {every} steps{of}, and {back}"
+        return f"; the run itself is judged every {every} steps{of}, {overfitted or 'and goes back where it overfits'}"
 
-    def _report(self) -> str:
-        if self._costs is None:
-            return "trials, when the length of the run is known"
+    def _of_the_rate(self) -> str:
         if not self.rounds and not self.peaks:
-            return self._costs.too_short()
+            return self.costs.too_short(stays=not self._judges_run)
         if self.strayed:
             return (
                 f"no trials any more: with the same batch and rate, an arm went {self.strayed:.2g} times as far as the run in a step. Arms do not do what "
@@ -220,8 +223,12 @@ class TrialRule(Controller):
             )
             again = any(moved > peak for peak, moved in self.peaks)
             what = f"now {now:.2g}" if now != yours else "in force again" if again else "kept"
+            if self._peak is not None and not math.isclose(self._peak, now, rel_tol=1e-6):  # `Divergence` has lowered it, or nobody obeys
+                what = f"{now:.2g} by what was found, and {self._peak:.2g} in force"
             trials = f"after trials that cost as much as {self.spent:.0f} steps" if self.spent else "without a trial"
             return f"{where}yours {yours:.2g}, {what}, {trials}{self._rises.found()}{'' if self.finished else '; more are to come'}"
+        if self.frozen:
+            return "no trial was made before freeze_after, the rate stays"
         if self.finished:
             return (
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
@@ -244,7 +251,7 @@ class TrialRule(Controller):
         self._spend(done)
         self._doubted = self.anew = False  # snapshots are gone
         self._kept = []
-        self.overfitting.forget()
+        self.overfitting.kept = False
 
     @property
     def _total(self) -> int:
@@ -270,7 +277,7 @@ class TrialRule(Controller):
     @property
     def cost(self) -> float:
         """Steps' worth of compute that all of it has taken."""
-        return self.spent + (self.overfitting.count * self.costs.judges / 3 if self._costs else 0.0)
+        return self.spent + (FORWARD * self.overfitting.count * self.costs.judges if self._costs else 0.0)
 
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
@@ -293,7 +300,7 @@ class TrialRule(Controller):
 
     @property
     def _raised(self) -> bool:
-        return not self.frozen and bool(self.peaks) and self.peaks[-1][1] > self.peaks[-1][0]
+        return not self.frozen and bool(self.peaks) and (self._peak or self.peaks[-1][1]) > self.peaks[-1][0]
 
     @property
     def _judges_run(self) -> bool:
@@ -303,14 +310,15 @@ class TrialRule(Controller):
     def plan(self, now: Moment) -> Plan:
         plan = self._planned(now)
         if not self._judges_run:
-            return plan
-        kept = {**plan.snapshots, self.overfitting.snapshot: SnapshotOf(self.place)} if self.overfitting.best else plan.snapshots
+            begins = self.judged and self.rounds and not now.step and TRIALS not in plan.measure  # what is learned counts from there
+            return replace(plan, measure={**plan.measure, HELD_OUT: self.judged}) if begins else plan
+        kept = {**plan.snapshots, self.overfitting.snapshot: SnapshotOf(self.place)} if self.overfitting.kept else plan.snapshots
         if TRIALS in plan.measure:
             return replace(plan, snapshots=kept)
         every, length = self.costs.every(self._pace), plan.steps or self._interval
         if self.overfitting.best or not now.step:
             due = math.ceil((self.overfitting.at + every) * self._pace) - now.step if now.step else FIRST
-        else:  # after a scan, and where a run is resumed
+        else:  # after a scan
             due = min(length, math.ceil(every * self._pace))
         length = min(length, max(due, 1))
         measure = {**plan.measure, HELD_OUT: self.costs.judges} if length >= due else plan.measure
@@ -331,7 +339,7 @@ class TrialRule(Controller):
                 return self._wait(due - now.schedule_step if now.step else FIRST)
             if now.schedule_step < latest and not self._scan:
                 if not self.risen:
-                    return self._wait(self._interval)
+                    return self._wait(math.ceil(self._interval / self._pace))
                 if now.schedule_step < self.ready:
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
@@ -407,8 +415,10 @@ class TrialRule(Controller):
         self._come_again(part for row in evidence.measured.get(REPEATS, ()) if row is not None for part in row)
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
-            self.first = self.first or ([mean(seen)] if seen else [])
-            overfitted = self._overfitted(evidence, seen)
+            held_out = self._held_out(evidence)
+            begun = held_out if self.judged else seen
+            self.first = self.first or ([mean(begun)] if begun else [])
+            overfitted = self._overfitted(evidence, seen, held_out)
             if overfitted is not None:
                 return overfitted
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
@@ -479,6 +489,7 @@ class TrialRule(Controller):
         """``ramp``: steps of the schedule, in which a rate rises."""
         correction, peak = self._in_force(evidence)
         self.peaks.append([peak / correction, peak * found.factor])
+        self._peak = None
         self.said, self.edge = found.edge is not None, found.edge or 0.0
         self.watched, self.ready = evidence.step, evidence.step + ramp if ramp else 0
         decision = Decision(factor=found.factor, note=found.note, ramp=ramp)
@@ -498,7 +509,7 @@ class TrialRule(Controller):
         if seen or self.window or self.level:
             self.window.append(mean(seen) if seen else BROKEN)
         broke = bool(self.level) and not seen
-        if not self.window or not (broke or evidence.step - self.watched >= max(WATCHED, self._interval)):
+        if not self.window or not (broke or evidence.step - self.watched >= max(WATCHED, self._interval / self._pace)):
             return self._nothing(evidence)
         before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
         if not before or not self.level[0] > WORSE * before[0] > 0 or not correction > 1:
@@ -517,18 +528,29 @@ class TrialRule(Controller):
     def judged_run(self, row: Sequence[Any]) -> None:
         self.overfitting = Overfitting(*row)
 
-    def _overfitted(self, evidence: Evidence, seen: Sequence[float]) -> Learned | None:
-        """What follows from the judge's losses of the run itself, if anything does."""
-        told = self.overfitting
-        told.trained += [mean(seen)] if seen and self._judges_run else []
+    @staticmethod
+    def _held_out(evidence: Evidence) -> list[float]:
+        """The judge's losses of the run itself, by mini-batch; empty: it was not judged."""
         rows = [row for row in evidence.measured.get(HELD_OUT, ()) if row]
-        losses = [mean(of_batch) for of_batch in zip(*rows, strict=True)]
+        return [mean(of_batch) for of_batch in zip(*rows, strict=True)]
+
+    def _overfitted(self, evidence: Evidence, seen: Sequence[float], losses: Sequence[float]) -> Learned | None:
+        """What follows from the judge's ``losses`` of the run itself, if anything does."""
+        if not self._judges_run:
+            self.spent += FORWARD * len(losses)
+            return None
+        told = self.overfitting
+        told.trained += [mean(seen)] if seen else []
+        before, snapshot = told.best, told.snapshot if told.kept else None
         if not losses or not told.told(losses, evidence.step, self._rises.again):
             return None
         self.level, self.window, self.returned = [], [], self.returned + 1
         _, peak = self._in_force(evidence)
-        note = f"the held-out loss rose from {mean(told.best):.4g} to {mean(losses):.4g}: back to the weights of step {told.best_at}, at {QUARTER * peak:.2g}"
-        return self._carried_out(Finding(QUARTER, note, told.snapshot), evidence)
+        back = (
+            f"back to the weights of step {told.best_at}" if snapshot else "no copy of the better weights has outlived the checkpoint: on"
+        )
+        note = f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}: {back}, at {QUARTER * peak:.2g}"
+        return self._carried_out(Finding(QUARTER, note, snapshot), evidence)
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look(evidence)
@@ -541,12 +563,12 @@ class TrialRule(Controller):
     def _look(self, evidence: Evidence) -> None:
         """At the schedule."""
         self._done = evidence.step / self._total
-        first = self._rates[0]
+        first, self._peak = self._rates[0], self._in_force(evidence)[1]
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
     def _come_again(self, parts: Iterable[float]) -> None:
         """By replica, each of which has data of its own: `Told.part`."""
-        self.epochs = max(self.epochs, self._total * sum(parts))
+        self.epochs = max(self.epochs, self._total * self._pace * sum(parts))
 
     @property
     def _rises(self) -> Rises:
