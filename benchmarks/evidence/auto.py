@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -26,7 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
-from hdet.core.rules.trial_scores import WITHIN
 
 from . import command, fixed_rates
 from .problems import Batch, Problem
@@ -155,12 +155,25 @@ class Compared:
     record: Record
     fixed: float
     auto: float
-    held: bool
-    """Is a rate of the grid that is within `HARM` of the best in the interval that AutoLR tells?"""
+    held: bool | None
+    """Is a rate of the grid that is within `HARM` of the best in the interval that AutoLR tells? None: it tells none."""
 
     @property
     def harm(self) -> float:
         return self.auto - self.fixed
+
+
+ROUNDED = 1.03
+"""What two digits of a report may be off."""
+
+
+def told(report: str) -> tuple[float, float] | None:
+    """The interval of peaks in it, without an end where it says "or less", "or more"; None: there is none."""
+    found = re.search(r"best peak ([\d.e+-]+) to ([\d.e+-]+)( or more| or less)?", report)
+    if found is None:
+        return None
+    low, high, beyond = float(found[1]), float(found[2]), found[3]
+    return 0.0 if beyond == " or less" else low / ROUNDED, math.inf if beyond == " or more" else high * ROUNDED
 
 
 def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compared]:
@@ -176,7 +189,8 @@ def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compare
     for line in sorted(lines, key=lambda line: (order.index(line["workload"]), line["steps"], line["seed"], line["exponent"])):
         best, untrained = min(every[cell(line)]), line["untrained"]
         near = [one["rate"] for one in fixed if cell(one) == cell(line) and missing(one["validation"], untrained, best) <= HARM]
-        held = any(abs(math.log2(rate / line["rate"] / line["correction"])) <= WITHIN for rate in near)
+        interval = told(line["report"])
+        held = None if interval is None else any(interval[0] <= rate <= interval[1] for rate in near)
         alone = missing(same[fixed_rates.key(line)]["validation"], untrained, best)
         found.append(Compared(line, alone, missing(line["validation"], untrained, best), held))
     return found
@@ -202,14 +216,15 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
     """How many runs of each kind are worse than their start's fixed rate, and how near to the best they end."""
     heads = [
         "runs", "", f"worse by more than {HARM} %", "worst difference", "mean missing: fixed, AutoLR",
-        f"within {HARM} % of the best: fixed, AutoLR", "within 2 %: fixed, AutoLR", "interval held",
+        f"within {HARM} % of the best: fixed, AutoLR", "within 2 %: fixed, AutoLR", "interval: told, held",
     ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, runs in kinds.items():
         near = {within: f"{sum(r.fixed <= within for r in runs)}, {sum(r.auto <= within for r in runs)}" for within in (HARM, 2)}
         lines.append(
             f"| {name} | {len(runs)} | {sum(r.harm > HARM for r in runs)} | {max(r.harm for r in runs):+.1f} % | "
-            f"{fmean(r.fixed for r in runs):.1f} %, {fmean(r.auto for r in runs):.1f} % | {near[HARM]} | {near[2]} | {sum(r.held for r in runs)} |"
+            f"{fmean(r.fixed for r in runs):.1f} %, {fmean(r.auto for r in runs):.1f} % | {near[HARM]} | {near[2]} | "
+            f"{sum(r.held is not None for r in runs)}, {sum(r.held is True for r in runs)} |"
         )
     return "\n".join(lines) + "\n"
 

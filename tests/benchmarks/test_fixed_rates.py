@@ -84,9 +84,32 @@ def test_quick_prints_the_table_of_auto(capsys: Any, in_this_process: None) -> N
 def test_a_run_that_ends_worse_than_its_start_is_counted_as_a_harm() -> None:
     line = {"workload": "small", "exponent": 0, "seed": 0, "steps": 100, "budget": 0.03, "rate": 1e-3, "untrained": 3.0}
     fixed = [{**line, "validation": 1.0}, {**line, "exponent": 4, "rate": 1.6e-2, "validation": 2.0}]
-    auto_lines = [{**line, "validation": 1.02, "correction": 2.0, "spent_percent": 3.0, "kept": False}]
+    auto_lines = [
+        {
+            **line,
+            "validation": 1.02,
+            "correction": 2.0,
+            "spent_percent": 3.0,
+            "kept": False,
+            "report": "best peak 0.0005 to 0.008; yours 0.001",
+        }
+    ]
     [run] = auto.compared(auto_lines, fixed)
-    assert (
-        run.fixed == 0 and run.auto == run.harm == pytest.approx(1.0) and run.held
-    )  # 1.02 lacks 0.02 of 2, and 1e-3 is a factor of 2 from 2e-3
-    assert "| these | 1 | 1 | +1.0 % | 0.0 %, 1.0 % | 1, 0 | 1, 1 | 1 |" in auto.table([run])
+    assert run.fixed == 0 and run.auto == run.harm == pytest.approx(1.0) and run.held  # 1.02 lacks 0.02 of 2, and 1e-3 is in the interval
+    assert "| these | 1 | 1 | +1.0 % | 0.0 %, 1.0 % | 1, 0 | 1, 1 | 1, 1 |" in auto.table([run])
+
+
+@pytest.mark.parametrize(("report", "interval"), [
+    ("best peak 0.0005 to 0.008; yours", (0.0005, 0.008)), ("best peak 5e-05 to 0.008 or more (higher was not tried); yours", (5e-5, math.inf)),
+    ("best peak 0.0005 to 0.008 or less (lower was not tried); yours", (0.0, 0.008)), ("no interval, as no check was made of this rate; yours", None),
+])  # fmt: skip
+def test_the_interval_is_read_from_what_autolr_tells(report: str, interval: tuple[float, float] | None) -> None:
+    assert auto.told(report) == (None if interval is None else pytest.approx(interval, rel=0.031))
+
+
+def test_what_is_outside_of_the_interval_is_not_held() -> None:
+    line = {"workload": "small", "exponent": 0, "seed": 0, "steps": 100, "budget": 0.03, "rate": 1e-3, "untrained": 3.0}
+    auto_line = {**line, "validation": 1.0, "correction": 2.0, "spent_percent": 3.0, "kept": False}
+    reports = ("best peak 0.0011 to 0.0044", "best peak 0.0002 to 0.00093 or less", "no interval")
+    runs = [auto.compared([{**auto_line, "report": said}], [{**line, "validation": 1.0}])[0] for said in reports]
+    assert [run.held for run in runs] == [False, False, None] and auto.table(runs).count("| 2, 0 |") == 1
