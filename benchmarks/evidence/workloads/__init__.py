@@ -100,6 +100,11 @@ class Workload:
         return self.problem.name
 
 
+def _spared(problem: Problem, batches: int = 8) -> Callable[[], list[Batch]]:
+    """A judge's mini-batches, of examples that neither train nor validate."""
+    return lambda: [problem.spare(0, 0, number) for number in range(batches)]
+
+
 def _named(*workloads: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in workloads}
 
