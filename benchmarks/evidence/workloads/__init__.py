@@ -196,12 +196,15 @@ HIGH = {
 """Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
 REPEATED = _named(
     Workload(replace(SMALL, name="small-unjudged"), "*small*, without a judge", "adamw-0.999", "linear", 1e-3),
+    Workload(
+        replace(RATED, name="rated-judged"), "*rated*, with a judge of eight mini-batches", "adamw-0.999", "wsd", 1e-3, judge=_spared(RATED)
+    ),
     *(
         Workload(flipped(rows), f"{rows} rows, 15 % of the labels wrong", "adamw-0.999", "cosine", 1e-3)
         for rows in (256, 4096, 16_384, 32_768)
     ),
 )
-"""Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge."""
+"""Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge, but for one."""
 HARDER = _named(
     Workload(CURRICULUM, "bits to be remembered over ever longer times", "adamw-0.999", "cosine", 1e-3),
     Workload(FADING, "letters under ever more noise", "adamw-0.999", "cosine", 1e-3),
