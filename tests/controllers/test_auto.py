@@ -117,7 +117,7 @@ def test_a_judge_of_too_many_batches_judges_the_run_by_some_of_them() -> None:
     loss_fn, batches = HELD_OUT
     ran = Run(net=wide(), lr=0.01, total=TOTAL, every=10, spread=0.0, data=noisy, closure=True,
               controller=lambda net: hdet.AutoLR(net, budget=0.1, judge=(loss_fn, 8 * batches))).steps()  # fmt: skip
-    assert any("held-out loss rose" in note for note in ran.notes()) and len(ran.controller.rule.overfitting.best) == 30
+    assert any("held-out loss rose" in note for note in ran.notes()) and len(ran.controller.rule.judge.overfitting.best) == 30
     assert "now 0.00063, without a trial; the run itself is judged every 300 steps by 30 of the 64" in ran.controller.report()
     assert ran.controller.rule.cost == 6 * 30 / 3, "a third of the budget, and once at the beginning"
 
@@ -132,7 +132,7 @@ def test_what_goes_back_to_its_best_weights_is_not_taken_back_for_their_loss() -
 def test_a_run_that_does_not_overfit_is_judged_without_a_trace() -> None:
     ran = auto(0.03, judge=HELD_OUT).steps()
     assert torch.equal(ran.weights(), fixed(0.03).weights()) and ran.controller.rule.cost <= 0.2 * TOTAL
-    assert ran.controller.rule.overfitting.at > 0.9 * TOTAL and not ran.controller.idle
+    assert ran.controller.rule.judge.overfitting.at > 0.9 * TOTAL and not ran.controller.idle
 
 
 def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
@@ -195,7 +195,7 @@ def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCapture
     caplog.clear()
     judged = auto(0.03, judge=HELD_OUT).steps()
     told = [record.getMessage() for record in caplog.records]
-    assert judged.controller.rule.overfitting.count > 5 and len(set(told)) == len(told) < 6, (
+    assert judged.controller.rule.judge.overfitting.count > 5 and len(set(told)) == len(told) < 6, (
         "nothing is said of a judging of which nothing follows"
     )
     assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()

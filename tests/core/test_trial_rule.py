@@ -18,8 +18,10 @@ from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.overfitting import overfits
 from hdet.core.rules.rises import FEW, MANY, Rises
 from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, JUDGED, SCAN, Costs
+from hdet.core.rules.trial_judge import FIRST
 from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
-from hdet.core.rules.trial_rule import ANEW, CHECKS, FIRST, SCANS, TrialRule
+from hdet.core.rules.trial_rounds import ANEW, CHECKS, SCANS
+from hdet.core.rules.trial_rule import TrialRule
 from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew
 from tests.core.controller_runs import evidence
 
@@ -1014,7 +1016,7 @@ def test_with_a_judge_what_is_learned_counts_from_its_first_loss() -> None:
     plan = at(local, 0)
     assert plan.measure[HELD_OUT] == 2 and HELD_OUT not in at(local, 50).measure
     tell(local, plan, 50, None, losses=[5.0], measured={HELD_OUT: [[0.9, 0.9]]}, total_steps=4000)
-    assert local.first == [0.9] and local.cost == pytest.approx(2 / 3) and not local.overfitting.best
+    assert local.first == [0.9] and local.cost == pytest.approx(2 / 3) and not local.judge.overfitting.best
 
 
 def test_where_the_schedule_steps_eight_times_for_one_step_epochs_are_those_of_its_steps() -> None:
@@ -1027,11 +1029,11 @@ def test_where_the_schedule_steps_eight_times_for_one_step_epochs_are_those_of_i
 def test_it_tells_the_rate_in_force_where_that_is_not_the_one_that_it_has_found() -> None:
     rule = past_scan()
     moved, *_ = tell(rule, at(rule, 600), 636, [2.6, 2.5, 2.0])
-    assert moved == 1 and "; yours 0.001, now 0.002, after" in rule.report() and rule._raised
+    assert moved == 1 and "; yours 0.001, now 0.002, after" in rule.report() and rule.found.raised
     tell(rule, at(rule, 636), 686, None, correction=2.0)
-    assert "; yours 0.001, now 0.002, after" in rule.report() and rule._raised
+    assert "; yours 0.001, now 0.002, after" in rule.report() and rule.found.raised
     tell(rule, at(rule, 686), 736, None, correction=0.5)  # `Divergence`
-    assert "; yours 0.001, 0.002 by what was found, and 0.0005 in force, after" in rule.report() and not rule._raised
+    assert "; yours 0.001, 0.002 by what was found, and 0.0005 in force, after" in rule.report() and not rule.found.raised
 
 
 def test_frozen_before_a_trial_it_says_so() -> None:

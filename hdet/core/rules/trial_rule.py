@@ -31,39 +31,34 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import whole, within
-from .overfitting import QUARTER, ROW, Overfitting
+from .overfitting import ROW, Overfitting
 from .rises import FEW, Rises
-from .trial_costs import AGAIN, CHECK, FEWEST, FORWARD, LONGEST, SCAN, Costs
-from .trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
-from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
+from .trial_costs import AGAIN, FEWEST, FORWARD, LONGEST, Costs
+from .trial_judge import FIRST, JudgedRun
+from .trial_peaks import Peaks
+from .trial_protocol import HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
+from .trial_rounds import LATEST, Rounds
+from .trial_scores import Arms, Finding, begun_anew, checked, risen, scanned, taken_back
+from .trial_watch import LOOKS, Watch
 
 __all__ = ["TrialRule"]
 
-SCANS, CHECKS, ANEW = (-3.0, 0.0, 7.0), (-2.0, 0.0, 2.0), (-6.0, -3.0, 0.0)
-"""Octaves from the rate in force to each arm's, ascending."""
-RISES = ((0.0, 6.0), (0.0,))
-"""Of the scan's repetitions, if it may raise the rate: octaves from the one that it may be raised to. The second may raise it no further."""
-RISEN, LATEST = 0.9, 0.35
-"""Of its peak: what the schedule has to have reached before a check, which would prefer a higher rate in a warm-up. Of the run: how long that may take."""
+RISEN = 0.9
+"""Of its peak: what the schedule has to have reached before a check, which would prefer a higher rate in a warm-up."""
 STRAYED = 4.0
 """By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
 a clip that AutoLR has not been told of makes it ten."""
-FIRST = 4
-"""Steps of the first cycle, where there is no scan: their mean loss is near that before the first step."""
-WATCHED, WORSE = 200, 2.0
-"""Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
-where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
-breaks after all, thousands of steps later."""
-LOOKS = 0.02
-"""Of the run: how long cycles are, at most, in which it is looked whether examples come again. What is learned in one such part of a second epoch does
-not harm."""
+
+
+def part_of(part: str, name: str) -> property:
+    """An attribute that is one of a part: a state has it, by the rule's own name."""
+    return property(lambda rule: getattr(getattr(rule, part), name), lambda rule, value: setattr(getattr(rule, part), name, value))
 
 
 class TrialRule(Controller):
@@ -90,6 +85,12 @@ class TrialRule(Controller):
         "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0),
     }  # fmt: skip
 
+    rounds, round, repeated = (part_of("course", name) for name in ("rounds", "round", "repeated"))
+    lowered, anew, scan = (part_of("course", name) for name in ("lowered", "anew", "scan"))
+    peaks, said, edge = (part_of("found", name) for name in ("peaks", "said", "edge"))
+    level, window, watched = (part_of("watch", name) for name in ("level", "window", "watched"))
+    judged_run, returned = part_of("judge", "row"), part_of("judge", "returned")
+
     def __init__(
         self,
         budget: float = 0.03,
@@ -104,18 +105,6 @@ class TrialRule(Controller):
         self._given = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
         self.falls_to: float | None = None
         """The part of its peak to which the schedule falls, when the run is known; None: of one of the rates that is not known."""
-        self.rounds: Sequence[float] = ()
-        """Those that the budget affords: after which part of the run each begins, `SCAN`, `CHECK` or `ALONE`."""
-        self.round = 0
-        """Of `rounds`: the next one, or the one that goes on."""
-        self.repeated = 0
-        """How often it has been repeated."""
-        self.lowered = False
-        """Has this scan lowered the rate?"""
-        self.anew = False
-        """Is the trial that goes on one anew?"""
-        self.scan: list[float] = []
-        """What the rate in force has learned in the scan, and the most that any arm has; empty: there was none."""
         self.risen = False
         """Has the schedule come near its peak?"""
         self.spent = 0.0
@@ -126,41 +115,22 @@ class TrialRule(Controller):
         """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
         self.ready = 0
         """The step from which on the rate is the one that was decided: it rises in a straight line, and a check in between would be of the old one."""
-        self.said = False
-        """Has a check said where the best peak lies?"""
-        self.edge = 0.0
-        """`Finding.edge`."""
         self.strayed = 0.0
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
         self.epochs = 0.0
         """`Rises.epochs`."""
-        self.level: list[float] = []
-        """The mean loss of the last window after the trials; empty: there is none yet."""
-        self.window: list[float] = []
-        """The mean losses of the cycles of the one that goes on."""
-        self.watched = 0
-        """The step at which it began."""
-        self.overfitting = Overfitting()
-        """What the judge has said of the run itself."""
-        self.returned = 0
-        """How often the run went back for that."""
-        self.peaks: list[list[float]] = []
-        """By trial: the schedule's peak, and the one that is in force after it."""
+        self.course, self.found, self.watch, self.judge = Rounds(), Peaks(), Watch(), JudgedRun()
         self.first: list[float] = []
         """The training loss before the first step, as far as that is known: without a scan, the mean of the first steps."""
         self._epochs = 0.0
         self._costs: Costs | None = None
         """Of this run, when its length is known."""
-        self._peak: float | None = None
-        """The schedule's, with the correction that is in force; None: not known, since this process began or something was decided."""
         self._pace = 1.0
         """Optimizer steps for each step of the schedule."""
         self._done = 0.0
         """The part of the run that is."""
         self._doubted = False
         """Was a lower rate better in the scan? Then the run's beginning is kept."""
-        self._kept: list[str] = []
-        """Snapshots of the run with which the last window but one of the watch began, and the last."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
         self._lost = False
@@ -191,21 +161,8 @@ class TrialRule(Controller):
         if self._costs is None:
             return "trials, when the length of the run is known"
         lost = "the trial that was under way when weights were loaded or taken back is lost, and paid for; " if self._lost else ""
-        return f"{lost}{self._of_the_rate()}{self._of_the_judge()}"
-
-    def _of_the_judge(self) -> str:
-        """What it does with the run itself, if there is a judge."""
-        if not self.judged:
-            return ""
-        overfitted = f"it overfitted {'once' if self.returned == 1 else f'{self.returned} times'}" if self.returned else ""
-        if self.frozen:
-            return f"; {overfitted}" if overfitted else ""
-        if self._fixed:
-            return "; the run itself is not judged: replicas have gradients of their own"
-        if not (every := self.costs.every(self._pace)):
-            return "; the run itself is not judged: its budget is too small"
-        of = f" by {self.costs.judges} of the {self.judged} mini-batches" if self.costs.judges < self.judged else ""
-        return f"; the run itself is judged every {every} steps{of}, {overfitted or 'and goes back where it overfits'}"
+        judge = self.judge.sentence(self.costs, self._pace, self.frozen, self._fixed) if self.judged else ""
+        return f"{lost}{self._of_the_rate()}{judge}"
 
     def _of_the_rate(self) -> str:
         if not self.rounds and not self.peaks:
@@ -217,16 +174,8 @@ class TrialRule(Controller):
                 "losses (closure=)"
             )
         if self.peaks:
-            yours, now = self.peaks[-1]
-            where = (
-                f"{between(now, self.edge)}; " if self.said else "no interval, as no check was made of this rate; " if self.finished else ""
-            )
-            again = any(moved > peak for peak, moved in self.peaks)
-            what = f"now {now:.2g}" if now != yours else "in force again" if again else "kept"
-            if self._peak is not None and not math.isclose(self._peak, now, rel_tol=1e-6):  # `Divergence` has lowered it, or nobody obeys
-                what = f"{now:.2g} by what was found, and {self._peak:.2g} in force"
             trials = f"after trials that cost as much as {self.spent:.0f} steps" if self.spent else "without a trial"
-            return f"{where}yours {yours:.2g}, {what}, {trials}{self._rises.found()}{'' if self.finished else '; more are to come'}"
+            return f"{self.found.sentence(self.finished)}, {trials}{self._rises.found()}{'' if self.finished else '; more are to come'}"
         if self.frozen:
             return "no trial was made before freeze_after, the rate stays"
         if self.finished:
@@ -234,11 +183,7 @@ class TrialRule(Controller):
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
                 f"{LONGEST:.0%} of what is left then"
             )
-        to_come = [
-            f"from step {math.ceil(part * self._total)} at {', '.join(f'{2.0**octave:g}' for octave in (SCANS if part == SCAN else CHECKS))} times your rate"
-            for part in self.rounds
-        ]
-        return f"trials {', and '.join(to_come)}, of at most {self.budget:.0%} of the run's compute{self._rises.forecast()}"
+        return f"{self.course.to_come(self._total)}, of at most {self.budget:.0%} of the run's compute{self._rises.forecast()}"
 
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once. A trial of which
@@ -249,9 +194,8 @@ class TrialRule(Controller):
         if not self._resumed:
             self.used = 0
         self._spend(done)
-        self._doubted = self.anew = False  # snapshots are gone
-        self._kept = []
-        self.overfitting.kept = False
+        self._doubted = self.course.anew = False  # snapshots are gone
+        self.watch.kept, self.judge.overfitting.kept = [], False
 
     @property
     def _total(self) -> int:
@@ -265,25 +209,15 @@ class TrialRule(Controller):
         return self._costs
 
     @property
-    def _scan(self) -> bool:
-        """Is the round one at the first step, from the run's own beginning?"""
-        return self.rounds[self.round] == SCAN
-
-    @property
-    def _from_first(self) -> bool:
-        """Do its arms go from the run's first weights?"""
-        return self._scan or self.anew
-
-    @property
     def cost(self) -> float:
         """Steps' worth of compute that all of it has taken."""
-        return self.spent + (FORWARD * self.overfitting.count * self.costs.judges if self._costs else 0.0)
+        return self.spent + (self.judge.cost(self._costs) if self._costs else 0.0)
 
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
-        if self.used and self.round < len(self.rounds):
-            arms = len(self._octaves())
-            whole = self.costs.trial(arms, self.used, self._from_first)
+        if self.used and not self.course.over:
+            arms = len(self.course.octaves())
+            whole = self.costs.trial(arms, self.used, self.course.from_first)
             self.spent += whole if done is None else min(whole, arms * done)
         self.used = 0
 
@@ -291,16 +225,16 @@ class TrialRule(Controller):
 
     @property
     def idle(self) -> bool:
-        return self.finished and not self._raised and not self._judges_run
+        return self.finished and not self._watches and not self._judges_run
 
     @property
     def finished(self) -> bool:
         """Is no trial to come? A raised rate may still be taken back."""
-        return self.frozen or self.round >= len(self.rounds)
+        return self.frozen or self.course.over
 
     @property
-    def _raised(self) -> bool:
-        return not self.frozen and bool(self.peaks) and (self._peak or self.peaks[-1][1]) > self.peaks[-1][0]
+    def _watches(self) -> bool:
+        return self.finished and not self.frozen and self.found.raised
 
     @property
     def _judges_run(self) -> bool:
@@ -312,17 +246,7 @@ class TrialRule(Controller):
         if not self._judges_run:
             begins = self.judged and self.rounds and not now.step and TRIALS not in plan.measure  # what is learned counts from there
             return replace(plan, measure={**plan.measure, HELD_OUT: self.judged}) if begins else plan
-        kept = {**plan.snapshots, self.overfitting.snapshot: SnapshotOf(self.place)} if self.overfitting.kept else plan.snapshots
-        if TRIALS in plan.measure:
-            return replace(plan, snapshots=kept)
-        every, length = self.costs.every(self._pace), plan.steps or self._interval
-        if self.overfitting.best or not now.step:
-            due = math.ceil((self.overfitting.at + every) * self._pace) - now.step if now.step else FIRST
-        else:  # after a scan
-            due = min(length, math.ceil(every * self._pace))
-        length = min(length, max(due, 1))
-        measure = {**plan.measure, HELD_OUT: self.costs.judges} if length >= due else plan.measure
-        return replace(plan, steps=length, measure=measure, snapshots=kept)
+        return self.judge.into(plan, now, self.costs, self._pace, self._interval, self.place)
 
     def _planned(self, now: Moment) -> Plan:
         self._pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
@@ -334,24 +258,24 @@ class TrialRule(Controller):
             self._resumed = False
             return Plan(steps=None if self._fixed else 1, spread=False)
         while not self.finished:
-            due, latest = (math.ceil(part * self._total) for part in (self.rounds[self.round], CHECK if self._scan else LATEST))
+            due, latest = self.course.due(self._total)
             if now.schedule_step < due:
                 return self._wait(due - now.schedule_step if now.step else FIRST)
-            if now.schedule_step < latest and not self._scan:
+            if now.schedule_step < latest and not self.course.scans:
                 if not self.risen:
                     return self._wait(math.ceil(self._interval / self._pace))
                 if now.schedule_step < self.ready:
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
-            self.anew = self._doubted
-            spent = self.cost + self.costs.judging(self.overfitting.at, self._pace)
-            steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), spent, left, self._pace)
+            self.course.anew = self._doubted
+            spent = self.cost + self.costs.judging(self.judge.overfitting.at, self._pace)
+            steps = self.costs.steps(self.course.scans, self.anew, len(self.course.octaves()), spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 self._doubted = False
                 return self._trial(now)
-            self._next()
-        if self._raised:
+            self.course.next()
+        if self._watches:
             return self._watching()
         return Plan(spread=False, measure=self._repeats() if self._judges_run else {})
 
@@ -359,13 +283,8 @@ class TrialRule(Controller):
         measure = self._repeats()
         if self._fixed:
             return Plan(spread=False, measure=measure)
-        name = f"run {self.watched}"
-        if name not in self._kept:
-            self._kept = [*self._kept[-1:], name]
         steps = min(self._interval, math.ceil(LOOKS * self._total * self._pace)) if measure else None
-        kept = {name: SnapshotOf(self.place) for name in self._kept}
-        # What breaks is taken back by the watch, if losses are told.
-        return Plan(steps=steps, spread=False, measure=measure, snapshots=kept, judged=not self.level)
+        return self.watch.plan(steps, measure, self.place)
 
     def _wait(self, steps: int) -> Plan:
         """``steps``: of the schedule."""
@@ -377,34 +296,13 @@ class TrialRule(Controller):
         """Between trials, and after them: whether examples of the first steps come again."""
         return {REPEATS: None} if self._done * FEW < 1 else {}
 
-    @property
-    def _rising(self) -> bool:
-        """Is a scan of the rate that the one in force may be raised to?"""
-        return self._scan and self.repeated > 0 and not self.lowered and bool(self.scan)
-
-    def _octaves(self) -> tuple[float, ...]:
-        """Of the arms, ascending; see `Arms`."""
-        if not self._scan:
-            return ANEW if self.anew else CHECKS
-        if self._rising:
-            return RISES[self.repeated - 1]
-        return SCANS[:2] if self.lowered else SCANS
-
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
-        multiples = [2.0 ** (octave + RAISED * self._rising) for octave in self._octaves()]
-        scores = self.costs.scored(self.used)
+        scores, scan = self.costs.scored(self.used), self.course.scans
         length = None if self._fixed else self.began + self.used + scores - now.step
-        scan = self._scan
-        origins = [ORIGIN] * len(multiples) if scan else [ORIGIN if octave else "" for octave in ANEW] if self.anew else None
-        # The scan's higher arms are to show how much there is to learn, not the noise that their rates would leave.
-        ends = [0.0 if scan and multiple > 1 else self._rises.end for multiple in multiples]
-        settings = {
-            "trial": self.trial, "multiples": multiples, "of": "peak" if scan else "base", "origins": origins, "steps": self.used, "scores": scores,
-            "ends": ends,
-        }  # fmt: skip
+        settings = {"trial": self.trial, **self.course.settings(self._rises.end), "steps": self.used, "scores": scores}
         # What breaks in a scan is taken back by it.
-        keep = snapshots(len(multiples), ORIGIN if origins else "", self.place)
+        keep = snapshots(len(settings["multiples"]), ORIGIN if settings["origins"] else "", self.place)
         return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
 
     # -- learn ---------------------------------------------------------------------------------------------------------------
@@ -421,8 +319,8 @@ class TrialRule(Controller):
             overfitted = self._overfitted(evidence, seen, held_out)
             if overfitted is not None:
                 return overfitted
-            return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
-        steps, octaves, from_first = self.used, self._octaves(), self._from_first
+            return self._watched(evidence, seen) if self._watches else self._nothing(evidence)
+        steps, octaves, from_first = self.used, self.course.octaves(), self.course.from_first
         self._spend()
         told = [Told.read(row, len(octaves), steps) for row in rows]
         begun_with = mean(one.began for one in told)
@@ -437,8 +335,10 @@ class TrialRule(Controller):
         arms = Arms(scores, steps, begun_with if from_first else self.first[0], {} if self.judged else trained)
         correction, peak = self._in_force(evidence)
         found = self._found(arms, peak, correction, broke=any(one.broken for one in told))
-        self._go_on(found)
-        self._doubted, self.anew = found.doubted and not self._fixed, False
+        self.course.go_on(found)
+        if self.strayed:
+            self.course.end()
+        self._doubted, self.course.anew = found.doubted and not self._fixed, False
         if found.snapshot is not None and self._fixed:
             found = replace(found, snapshot=None, note=f"{found.note} (in its rate alone: replicas have gradients of their own)")
         return self._carried_out(found, evidence, math.ceil(steps / self._pace) if found.factor > 1 else 0)
@@ -453,45 +353,34 @@ class TrialRule(Controller):
             why = "arms do not do what the loop does"
         elif self._rises.overfit:
             why = self._rises.why()
-        elif not self._scan and arms.flat:
+        elif not self.course.scans and arms.flat:
             why = f"in {arms.steps} steps no rate is any better or worse, so there is hardly anything left to learn"
-        elif not self._scan and self._rises.stays_high and arms.gain(below) > 0:
+        elif not self.course.scans and self._rises.stays_high and arms.gain(below) > 0:
             why = f"in {arms.steps} steps 2^{below:g} times the rate is better, and the schedule stays high"
-        elif self._rising and broke:
+        elif self.course.rising and broke:
             why = f"the run breaks in {arms.steps} steps"
         if why and raised:
             found = taken_back(peak, correction, why)
-            return replace(found, snapshot=ORIGIN) if broke and self._rising else found
+            return replace(found, snapshot=ORIGIN) if broke and self.course.rising else found
         if self.strayed:
             return Finding(1.0, "")
         return self._followed(arms, peak, raised, broke)
 
     def _followed(self, arms: Arms, peak: float, raised: bool, broke: bool) -> Finding:
-        if self._rising:
+        if self.course.rising:
             found = risen(arms, self._rises, raised, *self.scan)
-        elif self._scan:
+        elif self.course.scans:
             found = scanned(arms, self._rises, broke)
         else:
             return begun_anew(arms) if self.anew else checked(arms, self._rises, peak)
         self.scan = [arms.learned(), max(*self.scan[1:], *map(arms.learned, arms.scores))]
         return found
 
-    def _go_on(self, found: Finding) -> None:
-        """To the next round, or to this one once more."""
-        if found.again and self.repeated < AGAIN:
-            self.repeated, self.lowered = self.repeated + 1, found.snapshot is not None
-        else:
-            self._next()
-        if self.strayed:
-            self.round = len(self.rounds)
-
     def _carried_out(self, found: Finding, evidence: Evidence, ramp: int = 0) -> Learned:
         """``ramp``: steps of the schedule, in which a rate rises."""
         correction, peak = self._in_force(evidence)
-        self.peaks.append([peak / correction, peak * found.factor])
-        self._peak = None
-        self.said, self.edge = found.edge is not None, found.edge or 0.0
-        self.watched, self.ready = evidence.step, evidence.step + ramp if ramp else 0
+        self.found.add(peak / correction, peak, found)
+        self.watch.watched, self.ready = evidence.step, evidence.step + ramp if ramp else 0
         decision = Decision(factor=found.factor, note=found.note, ramp=ramp)
         decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
         return Learned(decisions, None if found.snapshot is None else Restore(found.snapshot))
@@ -501,32 +390,18 @@ class TrialRule(Controller):
         first = self._rates[0]
         return evidence.corrections[first], evidence.peak[first] * evidence.corrections[first]
 
-    def _watch(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
+    def _watched(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
         """After the trials, a cycle under a raised rate."""
         correction, peak = self._in_force(evidence)
         if self._rises.overfit and correction > 1:
             return self._carried_out(taken_back(peak, correction, self._rises.why()), evidence)
-        if seen or self.window or self.level:
-            self.window.append(mean(seen) if seen else BROKEN)
-        broke = bool(self.level) and not seen
-        if not self.window or not (broke or evidence.step - self.watched >= max(WATCHED, self._interval / self._pace)):
+        rose = self.watch.rose(seen, evidence.step, self._interval / self._pace)
+        if rose is None or not correction > 1:
             return self._nothing(evidence)
-        before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
-        if not before or not self.level[0] > WORSE * before[0] > 0 or not correction > 1:
-            return self._nothing(evidence)
-        found = taken_back(peak, correction, f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}")
-        if self._kept:  # the older one: in the window before it may have begun to rise
-            found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
+        found = taken_back(peak, correction, f"the loss rose from {rose[0]:.4g} to {rose[1]:.4g}")
+        if self.watch.kept:  # the older one: in the window before it may have begun to rise
+            found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self.watch.kept[0])
         return self._carried_out(found, evidence)
-
-    @property
-    def judged_run(self) -> list[Any]:
-        """The state of `overfitting`."""
-        return self.overfitting.row
-
-    @judged_run.setter
-    def judged_run(self, row: Sequence[Any]) -> None:
-        self.overfitting = Overfitting(*row)
 
     @staticmethod
     def _held_out(evidence: Evidence) -> list[float]:
@@ -539,18 +414,11 @@ class TrialRule(Controller):
         if not self._judges_run:
             self.spent += FORWARD * len(losses)
             return None
-        told = self.overfitting
-        told.trained += [mean(seen)] if seen else []
-        before, snapshot = told.best, told.snapshot if told.kept else None
-        if not losses or not told.told(losses, evidence.step, self._rises.again):
+        found = self.judge.found(losses, seen, evidence.step, self._rises.again, self._in_force(evidence)[1])
+        if found is None:
             return None
-        self.level, self.window, self.returned = [], [], self.returned + 1
-        _, peak = self._in_force(evidence)
-        back = (
-            f"back to the weights of step {told.best_at}" if snapshot else "no copy of the better weights has outlived the checkpoint: on"
-        )
-        note = f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}: {back}, at {QUARTER * peak:.2g}"
-        return self._carried_out(Finding(QUARTER, note, snapshot), evidence)
+        self.watch.forget()
+        return self._carried_out(found, evidence)
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look(evidence)
@@ -563,7 +431,7 @@ class TrialRule(Controller):
     def _look(self, evidence: Evidence) -> None:
         """At the schedule."""
         self._done = evidence.step / self._total
-        first, self._peak = self._rates[0], self._in_force(evidence)[1]
+        first, self.found.in_force = self._rates[0], self._in_force(evidence)[1]
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
     def _come_again(self, parts: Iterable[float]) -> None:
@@ -574,6 +442,3 @@ class TrialRule(Controller):
     def _rises(self) -> Rises:
         again = self.epochs > self._epochs or self._done * self.epochs >= 1  # it was found out, or is told
         return Rises(self.judged > 0, self.falls_to, self.epochs, again)
-
-    def _next(self) -> None:
-        self.round, self.repeated, self.lowered = self.round + 1, 0, False
