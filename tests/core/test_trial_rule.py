@@ -22,7 +22,7 @@ from hdet.core.rules.trial_judge import FIRST
 from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
 from hdet.core.rules.trial_rounds import ANEW, CHECKS, SCANS
 from hdet.core.rules.trial_rule import TrialRule
-from hdet.core.rules.trial_scores import PART, RAISED, WITHIN, Arms, begun_anew
+from hdet.core.rules.trial_scores import PART, SCAN_RAISES, WITHIN, Arms, begun_anew
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000
@@ -307,11 +307,11 @@ def test_replicas_with_gradients_of_their_own_are_not_held_against_the_first_wei
 def test_a_rate_is_raised_only_to_one_that_is_not_the_best_for_so_few_steps() -> None:
     """That would be too high for a long run, as where the first steps learn how frequent each class is. Until it is known the run keeps its own."""
     for arms, moved, says in (
-        (EIGHT, RAISED, "is better"),
+        (EIGHT, SCAN_RAISES, "is better"),
         ([2.0, 2.5], 0, "the best for so few, and too high for more"),
         ([2.9, BROKEN], 0, "the best for so few, and too high for more"),
-        ([3.1, BROKEN], RAISED, "is better"),
-        ([2.9, 1.5], RAISED, "is better"),  # 1.1 of 2.5
+        ([3.1, BROKEN], SCAN_RAISES, "is better"),
+        ([2.9, 1.5], SCAN_RAISES, "is better"),  # 1.1 of 2.5
         ([3.95, 2.0], 0, "no better"),
         ([BROKEN, BROKEN], 0, "no better"),
     ):
@@ -342,21 +342,21 @@ def test_a_state_of_before_that_does_not_say_what_a_scan_has_learned_is_scanned_
 
 
 def test_it_is_raised_once_more_where_higher_ones_are_still_far_ahead() -> None:
-    for arm, moved in ((3.0, RAISED), (2.4, 0)):  # 1.0 and 1.6 of 2.0
+    for arm, moved in ((3.0, SCAN_RAISES), (2.4, 0)):  # 1.0 and 1.6 of 2.0
         rule = started()
         tell(rule, at(rule, 0), 42, FAR)
         octaves, note, _ = tell(rule, at(rule, 42), 84, [3.7, 2.2])
-        assert octaves == RAISED and "still far ahead: raised" in note
+        assert octaves == SCAN_RAISES and "still far ahead: raised" in note
         plan = at(rule, 84)
         assert plan.measure[TRIALS]["multiples"] == [2.0**3]
-        assert tell(rule, plan, 120, [arm], correction=2**RAISED)[0] == moved and rule.rounds[rule.round] == CHECK
+        assert tell(rule, plan, 120, [arm], correction=2**SCAN_RAISES)[0] == moved and rule.rounds[rule.round] == CHECK
 
 
 def test_a_run_that_breaks_when_it_was_raised_begins_again_at_its_own_rate() -> None:
     rule = started()
     tell(rule, at(rule, 0), 42, FAR)
     tell(rule, at(rule, 42), 84, [3.7, 2.2])
-    assert tell(rule, at(rule, 84), 120, [3.0], correction=2**RAISED, broke=True)[::2] == (-RAISED, Restore(ORIGIN))
+    assert tell(rule, at(rule, 84), 120, [3.0], correction=2**SCAN_RAISES, broke=True)[::2] == (-SCAN_RAISES, Restore(ORIGIN))
 
 
 @pytest.mark.parametrize(("arms", "trained", "why"), [
@@ -370,7 +370,7 @@ def test_a_rate_that_does_better_in_training_is_not_doubted(arms: list[float], t
 
 
 def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
-    assert raises(started()) == RAISED
+    assert raises(started()) == SCAN_RAISES
     for rule, arms in (
         (started(), [3.5, 3.3, 3.0]),
         (started(judged=2), FAR),
@@ -721,31 +721,33 @@ def test_without_a_check_of_the_rate_in_force_it_says_why_there_is_no_interval()
 
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:
     rule = started()
-    assert raises(rule) == RAISED
-    moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**RAISED, part=MANY_TIMES)
-    assert moved == -RAISED and "back to the rate of before" in note and end is None and rule.idle
+    assert raises(rule) == SCAN_RAISES
+    moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**SCAN_RAISES, part=MANY_TIMES)
+    assert moved == -SCAN_RAISES and "back to the rate of before" in note and end is None and rule.idle
     assert rule.peaks[-1] == [1e-3, 1e-3]
 
 
-@pytest.mark.parametrize(("arms", "moved"), [([0.01002, 0.01, 0.01005], -RAISED), ([0.012, 0.01, 0.01001], 0), ([0.01, 0.01, 0.02], 0)])
+@pytest.mark.parametrize(
+    ("arms", "moved"), [([0.01002, 0.01, 0.01005], -SCAN_RAISES), ([0.012, 0.01, 0.01001], 0), ([0.01, 0.01, 0.02], 0)]
+)
 def test_where_hardly_anything_is_left_to_learn_a_rise_is_taken_back(arms: list[float], moved: float) -> None:
     """It can bring nothing more, and be too high for what comes."""
     rule = started()
-    assert raises(rule) == RAISED
-    octaves, note, _ = tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)
+    assert raises(rule) == SCAN_RAISES
+    octaves, note, _ = tell(rule, at(rule, 600), 700, arms, correction=2**SCAN_RAISES)
     assert octaves == moved and ("hardly anything left to learn" in note) == (moved < 0)
 
 
 def raised(**settings: Any) -> TrialRule:
     """Trials are over, and the rate is 8 times the user's."""
     rule = started(**settings)
-    assert raises(rule) == RAISED
-    tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**RAISED)
+    assert raises(rule) == SCAN_RAISES
+    tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**SCAN_RAISES)
     assert rule.finished and not rule.idle
     return rule
 
 
-def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**RAISED, step: int = 700, part: float = 0.0) -> list[Any]:
+def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**SCAN_RAISES, step: int = 700, part: float = 0.0) -> list[Any]:
     """Of 200 steps each, a window, with examples of which a step takes this part of the data."""
     found = []
     for loss in losses:
@@ -764,7 +766,7 @@ def test_a_raised_rate_is_taken_back_where_the_loss_rises_after_the_trials() -> 
     """As where a curriculum goes on to harder examples, on which no trial has tried the rate."""
     rule = raised()
     found = cycles(rule, [9.0, 1.0, 0.5, 0.9, 2.0, 9.0])
-    assert [moved for moved, _, _ in found] == [0, 0, 0, 0, -RAISED, 0]
+    assert [moved for moved, _, _ in found] == [0, 0, 0, 0, -SCAN_RAISES, 0]
     assert "the loss rose from 0.9 to 2: back to the rate of before, 0.001" in found[4][1]
     assert rule.idle and "in force again" in rule.report() and "best peak" not in rule.report()
 
@@ -777,7 +779,7 @@ def test_the_run_goes_back_with_the_rate_to_where_the_window_before_began() -> N
         kept = [*plan.snapshots]
         assert len(kept) == names and plan.judged == (step == 700)
         step += 200
-        _, note, end = tell(rule, plan, step, None, correction=2**RAISED, losses=[loss])
+        _, note, end = tell(rule, plan, step, None, correction=2**SCAN_RAISES, losses=[loss])
     assert end == Restore(kept[0]) and kept == ["run 1100", "run 1300"] and "weights of before" in note
     assert at(rule, step) == Plan(spread=False), "nothing is kept of a rate that was not raised"
 
@@ -789,11 +791,11 @@ def test_replicas_with_gradients_of_their_own_go_back_in_their_rate_alone() -> N
         arms = {3: FAR, 2: EIGHT}[len(plan.measure[TRIALS]["multiples"])] if plan.measure and correction == 1 else [2.6, 2.5, 2.6]
         moved, _, _ = tell(rule, plan, step, arms if plan.measure else None, correction=correction)
         correction *= 2.0**moved
-    assert correction == 2**RAISED and rule.finished and not rule.idle
+    assert correction == 2**SCAN_RAISES and rule.finished and not rule.idle
     plan = at(rule, 1200)
     assert plan == Plan(spread=False, measure=LOOKED)
     two = {"losses": [4.0, 4.0], "measured": {REPEATS: [[5.5 / TOTAL]] * 2}}
-    assert tell(rule, plan, 1250, None, correction=correction, **two)[::2] == (-RAISED, None)
+    assert tell(rule, plan, 1250, None, correction=correction, **two)[::2] == (-SCAN_RAISES, None)
 
 
 def test_after_a_checkpoint_it_goes_back_to_what_there_is() -> None:
@@ -802,25 +804,25 @@ def test_after_a_checkpoint_it_goes_back_to_what_there_is() -> None:
     rule.restart(Moment(9, 1150, 1150))
     plan = at(rule, 1150)
     assert [*plan.snapshots] == ["run 1100"]
-    assert tell(rule, plan, 1300, None, correction=2**RAISED, losses=[9.0])[::2] == (-RAISED, Restore("run 1100"))
+    assert tell(rule, plan, 1300, None, correction=2**SCAN_RAISES, losses=[9.0])[::2] == (-SCAN_RAISES, Restore("run 1100"))
 
 
 def test_a_loss_that_is_not_finite_is_not_waited_with() -> None:
     rule = raised()
     cycles(rule, [1.0, 0.9])
-    assert tell(rule, at(rule, 1100), 1110, None, correction=2**RAISED, losses=[None])[::2] == (-RAISED, Restore("run 900"))
+    assert tell(rule, at(rule, 1100), 1110, None, correction=2**SCAN_RAISES, losses=[None])[::2] == (-SCAN_RAISES, Restore("run 900"))
 
 
 def test_that_rise_is_of_windows_and_outlives_a_checkpoint() -> None:
     rule, step = raised(), 700
     for loss in [1.0] * 4 + [0.4, 0.6, 0.9, 0.9] + [3.0, 0.5, 0.5, 0.5]:  # four cycles of 50 steps are a window
         step += 50
-        assert tell(rule, at(rule, step - 50), step, None, correction=2**RAISED, losses=[loss])[0] == 0
+        assert tell(rule, at(rule, step - 50), step, None, correction=2**SCAN_RAISES, losses=[loss])[0] == 0
     other = TrialRule()
     other.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 1, [0.0, 0.0], falls_to=[0.0, None]))
     other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
     other.restart(Moment(0, step, step))
-    assert [moved for moved, _, _ in cycles(other, [2.5], step=step)] == [-RAISED]
+    assert [moved for moved, _, _ in cycles(other, [2.5], step=step)] == [-SCAN_RAISES]
 
 
 def test_a_rate_that_was_not_raised_and_a_loss_below_0_are_left_alone() -> None:
@@ -834,10 +836,10 @@ def test_a_rate_that_was_not_raised_and_a_loss_below_0_are_left_alone() -> None:
 
 
 def test_where_the_schedule_stays_high_a_rise_is_taken_back_if_a_lower_rate_is_any_better() -> None:
-    for arms, moved in (([2.4999, 2.5, 2.6], -RAISED), ([2.5001, 2.5, 2.6], 0)):
+    for arms, moved in (([2.4999, 2.5, 2.6], -SCAN_RAISES), ([2.5001, 2.5, 2.6], 0)):
         rule = started(says=1.0)
-        assert raises(rule) == RAISED
-        assert tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)[0] == moved
+        assert raises(rule) == SCAN_RAISES
+        assert tell(rule, at(rule, 600), 700, arms, correction=2**SCAN_RAISES)[0] == moved
 
 
 def test_what_a_rate_has_learned_is_measured_from_the_first_loss_and_not_from_the_first_cycles() -> None:
@@ -859,7 +861,7 @@ def test_how_often_examples_are_seen_may_be_known() -> None:
 
 def test_a_few_epochs_and_a_judge_are_no_reason() -> None:
     rule = started()
-    assert raises(rule, part=0.9 * FEW / TOTAL) == RAISED
+    assert raises(rule, part=0.9 * FEW / TOTAL) == SCAN_RAISES
     judged = past_scan(judged=2)
     assert tell(judged, at(judged, 600), 636, [3.99, 3.9, 3.0], part=MANY_TIMES)[0] > 0
 
@@ -937,15 +939,15 @@ def test_what_is_taken_back_is_what_is_in_force() -> None:
 
 
 def test_a_loss_that_is_not_finite_has_risen() -> None:
-    assert [moved for moved, *_ in cycles(raised(), [1.0, None])] == [0, -RAISED]  # type: ignore[list-item]
+    assert [moved for moved, *_ in cycles(raised(), [1.0, None])] == [0, -SCAN_RAISES]  # type: ignore[list-item]
     assert [moved for moved, *_ in cycles(raised(), [None, None])] == [0, 0], "a loop that tells no losses"  # type: ignore[list-item]
 
 
 def test_trials_that_meant_nothing_leave_no_rise() -> None:
     rule = started()
-    assert raises(rule) == RAISED
+    assert raises(rule) == SCAN_RAISES
     with pytest.warns(UserWarning, match="10 times as far"):
-        assert tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**RAISED, far=10)[0] == -RAISED
+        assert tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**SCAN_RAISES, far=10)[0] == -SCAN_RAISES
     assert rule.idle
 
 
@@ -953,7 +955,7 @@ def test_what_was_not_done_is_not_decided_again() -> None:
     """As in a `Shadow`, where the same scan would raise a second time."""
     rule = started()
     tell(rule, at(rule, 0), 42, FAR)
-    assert tell(rule, at(rule, 42), 84, [3.7, 2.2])[0] == RAISED
+    assert tell(rule, at(rule, 42), 84, [3.7, 2.2])[0] == SCAN_RAISES
     moved, note, _ = tell(rule, at(rule, 84), 120, [3.0], correction=1.0)
     assert moved == 0 and "not where the last trial has put it" in note and rule.rounds[rule.round] == CHECK
 

@@ -11,12 +11,12 @@ from typing import Any
 from ..schema import COUNT, ListOf, Number, Row
 from .trial_protocol import BROKEN
 
-__all__ = ["QUARTER", "ROW", "Overfitting", "overfits"]
+__all__ = ["LOWERED_TO", "ROW", "Overfitting", "overfits"]
 
 OVERFIT, SURELY = 0.05, 1.0
 """Of the most that a run has learned by its judge: a loss that is so much higher than it was is overfitting, if it is by so many standard errors, too. More
-of those would be asked in vain of the few batches that a judge has; it has to be so `TWICE` in a row instead."""
-TWICE, QUARTER = 2, 0.25
+of those would be asked in vain of the few batches that a judge has; it has to be so `IN_A_ROW` in a row instead."""
+IN_A_ROW, LOWERED_TO = 2, 0.25
 """Times in a row that a judge has to find the run worse, and the training loss lower, where examples have come again: the noise of a good high rate raises
 both, and is gone when the rate falls; and a loss that jumps up may come down by itself. What the rate is multiplied by then."""
 LOSSES = ListOf(Number())
@@ -67,7 +67,7 @@ class Overfitting:
             return False
         fell = bool(trained and self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
         self.worse = self.worse + 1 if again and fell and self.top and overfits(losses, self.best, self.top[0]) else 0
-        if self.worse < TWICE:
+        if self.worse < IN_A_ROW:
             return False
         self.worse = 0
         if not self.kept:  # there is no way back to better ones

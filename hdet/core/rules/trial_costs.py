@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 __all__ = ["AGAIN", "ALONE", "CHECK", "FEWEST", "LONGEST", "SCAN", "Costs"]
 
@@ -33,7 +33,7 @@ ANEWED = 64
 rate may still be somewhat too high."""
 JUDGED = 0.02
 """Of the run: how often a judge judges the run itself, between trials and after them."""
-JUDGING, FIVE = 1 / 3, 5
+JUDGING, TIMES = 1 / 3, 5
 """The most of the budget that this may take: it is less often then; by fewer of the judge's mini-batches, if that is less than so many times;"""
 BATCHES = 4
 """and not at all, if those are fewer than so many, where the judge has as many: their scatter would say nothing of an error. A check is made only where
@@ -61,7 +61,7 @@ class Costs:
     total: int
     judged: int = 0
 
-    @property
+    @cached_property
     def judges(self) -> int:
         """Of how many held-out mini-batches the run itself is judged; 0: it is not."""
         return next((number for number in range(self.judged, self._fewest - 1, -1) if number and self._every(number, 1.0)), 0)
@@ -73,7 +73,7 @@ class Costs:
     @property
     def least(self) -> float:
         """Of the budget, for a check, and for judging the run beside it."""
-        return self.trial(ARMS, ENOUGH, from_first=False) + FIVE * FORWARD * self._fewest
+        return self.trial(ARMS, ENOUGH, from_first=False) + TIMES * FORWARD * self._fewest
 
     def every(self, pace: float = 1.0) -> int:
         """Steps of the schedule after which the run itself is judged again; 0: it is not. ``pace``: optimizer steps for each of those."""
@@ -83,7 +83,7 @@ class Costs:
         budget, check = self.budget * self.total * pace, self.trial(ARMS, ENOUGH, from_first=False)
         part = min(JUDGING * budget, budget - check) if budget >= self.least - EXACT else JUDGING * budget
         most = min(1 / JUDGED, part / (FORWARD * judges))
-        return math.ceil(self.total / most) if most >= FIVE - EXACT else 0
+        return math.ceil(self.total / most) if most >= TIMES - EXACT else 0
 
     def judging(self, since: int = 0, pace: float = 1.0) -> float:
         """The run itself, from a step of the schedule on."""

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ..plan import Moment, Plan, SnapshotOf
-from .overfitting import QUARTER, Overfitting
+from .overfitting import LOWERED_TO, Overfitting
 from .trial_costs import FORWARD, Costs
 from .trial_protocol import HELD_OUT, TRIALS
 from .trial_scores import Finding
@@ -71,7 +71,9 @@ class JudgedRun:
             f"back to the weights of step {told.best_at}" if snapshot else "no copy of the better weights has outlived the checkpoint: on"
         )
         return Finding(
-            QUARTER, f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}: {back}, at {QUARTER * peak:.2g}", snapshot
+            LOWERED_TO,
+            f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}: {back}, at {LOWERED_TO * peak:.2g}",
+            snapshot,
         )
 
     def sentence(self, costs: Costs, pace: float, over: bool, local: bool) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 from .trial_costs import AGAIN, CHECK, SCAN
 from .trial_protocol import ORIGIN
-from .trial_scores import RAISED, Finding
+from .trial_scores import SCAN_RAISES, Finding
 
 __all__ = ["ANEW", "CHECKS", "LATEST", "SCANS", "Rounds"]
 
 SCANS, CHECKS, ANEW = (-3.0, 0.0, 7.0), (-2.0, 0.0, 2.0), (-6.0, -3.0, 0.0)
 """Octaves from the rate in force to each arm's, ascending."""
-RISES = ((0.0, 6.0), (0.0,))
+RESCANS = ((0.0, 6.0), (0.0,))
 """Of the scan's repetitions, if it may raise the rate: octaves from the one that it may be raised to. The second may raise it no further."""
 LATEST = 0.35
 """Of the run: how long a check may wait for the schedule's peak."""
@@ -66,12 +66,12 @@ class Rounds:
         if not self.scans:
             return ANEW if self.anew else CHECKS
         if self.rising:
-            return RISES[self.repeated - 1]
+            return RESCANS[self.repeated - 1]
         return SCANS[:2] if self.lowered else SCANS
 
     def settings(self, end: float) -> dict[str, Any]:
         """Of its measurement. ``end``: the part of its peak to which an arm falls."""
-        multiples = [2.0 ** (octave + RAISED * self.rising) for octave in self.octaves()]
+        multiples = [2.0 ** (octave + SCAN_RAISES * self.rising) for octave in self.octaves()]
         origins = [ORIGIN] * len(multiples) if self.scans else [ORIGIN if octave else "" for octave in ANEW] if self.anew else None
         # The scan's higher arms are to show how much there is to learn, not the noise that their rates would leave.
         ends = [0.0 if self.scans and multiple > 1 else end for multiple in multiples]

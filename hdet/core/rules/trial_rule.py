@@ -49,7 +49,7 @@ from .trial_watch import LOOKS, Watch
 
 __all__ = ["TrialRule"]
 
-RISEN = 0.9
+NEAR_PEAK = 0.9
 """Of its peak: what the schedule has to have reached before a check, which would prefer a higher rate in a warm-up."""
 STRAYED = 4.0
 """By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
@@ -432,7 +432,7 @@ class TrialRule(Controller):
         """At the schedule."""
         self._done = evidence.step / self._total
         first, self.found.in_force = self._rates[0], self._in_force(evidence)[1]
-        self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
+        self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= NEAR_PEAK * evidence.peak[first]
 
     def _come_again(self, parts: Iterable[float]) -> None:
         """By replica, each of which has data of its own: `Told.part`."""

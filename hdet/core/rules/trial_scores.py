@@ -10,11 +10,11 @@ from statistics import mean, stdev
 from .rises import Rises
 from .trial_protocol import BROKEN, ORIGIN, arm
 
-__all__ = ["RAISED", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "risen", "scanned", "taken_back"]
+__all__ = ["SCAN_RAISES", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "risen", "scanned", "taken_back"]
 
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
-RAISES, LOWERS = 0.0025, 0.004
+TO_RAISE, TO_LOWER = 0.0025, 0.004
 """Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
 AGREED = 2.0
 """Standard errors by which a lower arm has to have been better in training, too."""
@@ -23,7 +23,7 @@ MUCH = 0.2
 plateau, or in the noise of a good high rate, an arm that stays where it began is better, too."""
 PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
-RAISED = 3.0
+SCAN_RAISES = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
 LITTLE = 0.25
 """The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
@@ -129,7 +129,7 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
         note = f"2^{below:g} times the rate is better {after}: kept for now, and held against the first weights before the check"
         return Finding(1.0, note, doubted=True)
     if arms.leaves_behind(above) and rises.allowed(scan=True, far_behind=True):
-        return Finding(1.0, f"2^{above:g} times the rate is far ahead {after}: 2^{RAISED:g} times it is tried", again=True)
+        return Finding(1.0, f"2^{above:g} times the rate is far ahead {after}: 2^{SCAN_RAISES:g} times it is tried", again=True)
     tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
     return Finding(1.0, f"{after} {tried} times the rate is far ahead: kept")
 
@@ -140,12 +140,12 @@ def risen(arms: Arms, rises: Rises, raised: bool, learned: float, most: float) -
     above, after = max(arms.scores), f"in {arms.steps} steps from the start"
     if not learned < arms.learned() <= MOST[raised] * max(most, arms.learned(above)):
         why = "no better" if arms.learned() <= learned else "the best for so few, and too high for more"
-        return Finding(1.0, f"2^{RAISED:g} times the rate is {why} {after}: kept")
+        return Finding(1.0, f"2^{SCAN_RAISES:g} times the rate is {why} {after}: kept")
     if not rises.allowed(scan=True, far_behind=True):
-        return Finding(1.0, f"2^{RAISED:g} times the rate is not safe here: kept")
+        return Finding(1.0, f"2^{SCAN_RAISES:g} times the rate is not safe here: kept")
     further = arms.leaves_behind(above)
     more = ", and higher ones are still far ahead" if further else ""
-    return Finding(2.0**RAISED, f"2^{RAISED:g} times the rate is better {after}{more}: raised", again=further)
+    return Finding(2.0**SCAN_RAISES, f"2^{SCAN_RAISES:g} times the rate is better {after}{more}: raised", again=further)
 
 
 def begun_anew(arms: Arms) -> Finding:
@@ -164,7 +164,7 @@ def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
     gain, but = arms.gain(octave), ""
     if not arms.better(octave):
         but = "not clearly"
-    elif gain < (RAISES if octave > 0 else LOWERS) * abs(arms.learned()):
+    elif gain < (TO_RAISE if octave > 0 else TO_LOWER) * abs(arms.learned()):
         but = "too little"
     elif arms.gain(other) >= gain / 2:  # the run is about to break
         but = "as the other side was"
