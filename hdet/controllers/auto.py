@@ -11,8 +11,9 @@ from ..core.rules.trial_protocol import HELD_OUT, REPEATS, TRIALS
 from ..core.rules.trial_rule import TrialRule
 from ..measure.held_out import HeldOut
 from ..measure.repeats import Repeats
+from ..measure.scoring import Judge
 from ..measure.seen import Seen
-from ..measure.trials import Judge, Trials
+from ..measure.trials import Trials
 from ..measure.weight_line import check_room
 
 __all__ = ["AutoLR"]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .measurement import Measurement
-from .trials import NO_LOSSES, Trials
+from .scoring import NO_LOSSES
+from .trials import Trials
 
 __all__ = ["HeldOut"]
 

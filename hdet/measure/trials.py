@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,23 +14,19 @@ from torch import nn
 
 from ..converge.health import all_finite
 from ..core.rules.trial_protocol import BROKEN, RUN, Told, arm, by_arm, last
-from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
-from ..tensors.eval_mode import eval_mode, random_states_kept
+from ..tensors.eval_mode import random_states_kept
 from .measurement import Closure, Measurement, Watched
+from .scoring import NO_LOSSES, Judge, Scorer, finite, mean_loss
 from .seen import Seen, part_of_data
 
-__all__ = ["Judge", "Trials"]
+__all__ = ["Trials"]
 
 RISE = 0.2
 """The part of a trial in which its rate rises from the run's to its own."""
-NO_LOSSES = "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
 LOOKS = 8
 """How often it is looked whether an arm has broken, which waits for the device."""
-
-Judge = tuple[Callable[[nn.Module, Any], torch.Tensor], Sequence[Any]]
-"""(loss_fn, batches): ``loss_fn(model, batch)`` -> scalar tensor, and held-out mini-batches, the same on every replica."""
 
 
 class Trials(Measurement):
@@ -64,21 +59,13 @@ class Trials(Measurement):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if judge is not None and not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
-            raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a tensor of losses, got {judge!r}")
-        if judge is not None and not (hasattr(judge[1], "__len__") and hasattr(judge[1], "__getitem__")):
-            raise TypeError(f"the judge's batches must be a list of mini-batches, got {type(judge[1]).__name__}: list(...) it first")
-        if judge is not None:
-            whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
-            _check_takes_two(judge[0])
         if before_step is not None and not callable(before_step):
             raise TypeError(f"before_step must be callable without arguments, got {before_step!r}")
-        self.model, self.judge, self.before_step = model, judge, before_step
+        self.model, self.before_step = model, before_step
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
         self._seen = seen or Seen()
-        self._needs_graph = False
-        """Do scores need gradients to be on? Found out by the first one."""
+        self.scorer = Scorer(self._bare, judge)
         self._begin()
 
     @property
@@ -108,8 +95,8 @@ class Trials(Measurement):
                 "controller for them (docs/choosing.md)"
             )
         self._watched, self._parameters = watched, watched.sets[0]
-        self._touched = [*watched.sets[0], *others]
-        self._device = local_parts(watched.sets[0][:1])[0].device
+        self.scorer.parameters = [*watched.sets[0], *others]
+        self.scorer.device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
         settings = {"trial": 0, "multiples": [], "of": "peak", "origins": None, "steps": 1, "scores": 2, "ends": None, **(settings or {})}
@@ -154,24 +141,23 @@ class Trials(Measurement):
             return
         self._position += 1
         position, steps = self._position, self._settings["steps"]
-        training, scores = position <= steps, 0 if self.judge is not None else self._settings["scores"]
+        training, scores = position <= steps, 0 if self.scorer.judge is not None else self._settings["scores"]
         if position > steps + scores:
             return
         if position == 1:
             self._rates = self._rates_now()
         weights = [value.clone() for value in self._values()] if position == 1 and self._from_here else []
-        act = partial(self._train, closure, position) if training else partial(self._score, closure)
+        act = partial(self._train, closure, position) if training else lambda number: self.scorer.score(closure)
         arms = [number for number in range(len(self._settings["multiples"])) if number not in self._broken]
         found: dict[int, torch.Tensor | None] = {}
         origin = (self._settings["origins"] or [""])[0]
         with self._gradients_kept(), self._run_kept():
-            if position == 1 and self.judge is not None and arms:
+            if position == 1 and self.scorer.judge is not None and arms:
                 self._watched.snapshots.restore(arm(arms[0]))
-                self._began = self._judged(*self.judge)
+                self._began = self.scorer.judged()
             elif not training and origin:
                 self._watched.snapshots.restore(origin)
-                with eval_mode(self._bare):
-                    self._began.append(self._scored(closure))
+                self._began.append(self.scorer.score(closure))
             for number in arms:
                 self._watched.snapshots.restore(arm(number))
                 looking = self._seen.looking_at(self._bare) if number == arms[0] else nullcontext()  # the others are given the same
@@ -182,7 +168,7 @@ class Trials(Measurement):
                     self._watched.snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = found[number]
-        if position == 1 and self.judge is None and not origin and arms:
+        if position == 1 and self.scorer.judge is None and not origin and arms:
             self._began = [found[arms[0]]]
         if training and (position % max(1, steps // LOOKS) == 0 or position == steps):
             self._look(found)
@@ -191,7 +177,7 @@ class Trials(Measurement):
     def _gradients_kept(self) -> Iterator[None]:
         # DDP's gradients may be views of its buckets, into which the arms' are written too.
         shared = getattr(self.model, "gradient_as_bucket_view", False)
-        gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self._touched]
+        gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self.scorer.parameters]
         try:
             yield
         finally:
@@ -208,8 +194,11 @@ class Trials(Measurement):
             yield
         finally:
             self._watched.snapshots.restore(RUN)
-            reshard(self._bare)
-            torch.clear_autocast_cache()
+            self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        reshard(self._bare)
+        torch.clear_autocast_cache()
 
     @contextmanager
     def _first_step(self, number: int, weights: list[torch.Tensor]) -> Iterator[None]:
@@ -262,9 +251,9 @@ class Trials(Measurement):
 
     def _train(self, closure: Closure, position: int, number: int) -> torch.Tensor | None:
         with random_states_kept(self._bare):
-            self._clear()
+            self.scorer.clear()
             with torch.enable_grad():
-                losses = self._asked(closure)
+                losses = self.scorer.losses(closure)
                 if losses is not None and losses.requires_grad:
                     losses.mean().backward()
         if all(p.grad is None for p in self._parameters):
@@ -280,26 +269,8 @@ class Trials(Measurement):
                 stack.enter_context(knob.holding([self._value(number, position, at, top) for at, top in zip(*cells, strict=True)]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
-        self._clear()
-        return _mean(losses)
-
-    def _clear(self) -> None:
-        for parameter in self._touched:
-            parameter.grad = None
-
-    def _asked(self, closure: Closure) -> torch.Tensor | None:
-        """The losses of the weights that are there now, of which neither a gathered shard nor a cast copy may be left from before."""
-        reshard(self._bare)
-        torch.clear_autocast_cache()
-        losses = closure()
-        if losses is not None and not isinstance(losses, (torch.Tensor, int, float)):
-            raise TypeError(
-                f"the closure (or the judge's loss function) gave a {type(losses).__name__}: return a tensor of losses, one for each example, one "
-                "number, or None where no loss is seen"
-            )
-        if isinstance(losses, (int, float)):
-            return torch.tensor(float(losses), device=self._device)
-        return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
+        self.scorer.clear()
+        return mean_loss(losses)
 
     def _value(self, number: int, position: int, begins: float, reference: float) -> float:
         """The rate of a group in the arm of this number."""
@@ -318,7 +289,7 @@ class Trials(Measurement):
         if replicas.count == 1 or group is None or self._watched.local:
             return
         if self._averages is None:
-            squares = replicas.sum_rows(gradient_norm(self._parameters).square().reshape(1).to(self._device)).flatten().tolist()
+            squares = replicas.sum_rows(gradient_norm(self._parameters).square().reshape(1).to(self.scorer.device)).flatten().tolist()
             self._averages = max(squares) > 1.002 * min(squares)
         if self._averages:
             for gradient in local_parts([p.grad for p in self._parameters if p.grad is not None]):
@@ -329,26 +300,8 @@ class Trials(Measurement):
         """At the losses by arm. All ranks leave an arm together: in it they may communicate."""
         if losses:
             lost = torch.stack([torch.tensor(False) if loss is None else ~torch.isfinite(loss).cpu() for loss in losses.values()])
-            counts = self._watched.replicas.sum_rows(lost.double().to(self._device)).sum(0).tolist()
+            counts = self._watched.replicas.sum_rows(lost.double().to(self.scorer.device)).sum(0).tolist()
             self._broken |= {number for number, count in zip(losses, counts, strict=True) if count}
-
-    def _score(self, closure: Closure, number: int) -> torch.Tensor | None:
-        with eval_mode(self._bare):
-            return self._scored(closure)
-
-    def _scored(self, closure: Closure) -> torch.Tensor | None:
-        """Without gradients; but a closure that differentiates by itself (an equation's residual, a penalty on gradients) needs them."""
-        if not self._needs_graph:
-            try:
-                return _mean(self._asked(closure))
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._needs_graph = True
-        with torch.enable_grad():
-            losses = self._asked(closure)
-        self._clear()
-        return _mean(losses)
 
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
@@ -356,17 +309,18 @@ class Trials(Measurement):
         """(9 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
         this rank sees none; what that moved; and what `Seen.share` gives."""
         steps = self._settings["steps"]
-        if self._position < steps + self._settings["scores"] * (self.judge is None):
+        if self._position < steps + self._settings["scores"] * (self.scorer.judge is None):
             return None
-        if self.judge is not None:
-            self._judge(*self.judge)
-        scores, arms = self._settings["scores"] if self.judge is None else len(self.judge[1]), range(len(self._settings["multiples"]))
+        if self.scorer.judge is not None:
+            self._judge()
+        arms = range(len(self._settings["multiples"]))
+        scores = self._settings["scores"] if self.scorer.judge is None else len(self.scorer.judge[1])
         told = [(score, number) for number in arms for score in range(scores)]
         trained = [self._trained.get((position, number)) for number in arms for position in range(steps - last(steps) + 1, steps + 1)]
         expected = [of for of in told if of[1] not in self._broken]
         if any(of not in self._losses for of in expected):
             return None  # a score has raised, and the loop has gone on
-        mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
+        mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self.scorer.device)
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
         began = torch.nan_to_num(_mean_over(self._began).to(mark), nan=BROKEN, posinf=BROKEN)
         more = torch.cat([began, went, mark.new_tensor(self._seen.share())])
@@ -374,35 +328,24 @@ class Trials(Measurement):
             return torch.cat([mark, mark.new_zeros(1 + len(told) + len(trained)), more])
         losses = [*(self._losses.get(of) for of in told), *trained]
         row = torch.stack([mark.new_tensor(BROKEN) if loss is None else loss.to(mark) for loss in losses])
-        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), more])
+        return torch.cat([mark, mark.new_ones(1), finite(row), more])
 
-    def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
+    def _judge(self) -> None:
         with self._run_kept():
             for number in range(len(self._settings["multiples"])):
                 if number not in self._broken:
                     self._watched.snapshots.restore(arm(number))
-                    self._losses |= {(score, number): loss for score, loss in enumerate(self._judged(loss_fn, batches))}
+                    self._losses |= {(score, number): loss for score, loss in enumerate(self.scorer.judged())}
 
-    def held_out(self, number: int) -> torch.Tensor | None:
-        """(1 + number,) float64: 1, and losses of the run's own weights, by so many of the judge's mini-batches, evenly spaced in its list; zeros where
-        this rank sees none. None: there is no judge."""
-        if self.judge is None:
-            return None
-        loss_fn, batches = self.judge
+    def held_out(self, number: int) -> torch.Tensor:
+        """(1 + number,) float64: 1, and losses of the run's own weights by so many of the judge's mini-batches; zeros where this rank sees none."""
         with self._gradients_kept():
-            losses = self._judged(loss_fn, [batches[i * len(batches) // number] for i in range(number)])
-        reshard(self._bare)
-        torch.clear_autocast_cache()
+            losses = self.scorer.judged(number)
+        self._forget_casts()
         seen = [loss for loss in losses if loss is not None]
         if len(seen) < len(losses):
-            return torch.zeros(1 + len(losses), dtype=torch.float64, device=self._device)
-        row = torch.stack([seen[0].new_ones(()), *seen]).to(self._device)
-        return torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)
-
-    def _judged(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor | None]:
-        """The weights that are there now, by batch."""
-        with eval_mode(self._bare):
-            return [self._scored(partial(loss_fn, self._bare, batch)) for batch in batches]
+            return torch.zeros(1 + len(losses), dtype=torch.float64, device=self.scorer.device)
+        return finite(torch.stack([seen[0].new_ones(()), *seen]).to(self.scorer.device))
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """[replica]: `Told`, means over the ranks that have seen losses. Raises ValueError where none of a replica's has."""
@@ -417,23 +360,6 @@ class Trials(Measurement):
             parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)
             found.append(Told(broken, *parts, far, part, min(began / seeing, BROKEN)).row())
         return found
-
-
-def _check_takes_two(loss_fn: Callable[[nn.Module, Any], torch.Tensor]) -> None:
-    """Raises TypeError, instead of hundreds of steps later."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:  # one of C++ does not say
-        return
-    try:
-        signature.bind("model", "batch")
-    except TypeError as error:
-        raise TypeError(f"the judge's loss_fn is called as loss_fn(model, batch), and takes {signature}: {error}") from None
-
-
-def _mean(losses: torch.Tensor | None) -> torch.Tensor | None:
-    """0-d float64, without a graph."""
-    return None if losses is None else losses.detach().double().mean()
 
 
 def _mean_over(losses: Sequence[torch.Tensor | None]) -> torch.Tensor:

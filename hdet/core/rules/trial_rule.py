@@ -30,6 +30,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import mean
 
 from ..controller import Controller
@@ -56,9 +57,10 @@ STRAYED = 4.0
 a clip that AutoLR has not been told of makes it ten."""
 
 
-def part_of(part: str, name: str) -> property:
+def _of(part: str, name: str) -> property:
     """An attribute that is one of a part: a state has it, by the rule's own name."""
-    return property(lambda rule: getattr(getattr(rule, part), name), lambda rule, value: setattr(getattr(rule, part), name, value))
+    owner = attrgetter(part)
+    return property(attrgetter(f"{part}.{name}"), lambda self, value: setattr(owner(self), name, value))
 
 
 class TrialRule(Controller):
@@ -85,11 +87,11 @@ class TrialRule(Controller):
         "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0),
     }  # fmt: skip
 
-    rounds, round, repeated = (part_of("course", name) for name in ("rounds", "round", "repeated"))
-    lowered, anew, scan = (part_of("course", name) for name in ("lowered", "anew", "scan"))
-    peaks, said, edge = (part_of("found", name) for name in ("peaks", "said", "edge"))
-    level, window, watched = (part_of("watch", name) for name in ("level", "window", "watched"))
-    judged_run, returned = part_of("judge", "row"), part_of("judge", "returned")
+    rounds, round, repeated = (_of("course", name) for name in ("rounds", "round", "repeated"))
+    lowered, anew, scan = (_of("course", name) for name in ("lowered", "anew", "scan"))
+    peaks, said, edge = (_of("found", name) for name in ("peaks", "said", "edge"))
+    level, window, watched = (_of("watch", name) for name in ("level", "window", "watched"))
+    judged_run, returned = _of("judge", "row"), _of("judge", "returned")
 
     def __init__(
         self,
