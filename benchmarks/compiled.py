@@ -1,4 +1,4 @@
-"""What nvcc makes of the step kernels of one replica, and what that predicts for an H200. Needs nvcc, and no GPU.
+"""What nvcc has made of the step kernels of one replica, and what that predicts for an H200. Needs hdet with its CUDA kernels, and no GPU.
 
     python -m benchmarks.compiled [--arch 90] [--json FILE]
 
@@ -18,13 +18,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "step.cu"
+from hdet import _C
+
 BANDWIDTH = 4.3e12
 """bytes a second: what copies reach of an H200's 4.8e12"""
 MULTIPROCESSORS, SCHEDULERS, LANES, CLOCK = 132, 4, 32, 1.755e9
@@ -43,24 +45,53 @@ BYTES = {
 }
 
 
-def nvdisasm() -> str | None:
+def tool(name: str) -> str | None:
     """CUDA's, or the one that comes with Triton."""
     spec = importlib.util.find_spec("triton")
-    own = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return shutil.which("nvdisasm") or (str(own) if own is not None and own.exists() else None)
+    own = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return shutil.which(name) or (str(own) if own is not None and own.exists() else None)
 
 
-def compiled(arch: str) -> tuple[str, str]:
-    """ptxas' report on the kernels, and their instructions."""
-    nvcc, disassembler = shutil.which("nvcc"), nvdisasm()
-    if nvcc is None or disassembler is None:
-        raise SystemExit("python -m benchmarks.compiled needs nvcc, and nvdisasm of CUDA or of Triton")
+def missing() -> str:
+    """Why compiled kernels cannot be looked at; empty if they can."""
+    absent = [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
+    return (
+        f"there is no {absent[0]}, neither CUDA's nor Triton's"
+        if absent
+        else ""
+        if _C.cuda
+        else f"hdet has no CUDA kernels: {_C.cuda_note}"
+    )
+
+
+@dataclass(frozen=True)
+class Used:
+    """By a kernel."""
+
+    registers: int
+    """Of a thread."""
+    stack: int
+    local: int
+    """Bytes of a thread, which spilled registers would take."""
+
+
+def resources(arch: str) -> dict[str, Used]:
+    """By the names of all kernels that hdet has been built with for this compute capability."""
+    told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{arch}", _C.__file__)
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", told)
+    return {name: Used(*map(int, numbers)) for name, *numbers in found}
+
+
+def instructions(arch: str, kernel: str) -> str:
+    """Of the files that have kernels of this name."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "step.cubin"
-        flags = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", str(SOURCE), "-o", str(cubin)]
-        report = subprocess.run([nvcc, *flags], capture_output=True, text=True, check=True).stderr
-        code = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return report, code
+        _run("cuobjdump", "-xelf", f"sm_{arch}", str(_C.__file__), cwd=folder)
+        files = sorted(path for path in Path(folder).iterdir() if kernel.encode() in path.read_bytes())
+        return "".join(_run("nvdisasm", "-c", str(path)) for path in files)
+
+
+def _run(name: str, *arguments: str, cwd: str | None = None) -> str:
+    return subprocess.run([str(tool(name)), *arguments], capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def loop_length(code: Sequence[str]) -> int:
@@ -77,15 +108,14 @@ def loop_length(code: Sequence[str]) -> int:
 
 
 def lines(arch: str) -> Iterator[dict[str, Any]]:
-    report, code = compiled(arch)
-    registers = dict(re.findall(r"Compiling entry function '(\S+)'.*?Used (\d+) registers", report, re.DOTALL))
+    used_by, code = resources(arch), instructions(arch, "step_kernel")
     for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
         name = part.split(",", 1)[0].strip()
         found = re.search(r"\d(Adam|AdamW|Sgd|Lion)RuleELb0ELNS_\d+KnownE(\d)E", name)
         if found is None:
             continue
         rule, known = found[1].lower(), int(found[2])
-        used, length, size = int(registers[name]), loop_length(part.splitlines()), BYTES[rule][known]
+        used, length, size = used_by[name].registers, loop_length(part.splitlines()), BYTES[rule][known]
         by_memory = size * GPT2 / BANDWIDTH
         by_issue = length / ELEMENTS * GPT2 / (MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK)
         yield {
@@ -100,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arch", default="90", help="compute capability without its dot")
     parser.add_argument("--json", type=Path, help="lines are written here, too")
     options = parser.parse_args(arguments)
+    if why := missing():
+        raise SystemExit(f"python -m benchmarks.compiled: {why}")
+    if options.arch not in _C.cuda_archs.split():
+        raise SystemExit(
+            f"python -m benchmarks.compiled: hdet has been built for {_C.cuda_archs}; HDET_CUDA_ARCHS={options.arch} builds for that"
+        )
     made = sorted(lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"])))
     columns = ("rule", "formats", "registers", "blocks", "instructions", "bytes", "gpt2_us", "bound")
     issued = 28 / BANDWIDTH * MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hdet.core.rules.trial_costs import ARMS, CHECK, Costs
+from hdet.core.rules.trial.costs import ARMS, CHECK, Costs
 
 from . import fixed_rates, ranks
 from .auto import HARM, RESULTS, Compared, compared, counted, each

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.rules.trial_protocol import TRIALS, snapshots
+from hdet.core.rules.trial.protocol import TRIALS, snapshots
 from hdet.measure.trials import Trials
 
 from . import auto, command, fixed_rates

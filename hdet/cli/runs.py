@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from hdet.cli.job.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
-from hdet.core.rules.trial_protocol import BROKEN, TRIALS, Told
+from hdet.core.rules.trial.protocol import BROKEN, TRIALS, Told
 from hdet.core.schema import ANYTHING, COUNT, FLAG, POSITIVE, Fields, Instance, ListOf, Number, Optional, Or, Table
 
 NUMBER, TEXT, MAYBE = Number(), Instance(str), Optional(Number())

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from ..core.controller import RuledController
-from ..core.rules.trial_protocol import HELD_OUT, REPEATS, TRIALS
-from ..core.rules.trial_rule import TrialRule
+from ..core.rules.trial.protocol import HELD_OUT, REPEATS, TRIALS
+from ..core.rules.trial.rule import TrialRule
 from ..measure.held_out import HeldOut
 from ..measure.repeats import Repeats
 from ..measure.scoring import Judge

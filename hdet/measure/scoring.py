@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.rules.trial_protocol import BROKEN
+from ..core.rules.trial.protocol import BROKEN
 from ..core.validate import whole
 from ..tensors.dtensor import reshard
 from ..tensors.eval_mode import eval_mode

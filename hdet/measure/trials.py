@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..converge.health import all_finite
-from ..core.rules.trial_protocol import BROKEN, RUN, Told, arm, by_arm, last
+from ..core.rules.trial.protocol import BROKEN, RUN, Told, arm, by_arm, last
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import random_states_kept
@@ -44,7 +44,7 @@ class Trials(Measurement):
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origins``, the snapshots with which they begin, by arm ("": the run; None: all as the run); ``of``, the
     reference: "peak" (of the base value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which
-    the arms' rates fall, by arm (None: all to 0). The plan names the snapshots of `core.rules.trial_protocol.snapshots` too. Losses are told at the
+    the arms' rates fall, by arm (None: all to 0). The plan names the snapshots of `core.rules.trial.protocol.snapshots` too. Losses are told at the
     end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.

@@ -1,17 +1,17 @@
-"""What nvcc and ptxas say of csrc/cuda: no warnings, no spills, no local memory, and accesses of 16 bytes in the main loops."""
+"""What nvcc and ptxas make of csrc/cuda: no warnings, no spills, no local memory, and accesses of 16 bytes in the main loops."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from benchmarks import compiled as compiled_code
+from benchmarks import compiled
+from hdet import _C
 from hdet.kernels.spec.interface import RULES
 
-from .tools import ROOT, nvcc, setup_module
+from .tools import ROOT, nvcc
 
 SOURCES = ROOT / "csrc" / "cuda"
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
@@ -26,47 +26,41 @@ KERNELS = {
     "average.cu": 2,
     "pair.cu": 2,
 }
-REGISTERS = 65536
-"""of one multiprocessor"""
 
-
-def archs_of(source: str) -> list[str]:
-    """What it is compiled for. Not all for coded.cu, which is slow to compile and has much of step.cu in it."""
-    return ["80", "90"] if source == "coded.cu" else list(setup_module().DEFAULT_ARCHS)
+needs_tools = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing())
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
-    """A source, ptxas' report on it for every default architecture, and the folder with its PTX."""
+def ptx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    """A source, and its PTX by kernel."""
     source, folder = request.param, tmp_path_factory.mktemp("cuda")
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra", "--threads=0"]
-    flags += ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "--keep", "--keep-dir", str(folder)]
-    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs_of(source)]
-    command = [str(nvcc()), *flags, "-c", str(SOURCES / source), "-o", str(folder / "out.o")]
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra", "-arch=compute_90"]
+    command = [str(nvcc()), *flags, "-ptx", str(SOURCES / source), "-o", str(folder / "out.ptx")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    return source, built.stdout + built.stderr, folder
+    parts = re.split(r"\.visible \.entry |\.entry ", (folder / "out.ptx").read_text())[1:]
+    return source, {part.split("(", 1)[0]: part for part in parts}
 
 
 def test_every_source_is_listed() -> None:
     assert sorted(KERNELS) == sorted(path.name for path in SOURCES.glob("*.cu"))
 
 
-def test_no_kernel_spills_or_has_a_stack(compiled: tuple[str, str, Path]) -> None:
-    source, report, _ = compiled
-    expected = KERNELS[source] * len(archs_of(source))
-    clean = re.findall(r" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
-    assert len(re.findall(r"bytes stack frame", report)) == len(clean) == expected, report
-    # enough threads to keep the memory busy: 512 of them have 50 KiB in flight
-    used = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
-    assert len(used) == expected and max(used) <= REGISTERS // 512
+@needs_tools
+def test_no_kernel_spills_or_has_a_stack() -> None:
+    """Of the module that has been built, on every architecture. The registers leave enough threads to keep the memory busy: 512 of them have 50 KiB in flight."""
+    for arch in _C.cuda_archs.split():
+        used = compiled.resources(arch)
+        assert len(used) == sum(KERNELS.values())
+        assert not {name: one for name, one in used.items() if one.stack or one.local or one.registers > compiled.REGISTERS // 512}
 
 
+@needs_tools
 def test_formats_that_kernels_are_compiled_for_are_bound_by_memory() -> None:
     """As the table says that benchmarks.compiled prints. In the kernel of any formats the same loop takes twice as many instructions."""
-    if compiled_code.nvdisasm() is None:
-        pytest.skip("there is no nvdisasm here")
-    made = {(line["rule"], line["formats"]): line for line in compiled_code.lines("90")}
+    made = {
+        (line["rule"], line["formats"]): line for line in compiled.lines(_C.cuda_archs.split()[-1] if "90" not in _C.cuda_archs else "90")
+    }
     assert len(made) == 4 * len(RULES)
     for (rule, formats), line in made.items():
         if formats != "any":
@@ -76,16 +70,8 @@ def test_formats_that_kernels_are_compiled_for_are_bound_by_memory() -> None:
     assert masters["instructions"] < 0.5 * made["adamw", "any"]["instructions"]
 
 
-def entries(folder: Path) -> dict[str, str]:
-    """PTX by kernel."""
-    (ptx,) = folder.glob("*compute_90.ptx")
-    parts = re.split(r"\.visible \.entry |\.entry ", ptx.read_text())[1:]
-    return {part.split("(", 1)[0]: part for part in parts}
-
-
-def test_main_loops_access_16_bytes_of_global_memory(compiled: tuple[str, str, Path]) -> None:
-    source, _, folder = compiled
-    kernels = entries(folder)
+def test_main_loops_access_16_bytes_of_global_memory(ptx: tuple[str, dict[str, str]]) -> None:
+    source, kernels = ptx
     assert len(kernels) == KERNELS[source]
     for name, code in kernels.items():
         accesses = re.findall(r"^\s*(?:@%p\d+ )?((?:ld|st)\.[\w.]+)", code, re.MULTILINE)
@@ -102,11 +88,11 @@ def test_main_loops_access_16_bytes_of_global_memory(compiled: tuple[str, str, P
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("compiled", ["step.cu"], indirect=True)
-def test_a_float_step_streams_gradient_and_moments(compiled: tuple[str, str, Path], rule: str) -> None:
+@pytest.mark.parametrize("ptx", ["step.cu"], indirect=True)
+def test_a_float_step_streams_gradient_and_moments(ptx: tuple[str, dict[str, str]], rule: str) -> None:
     """Two vectors a turn of each, past the caches; nothing of 8 bytes, and the loop has all its loads before the first store."""
     kernel = re.compile(rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE)  # of SgdRule for sgd
-    (code,) = [code for name, code in entries(compiled[2]).items() if kernel.search(name)]
+    (code,) = [code for name, code in ptx[1].items() if kernel.search(name)]
     moments = len(RULES[rule].moments)
     loop = code[code.index("ld.global.cs.v4") :]
     loads = [match.start() for match in re.finditer(r"ld\.global\.cs\.v4", loop)]

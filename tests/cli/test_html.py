@@ -22,7 +22,7 @@ from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.run_files import CONFIG, HISTORY
 from hdet.cli.main import main
 from hdet.cli.runs import RunFiles, Trial, find_runs
-from hdet.core.rules.trial_scores import WITHIN
+from hdet.core.rules.trial.scores import WITHIN
 
 from .harness import ROOT, Finished, one_line
 

@@ -11,7 +11,7 @@ import torch
 
 import hdet
 from hdet.core.plan import Moment
-from hdet.core.rules.trial_protocol import TRIALS
+from hdet.core.rules.trial.protocol import TRIALS
 from tests.core.controller_runs import evidence
 from tests.harness import Run, batch, loss_of, model, taught
 

@@ -15,14 +15,14 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.overfitting import overfits
-from hdet.core.rules.rises import FEW, MANY, Rises
-from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, JUDGED, SCAN, Costs
-from hdet.core.rules.trial_judge import FIRST
-from hdet.core.rules.trial_protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
-from hdet.core.rules.trial_rounds import ANEW, CHECKS, SCANS
-from hdet.core.rules.trial_rule import TrialRule
-from hdet.core.rules.trial_scores import PART, SCAN_RAISES, WITHIN, Arms, begun_anew
+from hdet.core.rules.trial.costs import ALONE, CHECK, FEWEST, JUDGED, SCAN, Costs
+from hdet.core.rules.trial.judge import FIRST
+from hdet.core.rules.trial.overfitting import overfits
+from hdet.core.rules.trial.protocol import BROKEN, HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, last
+from hdet.core.rules.trial.rises import FEW, MANY, Rises
+from hdet.core.rules.trial.rounds import ANEW, CHECKS, SCANS
+from hdet.core.rules.trial.rule import TrialRule
+from hdet.core.rules.trial.scores import PART, SCAN_RAISES, WITHIN, Arms, begun_anew
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.rules.rises import MANY
+from hdet.core.rules.trial.rises import MANY
 from hdet.measure.seen import Seen, part_of_data
 from tests.harness import Run, batch, losses_of, model
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.plan import SnapshotOf
-from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, Told, last, snapshots
+from hdet.core.rules.trial.protocol import BROKEN, ORIGIN, Told, last, snapshots
 from hdet.measure.measurement import Measurement
 from hdet.measure.seen import Seen
 from hdet.measure.trials import RISE, Trials

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .trial_costs import AGAIN, CHECK, SCAN
-from .trial_protocol import ORIGIN
-from .trial_scores import SCAN_RAISES, Finding
+from .costs import AGAIN, CHECK, SCAN
+from .protocol import ORIGIN
+from .scores import SCAN_RAISES, Finding
 
 __all__ = ["ANEW", "CHECKS", "LATEST", "SCANS", "Rounds"]
 

@@ -33,20 +33,20 @@ from dataclasses import replace
 from operator import attrgetter
 from statistics import mean
 
-from ..controller import Controller
-from ..evidence import Evidence, Run
-from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
-from ..validate import whole, within
+from ...controller import Controller
+from ...evidence import Evidence, Run
+from ...plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
+from ...schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
+from ...validate import whole, within
+from .costs import AGAIN, FEWEST, FORWARD, LONGEST, Costs
+from .judge import FIRST, JudgedRun
 from .overfitting import ROW, Overfitting
+from .peaks import Peaks
+from .protocol import HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
 from .rises import FEW, Rises
-from .trial_costs import AGAIN, FEWEST, FORWARD, LONGEST, Costs
-from .trial_judge import FIRST, JudgedRun
-from .trial_peaks import Peaks
-from .trial_protocol import HELD_OUT, ORIGIN, REPEATS, TRIALS, Told, snapshots
-from .trial_rounds import LATEST, Rounds
-from .trial_scores import Arms, Finding, begun_anew, checked, risen, scanned, taken_back
-from .trial_watch import LOOKS, Watch
+from .rounds import LATEST, Rounds
+from .scores import Arms, Finding, begun_anew, checked, risen, scanned, taken_back
+from .watch import LOOKS, Watch
 
 __all__ = ["TrialRule"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
 
+from .protocol import BROKEN, ORIGIN, arm
 from .rises import Rises
-from .trial_protocol import BROKEN, ORIGIN, arm
 
 __all__ = ["SCAN_RAISES", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "risen", "scanned", "taken_back"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .trial_scores import Finding, between
+from .scores import Finding, between
 
 __all__ = ["Peaks"]
 

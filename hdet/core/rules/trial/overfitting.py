@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-from ..schema import COUNT, ListOf, Number, Row
-from .trial_protocol import BROKEN
+from ...schema import COUNT, ListOf, Number, Row
+from .protocol import BROKEN
 
 __all__ = ["LOWERED_TO", "ROW", "Overfitting", "overfits"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ..plan import SnapshotOf
+from ...plan import SnapshotOf
 
 __all__ = ["BROKEN", "HELD_OUT", "ORIGIN", "REPEATS", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
 

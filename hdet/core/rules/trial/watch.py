@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from ..plan import Plan, SnapshotOf
-from .trial_protocol import BROKEN
+from ...plan import Plan, SnapshotOf
+from .protocol import BROKEN
 
 __all__ = ["LOOKS", "Watch"]
 

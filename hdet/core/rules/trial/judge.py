@@ -8,11 +8,11 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from ..plan import Moment, Plan, SnapshotOf
+from ...plan import Moment, Plan, SnapshotOf
+from .costs import FORWARD, Costs
 from .overfitting import LOWERED_TO, Overfitting
-from .trial_costs import FORWARD, Costs
-from .trial_protocol import HELD_OUT, TRIALS
-from .trial_scores import Finding
+from .protocol import HELD_OUT, TRIALS
+from .scores import Finding
 
 __all__ = ["FIRST", "JudgedRun"]
 
