@@ -33,7 +33,7 @@ class Overfitting:
     at: int = 0
     """The step at which it was judged last."""
     top: list[float] = field(default_factory=list)
-    """The highest finite loss; empty: there was none."""
+    """The highest finite loss, from that of the first weights on; empty: there was none."""
     best: list[float] = field(default_factory=list)
     """By mini-batch, of the weights that were best."""
     best_at: int = 0
@@ -57,11 +57,15 @@ class Overfitting:
         """The name of that of the best weights."""
         return f"best {self.best_at}"
 
+    def begins(self, first: float) -> None:
+        """``first``: the judge's loss of the run's first weights, from which what is learned is counted."""
+        self.top = [max([*self.top, first])] if first < BROKEN / 2 else self.top
+
     def told(self, losses: Sequence[float], step: int, again: bool) -> bool:
         """By mini-batch, of the run's weights at this step: does it overfit? ``again``: have examples come again?"""
         trained, self.trained = self.trained, []
         self.count, self.at = self.count + 1, step
-        self.top = [max([*self.top, mean(losses)])] if max(losses) < BROKEN / 2 else self.top
+        self.begins(mean(losses) if max(losses) < BROKEN / 2 else BROKEN)
         if not self.best or mean(losses) < mean(self.best):
             self._is_best(losses, step, trained)
             return False

@@ -317,7 +317,7 @@ class TrialRule(Controller):
         if not self.used or not rows:
             held_out = self._held_out(evidence)
             begun = held_out if self.judged else seen
-            self.first = self.first or ([mean(begun)] if begun else [])
+            self._begins(begun)
             overfitted = self._overfitted(evidence, seen, held_out)
             if overfitted is not None:
                 return overfitted
@@ -326,7 +326,7 @@ class TrialRule(Controller):
         self._spend()
         told = [Told.read(row, len(octaves), steps) for row in rows]
         begun_with = mean(one.began for one in told)
-        self.first = self.first or [begun_with]
+        self._begins([begun_with])
         self.strayed = next((one.far for one in told if not 1 / STRAYED < one.far < STRAYED), 0.0)
         self._come_again(one.part for one in told)
         if self.strayed:
@@ -344,6 +344,12 @@ class TrialRule(Controller):
         if found.snapshot is not None and self._fixed:
             found = replace(found, snapshot=None, note=f"{found.note} (in its rate alone: replicas have gradients of their own)")
         return self._carried_out(found, evidence, math.ceil(steps / self._pace) if found.factor > 1 else 0)
+
+    def _begins(self, losses: Sequence[float]) -> None:
+        """Those before the first step, as far as they are known."""
+        self.first = self.first or ([mean(losses)] if losses else [])
+        if self.first and self.judged:
+            self.judge.overfitting.begins(self.first[0])
 
     def _found(self, arms: Arms, peak: float, correction: float, broke: bool) -> Finding:
         """``peak``: the one in force, ``correction`` times the schedule's. ``broke``: are the run's weights not finite?"""
