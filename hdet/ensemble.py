@@ -434,7 +434,7 @@ class Ensemble:
     def _end_cycle(self, closure: Closure | None) -> None:
         self._check_explored()
         started = self._now()
-        moment, plan = self.engine.moment, self.engine.plan
+        plan, moment = self.engine.plan, self.engine.planned_at
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()

@@ -102,6 +102,8 @@ class Engine:
         self.schedule_step: int | None = None
         """Steps of the schedule done, where they are not this engine's (a step that a scaler skips, or several calls for each)."""
         self._plan: Plan | None = None
+        self.planned_at = Moment(0, 0, 0)
+        """When the controller was asked for `plan` last."""
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not taken back."""
         self.rollbacks = 0
@@ -117,7 +119,8 @@ class Engine:
     def plan(self) -> Plan:
         """Of the running cycle; the controller is asked once for each. Raises ValueError for a plan that cannot be carried out."""
         if self._plan is None:
-            plan = Plan() if self.controller is None else self.controller.plan(self.moment)
+            self.planned_at = self.moment
+            plan = Plan() if self.controller is None else self.controller.plan(self.planned_at)
             self._check_plan(plan)
             self._plan = plan
         return self._plan

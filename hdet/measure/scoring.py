@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -100,10 +101,10 @@ def finite(row: torch.Tensor) -> torch.Tensor:
 
 def _check(judge: Any) -> None:
     if not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
-        raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a tensor of losses, got {judge!r}")
+        raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a tensor of losses, got {reprlib.repr(judge)}")
     if not (hasattr(judge[1], "__len__") and hasattr(judge[1], "__getitem__")):
         raise TypeError(f"the judge's batches must be a list of mini-batches, got {type(judge[1]).__name__}: list(...) it first")
-    whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
+    whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter. Split one into several")
     try:
         signature = inspect.signature(judge[0])
     except ValueError:  # one of C++ does not say

@@ -255,11 +255,18 @@ class Trials(Measurement):
             with torch.enable_grad():
                 losses = self.scorer.losses(closure)
                 if losses is not None and losses.requires_grad:
-                    losses.mean().backward()
+                    try:
+                        losses.mean().backward()
+                    except RuntimeError as error:
+                        if "backward through the graph a second time" not in str(error):
+                            raise
+                        raise ValueError(
+                            "the closure gave the loop's own losses, whose graph is gone: compute the batch's losses anew inside it"
+                        ) from error
         if all(p.grad is None for p in self._parameters):
             raise ValueError(
                 "the closure gave losses without a graph, and left no gradients: compute the batch's losses anew inside it, without no_grad or detach, "
-                "or call backward inside" + (" (it returned None: is a return missing?)" if losses is None else "")
+                "or call backward inside" + (" (it returned no losses: is a return missing?)" if losses is None else "")
             )
         self._average_gradients()
         if self.before_step is not None:

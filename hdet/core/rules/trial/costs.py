@@ -85,6 +85,10 @@ class Costs:
         most = min(1 / JUDGED, part / (FORWARD * judges))
         return math.ceil(self.total / most) if most >= TIMES - EXACT else 0
 
+    def to_judge(self) -> float:
+        """The budget with which the run could be judged."""
+        return math.ceil(1000 * TIMES * FORWARD * self._fewest / JUDGING / self.total - EXACT) / 1000
+
     def judging(self, since: int = 0, pace: float = 1.0) -> float:
         """The run itself, from a step of the schedule on."""
         every = self.every(pace)

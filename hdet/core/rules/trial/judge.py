@@ -38,6 +38,15 @@ class JudgedRun:
     def row(self, row: Sequence[Any]) -> None:
         self.overfitting = Overfitting(*row)
 
+    @property
+    def last(self) -> list[float]:
+        """`Overfitting.last`."""
+        return self.overfitting.last
+
+    @last.setter
+    def last(self, last: Sequence[float]) -> None:
+        self.overfitting.last = list(last)
+
     def cost(self, costs: Costs) -> float:
         """Steps' worth of compute that judging has taken."""
         return FORWARD * self.overfitting.count * costs.judges
@@ -66,15 +75,11 @@ class JudgedRun:
         before, snapshot = told.best, told.snapshot if told.kept else None
         if not losses or not told.told(losses, step, again):
             return None
+        rose = f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}"
+        if snapshot is None:  # a lower rate alone would only keep the run where it is worse
+            return Finding(1.0, f"{rose}, and no copy of the better weights has outlived the checkpoint: go back to an earlier one")
         self.returned += 1
-        back = (
-            f"back to the weights of step {told.best_at}" if snapshot else "no copy of the better weights has outlived the checkpoint: on"
-        )
-        return Finding(
-            LOWERED_TO,
-            f"the held-out loss rose from {mean(before):.4g} to {mean(losses):.4g}: {back}, at {LOWERED_TO * peak:.2g}",
-            snapshot,
-        )
+        return Finding(LOWERED_TO, f"{rose}: back to the weights of step {told.best_at}, at {LOWERED_TO * peak:.2g}", snapshot)
 
     def sentence(self, costs: Costs, pace: float, over: bool, local: bool) -> str:
         """For a report. ``over``: is the run judged no more? ``local``: have replicas gradients of their own?"""
@@ -84,6 +89,12 @@ class JudgedRun:
         if local:
             return "; the run itself is not judged: replicas have gradients of their own"
         if not (every := costs.every(pace)):
-            return "; the run itself is not judged: its budget is too small"
+            return f"; the run itself is not judged: that takes budget={costs.to_judge():.2g} or more"
         of = f" by {costs.judges} of the {costs.judged} mini-batches" if costs.judges < costs.judged else ""
-        return f"; the run itself is judged every {every} steps{of}, {overfitted or 'and goes back where it overfits'}"
+        told = self.overfitting
+        found = (
+            f"; its best held-out loss was {mean(told.best):.4g}, at step {told.best_at}"
+            if told.best and told.at + every > costs.total
+            else ""
+        )
+        return f"; the run itself is judged every {every} steps{of}, {overfitted or 'and goes back where it overfits'}{found}"

@@ -17,8 +17,9 @@ OVERFIT, SURELY = 0.05, 1.0
 """Of the most that a run has learned by its judge: a loss that is so much higher than it was is overfitting, if it is by so many standard errors, too. More
 of those would be asked in vain of the few batches that a judge has; it has to be so `IN_A_ROW` in a row instead."""
 IN_A_ROW, LOWERED_TO = 2, 0.25
-"""Times in a row that a judge has to find the run worse, and the training loss lower, where examples have come again: the noise of a good high rate raises
-both, and is gone when the rate falls; and a loss that jumps up may come down by itself. What the rate is multiplied by then."""
+"""Times in a row that a judge has to find the run worse, and no better than the last time, and the training loss lower, where examples have come again: the
+noise of a good high rate raises both, and is gone when the rate falls; and a loss that jumps up may come down by itself. What the rate is multiplied by
+then."""
 LOSSES = ListOf(Number())
 ROW = Row(COUNT, COUNT, LOSSES, LOSSES, COUNT, LOSSES, LOSSES, COUNT)
 """The kind of `Overfitting.row`."""
@@ -44,13 +45,15 @@ class Overfitting:
     """and before it was best."""
     worse: int = 0
     """How often in a row it was worse than then."""
+    last: list[float] = field(default_factory=list)
+    """The mean loss of the last judging; empty where it was the best. `row`, which older states have too, is without it."""
     kept: bool = False
     """Is there a snapshot of the best weights? None outlives the process: it is no part of `row`."""
 
     @property
     def row(self) -> list[Any]:
         """Plain, and all there is: ``Overfitting(*row)``."""
-        return list(astuple(self)[:-1])
+        return list(astuple(self)[:-2])
 
     @property
     def snapshot(self) -> str:
@@ -70,7 +73,9 @@ class Overfitting:
             self._is_best(losses, step, trained)
             return False
         fell = bool(trained and self.trained_at_best) and mean(trained) < mean(self.trained_at_best)
-        self.worse = self.worse + 1 if again and fell and self.top and overfits(losses, self.best, self.top[0]) else 0
+        comes_down, self.last = bool(self.last) and mean(losses) < self.last[0], [mean(losses)]
+        worse = again and fell and bool(self.top) and overfits(losses, self.best, self.top[0])
+        self.worse = (1 if comes_down else self.worse + 1) if worse else 0
         if self.worse < IN_A_ROW:
             return False
         self.worse = 0
@@ -80,7 +85,7 @@ class Overfitting:
 
     def _is_best(self, losses: Sequence[float], step: int, trained: list[float]) -> None:
         """Of the weights that there are now a snapshot is taken."""
-        self.best, self.best_at, self.trained_at_best, self.worse, self.kept = list(losses), step, trained, 0, True
+        self.best, self.best_at, self.trained_at_best, self.worse, self.last, self.kept = list(losses), step, trained, 0, [], True
 
 
 def overfits(now: Sequence[float], best: Sequence[float], top: float) -> bool:

@@ -85,13 +85,14 @@ class TrialRule(Controller):
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
         "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0),
+        "last_judged": Or(ListOf(Number()), []),
     }  # fmt: skip
 
     rounds, round, repeated = (_of("course", name) for name in ("rounds", "round", "repeated"))
     lowered, anew, scan = (_of("course", name) for name in ("lowered", "anew", "scan"))
     peaks, said, edge = (_of("found", name) for name in ("peaks", "said", "edge"))
     level, window, watched = (_of("watch", name) for name in ("level", "window", "watched"))
-    judged_run, returned = _of("judge", "row"), _of("judge", "returned")
+    judged_run, last_judged, returned = (_of("judge", name) for name in ("row", "last", "returned"))
 
     def __init__(
         self,
@@ -251,7 +252,8 @@ class TrialRule(Controller):
         return self.judge.into(plan, now, self.costs, self._pace, self._interval, self.place)
 
     def _planned(self, now: Moment) -> Plan:
-        self._pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
+        done = now.step + now.done
+        self._pace = done / now.schedule_step if done and now.schedule_step else 1.0  # some loops step the schedule several times
         self._done = now.schedule_step / self._total
         if self.used and not self.finished and now.step < self.began + self.used + self.costs.scored(self.used):
             return self._trial(now)
@@ -265,7 +267,7 @@ class TrialRule(Controller):
                 return self._wait(due - now.schedule_step if now.step else FIRST)
             if now.schedule_step < latest and not self.course.scans:
                 if not self.risen:
-                    return self._wait(math.ceil(self._interval / self._pace))
+                    return self._wait(max(1, min(math.ceil(self._interval / self._pace), latest - 1 - now.schedule_step)))
                 if now.schedule_step < self.ready:
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
@@ -425,6 +427,9 @@ class TrialRule(Controller):
         found = self.judge.found(losses, seen, evidence.step, self._rises.again, self._in_force(evidence)[1])
         if found is None:
             return None
+        if found.snapshot is None:
+            warnings.warn(f"AutoLR: {found.note}", stacklevel=2)
+            return Learned([Decision(note=found.note) if k in self._rates else Decision() for k in range(len(evidence.knobs))])
         self.watch.forget()
         return self._carried_out(found, evidence)
 

@@ -122,7 +122,12 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
-        return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
+        return Finding(
+            4.0**below,
+            f"even 2^{below:g} times the rate breaks in {arms.steps} steps, or a batch does: back to the start",
+            ORIGIN,
+            again=True,
+        )
     if broke:
         return Finding(2.0**below, f"the run breaks {after}: it goes on as the arm at 2^{below:g} times the rate", arm(0), again=True)
     if arms.far_better(below) and arms.agreed(below):
@@ -159,6 +164,8 @@ def begun_anew(arms: Arms) -> Finding:
 
 def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
     """Early in the run. ``peak``: the one in force."""
+    if min(map(arms.loss, arms.scores)) >= BROKEN:
+        return Finding(1.0, "no arm has a finite score, not even at the rate in force: look at the closure, or at the judge's losses")
     octave = min(arms.scores, key=lambda octave: (arms.loss(octave), abs(octave)))
     other = next(one for one in arms.scores if one not in (0.0, octave))
     gain, but = arms.gain(octave), ""
