@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hdet.core.rules.trial.costs import ARMS, CHECK, Costs
 
-from . import fixed_rates, ranks
+from . import fixed_rates, ranks, seconds
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
@@ -130,6 +130,7 @@ def report(runs: Sequence[Compared]) -> dict[str, str]:
         "More ranks": ranks.table(read(ranks.RESULTS)),
         "Longer runs": longer(),
         "Workloads": workloads(),
+        "Time": seconds.table(read(seconds.RESULTS)),
     }
     return {**sections(runs), **tables}
 

@@ -78,7 +78,7 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 200 steps", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["llama", "resnet", "experts", "vit", "regression"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["llama", "resnet", "convolutions", "regression"])
     parser.add_argument("--steps", type=int, default=10_000)
     options = command.parsed(parser, arguments, workloads=["small"], steps=200)
     options.jobs = 1  # nothing beside it

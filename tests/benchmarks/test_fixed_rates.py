@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.evidence import auto, fixed_rates
+from benchmarks.evidence import auto, fixed_rates, seconds
 from benchmarks.evidence.workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO, finetuning, generated
 
 
@@ -79,6 +79,11 @@ def test_what_is_missing_is_of_what_was_to_be_gained() -> None:
 def test_quick_prints_the_table_of_auto(capsys: Any, in_this_process: None) -> None:
     auto.main(["--quick"])
     assert "| these | 2 |" in capsys.readouterr().out
+
+
+def test_quick_prints_what_autolr_takes_of_the_time(capsys: Any, in_this_process: None) -> None:
+    seconds.main(["--quick"])
+    assert "| small | 200 |" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_worse_than_its_start_is_counted_as_a_harm() -> None:
