@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.evidence import auto, fixed_rates, seconds
+from benchmarks.evidence import auto, fixed_rates, seconds, simulated
 from benchmarks.evidence.workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO, finetuning, generated
 
 
@@ -84,6 +84,12 @@ def test_quick_prints_the_table_of_auto(capsys: Any, in_this_process: None) -> N
 def test_quick_prints_what_autolr_takes_of_the_time(capsys: Any, in_this_process: None) -> None:
     seconds.main(["--quick"])
     assert "| small | 200 |" in capsys.readouterr().out
+
+
+def test_by_simulation_a_right_rate_is_kept_and_a_wrong_one_comes_nearer() -> None:
+    found = {start: simulated.ends(100_000, start, 0.45, 0.0, 0) for start in (-6, -4, 0, 4, 6)}
+    assert found[0] == 0 and all(abs(end) < abs(start) for start, end in found.items() if start)
+    assert "| 0.6 | +1 |" in simulated.table(30_000, 1)
 
 
 def test_a_run_that_ends_worse_than_its_start_is_counted_as_a_harm() -> None:
