@@ -1,6 +1,6 @@
 """AutoLR against the same start's fixed rate, each seed by itself: where does it help, and does it ever harm?
 
-    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test|high|repeated|harder|zero|misleading] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
+    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test|high|repeated|judged|harder|zero|misleading] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
                                        [--budget 0.03] [--jobs 2] [--quick] [--json FILE]
 
 Starts are exponents of 2 times the rate that people would write first. The table has, for each start, what is missing of (untrained - best): of
@@ -32,7 +32,7 @@ from . import command, fixed_rates
 from .problems import Batch, Problem
 from .runs import Record, Task, identity, read, spaced
 from .training import Method, Parts, plain, train
-from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, OPTIMIZERS, REPEATED, SCHEDULES, TEST, WORKLOADS, ZERO
+from .workloads import DEVELOPMENT, HARDER, HIGH, JUDGED, MISLEADING, OPTIMIZERS, REPEATED, SCHEDULES, TEST, WORKLOADS, ZERO
 
 RESULTS = "benchmarks/results/evidence/auto.jsonl"
 
@@ -46,6 +46,7 @@ HALVES = {
     "test": TEST,
     "high": HIGH,
     "repeated": REPEATED,
+    "judged": JUDGED,
     "harder": HARDER,
     "zero": ZERO,
     "misleading": MISLEADING,
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--half",
         choices=HALVES,
         default="development",
-        help="high: schedules that do not fall to zero; repeated: examples that are seen many times, without a judge; harder: data that changes; zero: warm-ups from 0; misleading: data in blocks, a loss that rises at first",
+        help="high: schedules that do not fall to zero; repeated: examples that are seen many times, without a judge; judged: others, with a judge; harder: data that changes; zero: warm-ups from 0; misleading: data in blocks, a loss that rises at first",
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
     parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])

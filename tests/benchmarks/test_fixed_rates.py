@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from benchmarks.evidence import auto, fixed_rates, seconds, simulated
-from benchmarks.evidence.workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO, finetuning, generated
+from benchmarks.evidence.workloads import (
+    DEVELOPMENT,
+    HARDER,
+    HIGH,
+    JUDGED,
+    MISLEADING,
+    REPEATED,
+    TEST,
+    WORKLOADS,
+    ZERO,
+    finetuning,
+    generated,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +36,9 @@ LATE = {"parity": (0, 2000), "stretched": (-3, 2000)}
 """Start and steps of those that learn nothing at first."""
 
 
-@pytest.mark.parametrize("name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth", "rows-256", "pairs-zero", *HARDER, *MISLEADING])
+@pytest.mark.parametrize(
+    "name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth", "rows-256", "pairs-zero", *JUDGED, *HARDER, *MISLEADING]
+)
 def test_a_workload_trains(name: str) -> None:
     fixed_rates.untrained.cache_clear()
     exponent, steps = LATE.get(name, (0, 40))
@@ -38,7 +52,7 @@ def test_a_workload_trains(name: str) -> None:
 
 def test_no_workload_is_in_both_halves() -> None:
     assert not DEVELOPMENT.keys() & TEST.keys() and len(WORKLOADS) == sum(
-        map(len, (DEVELOPMENT, TEST, HIGH, REPEATED, HARDER, ZERO, MISLEADING))
+        map(len, (DEVELOPMENT, TEST, HIGH, REPEATED, JUDGED, HARDER, ZERO, MISLEADING))
     )
 
 

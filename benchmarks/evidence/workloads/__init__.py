@@ -18,6 +18,7 @@ import hdet
 
 from ..problems import PROBLEMS, Batch, Problem
 from .eighth import BOTH, CENSORED, COORDINATES, MATCHED, RARE, RECALLED, SPELT, UNSCALED
+from .eleventh import DOUBTED, KNOCKED, TASTED
 from .fifth import FLOW, GATED, MASKED, NEIGHBOURS, RETOLD, SHAPES, SPOKEN
 from .finetuning import ADAPTERS, FINETUNING
 from .fourth import GRAPHS, HEAT, LETTERS_ANEW, MARKED, RETRAINED
@@ -33,7 +34,20 @@ from .sixth import BINARY, COUNTED, DISTILLED, FORKED, HALVED, PAINTED, PARITY, 
 from .tables import REGRESSION, SMALL, flipped, small_judge
 from .tenth import GRADED, LINKED, MOVED, STATED, TAGGED, WON
 
-__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "MISLEADING", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "ZERO", "Workload"]
+__all__ = [
+    "DEVELOPMENT",
+    "HARDER",
+    "HIGH",
+    "JUDGED",
+    "MISLEADING",
+    "OPTIMIZERS",
+    "REPEATED",
+    "SCHEDULES",
+    "TEST",
+    "WORKLOADS",
+    "ZERO",
+    "Workload",
+]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -205,6 +219,14 @@ REPEATED = _named(
     ),
 )
 """Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge, but for one."""
+JUDGED = _named(
+    Workload(DOUBTED, "ten kinds, three names in ten at random, seen 60 times", "adamw-0.95", "cosine", 1e-3, judge=_spared(DOUBTED)),
+    Workload(TASTED, "which taste a mixture has, seen 40 times", "sgd", "wsd", 0.1, judge=_spared(TASTED)),
+    Workload(
+        KNOCKED, "which knock is in a recording, one name in ten at random, seen 15 times", "lion", "linear", 1e-4, judge=_spared(KNOCKED)
+    ),
+)
+"""Sets that are seen many times, with a judge. Made after the judge's rule was frozen, and run once with it."""
 HARDER = _named(
     Workload(CURRICULUM, "bits to be remembered over ever longer times", "adamw-0.999", "cosine", 1e-3),
     Workload(FADING, "letters under ever more noise", "adamw-0.999", "cosine", 1e-3),
@@ -222,4 +244,4 @@ MISLEADING = _named(
     Workload(CLICKS, "clicks on things with numbers of their own, seen again", "adamw-0.95", "cosine", 3e-4),
 )
 """Three adversaries'. On the likes of them the rule was mended."""
-WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO, **MISLEADING}
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **JUDGED, **HARDER, **ZERO, **MISLEADING}
