@@ -17,7 +17,7 @@ from hdet.core.rules.trial.costs import ARMS, CHECK, Costs
 from . import fixed_rates, ranks, seconds
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
-from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
+from .workloads import DEVELOPMENT, HARDER, HIGH, JUDGED, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
 
 STARTS = (-4, -2, 0, 2, 4)
 FAR = (-6, *STARTS, 6)
@@ -46,6 +46,7 @@ SECTIONS: dict[str, Chosen] = {
     "100 000 steps": _of(USUAL, 100_000),
     "Schedules that do not fall to zero": _of(HIGH),
     "Examples that come again": _of(REPEATED),
+    "A judge": _of(JUDGED),
     "Data that gets harder": _of(HARDER),
     "Warm-ups that begin at 0": _of(ZERO),
     "Blocks, and a loss that rises at first": _of(MISLEADING),
@@ -58,6 +59,7 @@ COUNTED: dict[str, Chosen] = {
     **{f"{spaced(steps)} steps": _of(USUAL, steps) for steps in (LONG, 30_000, 100_000)},
     "schedules that stay high": _of(HIGH),
     "examples that come again": _of(REPEATED),
+    "examples that come again, with a judge": _of(JUDGED),
     "data that gets harder": _of(HARDER),
     "warm-ups that begin at 0": _of(ZERO),
     "blocks, and a loss that rises at first": _of(MISLEADING),
@@ -117,7 +119,7 @@ def workloads() -> str:
     """What each of them is, how it is trained, and its usual rate."""
     lines = ["| workload | what | optimizer | schedule | usual rate | examples a step |", "|---" * 6 + "|"]
     for name, one in WORKLOADS.items():
-        marked = f"*test half:* {name}" if name in TEST else name
+        marked = f"*test half:* {name}" if name in {**TEST, **JUDGED} else name
         lines.append(f"| {marked} | {one.what} | {one.optimizer} | {one.schedule} | {one.rate:g} | {one.problem.batch_size} |")
     return "\n".join(lines) + "\n"
 
