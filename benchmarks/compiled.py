@@ -54,14 +54,10 @@ def tool(name: str) -> str | None:
 
 def missing() -> str:
     """Why compiled kernels cannot be looked at; empty if they can."""
-    absent = [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
-    return (
-        f"there is no {absent[0]}, neither CUDA's nor Triton's"
-        if absent
-        else ""
-        if _C.cuda
-        else f"hdet has no CUDA kernels: {_C.cuda_note}"
-    )
+    for name in ("cuobjdump", "nvdisasm"):
+        if tool(name) is None:
+            return f"there is no {name}, neither CUDA's nor Triton's"
+    return "" if _C.cuda else f"hdet has no CUDA kernels: {_C.cuda_note}"
 
 
 @dataclass(frozen=True)

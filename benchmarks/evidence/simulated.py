@@ -23,8 +23,8 @@ from statistics import median
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
-from hdet.core.rules.trial import TrialRule
 from hdet.core.rules.trial.protocol import BROKEN, TRIALS, Told, last
+from hdet.core.rules.trial.rule import TrialRule
 
 from .runs import spaced
 

@@ -58,9 +58,8 @@ def test_no_kernel_spills_or_has_a_stack() -> None:
 @needs_tools
 def test_formats_that_kernels_are_compiled_for_are_bound_by_memory() -> None:
     """As the table says that benchmarks.compiled prints. In the kernel of any formats the same loop takes twice as many instructions."""
-    made = {
-        (line["rule"], line["formats"]): line for line in compiled.lines(_C.cuda_archs.split()[-1] if "90" not in _C.cuda_archs else "90")
-    }
+    archs = _C.cuda_archs.split()
+    made = {(line["rule"], line["formats"]): line for line in compiled.lines("90" if "90" in archs else archs[-1])}
     assert len(made) == 4 * len(RULES)
     for (rule, formats), line in made.items():
         if formats != "any":

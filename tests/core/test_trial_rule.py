@@ -39,6 +39,13 @@ def started(total: int = TOTAL, says: float | None = 0.0, epochs: float = 0.0, *
     return rule
 
 
+def saved(rule: TrialRule, **settings: Any) -> TrialRule:
+    """Another one with its state, which has been written and read. ``settings``: of `started`."""
+    other = started(**settings)
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    return other
+
+
 def scored(arms: Sequence[float], scores: int) -> list[list[float]]:
     """Each arm's losses, which differ by some thousandths from batch to batch, alike for all arms, and a little by themselves."""
     return [[loss + 0.1 * NOISE[i % 4] * (a + 1) + 10 * NOISE[(i // 2) % 4] for i in range(scores)] for a, loss in enumerate(arms)]
@@ -268,8 +275,7 @@ def test_a_run_whose_beginning_is_lost_has_an_ordinary_check() -> None:
     """As after a checkpoint, or a cycle that was taken back."""
     rule = doubted()
     rule.restart(Moment(5, 300, 300))
-    other = started()
-    other.load_state_dict(json.loads(json.dumps(doubted().state_dict())))
+    other = saved(doubted())
     for one in (rule, other):
         assert not at(one, 300).snapshots and at(one, 600).measure[TRIALS]["multiples"] == [2.0**octave for octave in CHECKS]
 
@@ -277,19 +283,18 @@ def test_a_run_whose_beginning_is_lost_has_an_ordinary_check() -> None:
 def test_a_trial_anew_that_is_lost_is_paid_for_and_not_repeated() -> None:
     rule = doubted(total=30_000)
     at(rule, 1800)
-    spent, other = rule.spent, started(30_000)
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    spent, other = rule.spent, saved(rule, total=30_000)
     for one in (rule, other):
         one.restart(Moment(5, 1810, 1810))
         assert one.spent == spent + 3 * 10 and not one.anew
         assert at(one, 1810).steps == 1 and at(one, 1811).measure[TRIALS]["origins"] is None
 
 
-def with_gradients_of_their_own() -> TrialRule:
+def with_gradients_of_their_own(total: int = TOTAL, **settings: Any) -> TrialRule:
     """Two replicas."""
-    rule = TrialRule()
+    rule = TrialRule(**settings)
     knobs = [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)]
-    rule.start(Run(Clock(50, 0, TOTAL), knobs, 2, [0.0, 0.0], local=True, falls_to=[0.0, None]))
+    rule.start(Run(Clock(50, 0, total), knobs, 2, [0.0, 0.0], local=True, falls_to=[0.0, None]))
     return rule
 
 
@@ -416,8 +421,7 @@ def test_nothing_is_said_of_rates_beyond_the_arms(arms: list[float], said: str) 
     rule = past_scan()
     _, note, _ = tell(rule, at(rule, 600), 700, arms)
     assert note.startswith(f"{said}: in ") and rule.report().startswith(f"{said}; yours 0.001, ")
-    again = started()
-    again.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    again = saved(rule)
     assert again.report() == rule.report()
     again.load_state_dict({key: value for key, value in rule.state_dict().items() if key != "edge"})
     assert again.report().startswith("best peak ") and "tried" not in again.report(), "a state of before does not know"
@@ -489,8 +493,7 @@ def test_a_check_waits_for_the_end_of_the_warm_up_but_not_for_ever() -> None:
     tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], **low)
     assert at(rule, 600) == at(rule, 3400) == Plan(steps=50, spread=False, measure=LOOKED)
     assert at(rule, 3460).steps == 39, "the last look is one step before it is too late"
-    other = started()
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule)
     tell(rule, at(rule, 3400), 3450, None, **{**low, "scheduled": [0.91e-3, 0.1]})
     assert TRIALS in at(rule, 3450).measure
     assert at(other, 3450) == Plan(steps=49, spread=False, measure=LOOKED)
@@ -531,8 +534,7 @@ def test_where_arms_do_not_do_what_the_loop_does_nothing_follows_from_them(far: 
     with pytest.warns(UserWarning, match=rf"{far:.2g} times as far as the run.*before_step=.*closure="):
         assert tell(rule, plan, step + 100, [2.0, 2.5, 2.0], far=far) == (0, "", None)
     assert rule.idle and "before_step=" in rule.report()
-    other = started()
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule)
     assert other.idle and other.report() == rule.report()
 
 
@@ -549,8 +551,7 @@ def test_where_examples_come_again_a_rate_is_not_raised_without_a_judge() -> Non
     rule = started()
     assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0], part=MANY_TIMES)[0] == 0
     assert tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])[0] == 0 and "examples come again, 18 times" in rule.report()
-    other = started()
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule)
     assert other.epochs == rule.epochs == pytest.approx(1.5 * MANY)
     rule = started()
     tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], part=MANY_TIMES)
@@ -651,8 +652,7 @@ def test_where_the_schedule_steps_eight_times_for_one_step_judging_takes_a_third
 def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:
     rule = judging()
     judged(rule, [2.0, 1.0, 1.2])
-    other = started(judged=2)
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule, judged=2)
     other.restart(Moment(9, 1400, 1400))
     assert not at(other, 1400).snapshots
     found = judged(other, [1.3, 0.9, 1.0, 1.0], 1400, training=-0.1)
@@ -664,8 +664,7 @@ def test_after_a_checkpoint_the_weights_that_were_best_are_gone() -> None:
 def test_after_a_checkpoint_the_run_is_judged_when_it_would_have_been() -> None:
     rule = judging()
     judged(rule, [2.0, 1.0, 1.2])
-    other = started(judged=2)
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule, judged=2)
     other.restart(Moment(9, 1250, 1250))
     for losses in ([0.9, 0.8], [1.2]):
         steps = [[step for step, *_ in judged(one, losses, 1250)] for one in (rule, other)]
@@ -834,9 +833,7 @@ def test_that_rise_is_of_windows_and_outlives_a_checkpoint() -> None:
     for loss in [1.0] * 4 + [0.4, 0.6, 0.9, 0.9] + [3.0, 0.5, 0.5, 0.5]:  # four cycles of 50 steps are a window
         step += 50
         assert tell(rule, at(rule, step - 50), step, None, correction=2**SCAN_RAISES, losses=[loss])[0] == 0
-    other = TrialRule()
-    other.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 1, [0.0, 0.0], falls_to=[0.0, None]))
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule)
     other.restart(Moment(0, step, step))
     assert [moved for moved, _, _ in cycles(other, [2.5], step=step)] == [-SCAN_RAISES]
 
@@ -887,8 +884,7 @@ def test_its_state_is_plain_and_goes_on() -> None:
     rule, step, correction, seen = started(budget=0.1), 0, 1.0, set()
     while step < 4000:
         plan = at(rule, step)
-        other = started(budget=0.1)
-        other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+        other = saved(rule, budget=0.1)
         other.restart(Moment(0, step, step))
         again = at(other, step)
         number = len(plan.measure[TRIALS]["multiples"]) if TRIALS in plan.measure else 0
@@ -990,9 +986,9 @@ def test_a_run_in_its_middle_is_not_scanned(step: int) -> None:
 def test_a_trial_that_was_planned_and_not_begun_costs_nothing(step: int) -> None:
     """A checkpoint at the end of a cycle has the plan of the next one."""
     rule = past_scan() if step else started()
-    planned, other = at(rule, step), started()
+    planned = at(rule, step)
     assert planned.measure and rule.used
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other = saved(rule)
     other.restart(Moment(0, step, step))
     assert other.spent == rule.spent and "lost" not in other.report()
     assert at(other, step).measure[TRIALS]["steps"] == planned.measure[TRIALS]["steps"]
@@ -1027,10 +1023,7 @@ def test_with_a_judge_what_is_learned_counts_from_its_first_loss() -> None:
     tell(rule, plan, FIRST, None, losses=[5.0], measured={HELD_OUT: [[0.9, 0.9]]}, total_steps=4000)
     tell(rule, at(rule, FIRST), 54, None, losses=[5.0], total_steps=4000)
     assert rule.first == [0.9]
-    local = TrialRule(judged=2)
-    local.start(
-        Run(Clock(50, 0, 4000), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 2, [0.0, 0.0], local=True, falls_to=[0.0, None])
-    )
+    local = with_gradients_of_their_own(4000, judged=2)
     plan = at(local, 0)
     assert plan.measure[HELD_OUT] == 2 and HELD_OUT not in at(local, 50).measure
     tell(local, plan, 50, None, losses=[5.0], measured={HELD_OUT: [[0.9, 0.9]]}, total_steps=4000)

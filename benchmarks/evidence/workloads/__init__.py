@@ -209,9 +209,12 @@ HIGH = {
 }
 """Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
 REPEATED = _named(
-    Workload(replace(SMALL, name="small-unjudged"), "*small*, without a judge", "adamw-0.999", "linear", 1e-3),
-    Workload(
-        replace(RATED, name="rated-judged"), "*rated*, with a judge of eight mini-batches", "adamw-0.999", "wsd", 1e-3, judge=_spared(RATED)
+    replace(DEVELOPMENT["small"], problem=replace(SMALL, name="small-unjudged"), what="*small*, without a judge", judge=None),
+    replace(
+        DEVELOPMENT["rated"],
+        problem=replace(RATED, name="rated-judged"),
+        what="*rated*, with a judge of eight mini-batches",
+        judge=_spared(RATED),
     ),
     *(
         Workload(flipped(rows), f"{rows} rows, 15 % of the labels wrong", "adamw-0.999", "cosine", 1e-3)

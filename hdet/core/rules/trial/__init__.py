@@ -1,5 +1,1 @@
-"""The rule inside `hdet.AutoLR`, in pieces: `rule` has what the others do for it, from the top to the ground."""
-
-from .rule import TrialRule
-
-__all__ = ["TrialRule"]
+"""The rule inside `hdet.AutoLR`, in pieces: `rule` is what the others make up."""

@@ -71,17 +71,22 @@ class Costs:
         return min(self.judged, BATCHES)
 
     @property
+    def check(self) -> float:
+        """Of the shortest check."""
+        return self.trial(ARMS, ENOUGH, from_first=False)
+
+    @property
     def least(self) -> float:
         """Of the budget, for a check, and for judging the run beside it."""
-        return self.trial(ARMS, ENOUGH, from_first=False) + TIMES * FORWARD * self._fewest
+        return self.check + TIMES * FORWARD * self._fewest
 
     def every(self, pace: float = 1.0) -> int:
         """Steps of the schedule after which the run itself is judged again; 0: it is not. ``pace``: optimizer steps for each of those."""
         return self._every(self.judges, pace) if self.judges else 0
 
     def _every(self, judges: int, pace: float) -> int:
-        budget, check = self.budget * self.total * pace, self.trial(ARMS, ENOUGH, from_first=False)
-        part = min(JUDGING * budget, budget - check) if budget >= self.least - EXACT else JUDGING * budget
+        budget = self.budget * self.total * pace
+        part = min(JUDGING * budget, budget - self.check) if budget >= self.least - EXACT else JUDGING * budget
         most = min(1 / JUDGED, part / (FORWARD * judges))
         return math.ceil(self.total / most) if most >= TIMES - EXACT else 0
 
@@ -106,10 +111,11 @@ class Costs:
 
     def rounds(self) -> tuple[float, ...]:
         """Those that the budget affords."""
-        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total - self.judging() + EXACT
-        if affords + self.judging() < self.least:
+        budget = self.budget * self.total + EXACT
+        if budget < self.least:
             return ()
-        return () if affords < check else (ALONE,) if affords < check + self.trial(ARMS, ENOUGH, from_first=True) else (SCAN, CHECK)
+        both = self.check + self.trial(ARMS, ENOUGH, from_first=True)
+        return (ALONE,) if budget - self.judging() < both else (SCAN, CHECK)
 
     def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
         """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``spent``: what has
@@ -121,7 +127,7 @@ class Costs:
             worth = max(affords / 2, min(affords, cost(ANEWED)))
         else:
             worth = max(affords / (1 + AGAIN), min(affords, cost(CHECKED)))
-        steps = bisect_right(range(max(0, int(worth)) + 1), worth + 1e-9, key=cost) - 1
+        steps = bisect_right(range(max(0, int(worth)) + 1), worth + EXACT, key=cost) - 1
         return min(steps, int(LONGEST * left), left - self.scored(steps) - 1)
 
     def too_short(self, stays: bool) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any
 
 from ...plan import Moment, Plan, SnapshotOf
 from .costs import FORWARD, Costs
@@ -28,24 +27,6 @@ class JudgedRun:
         """What the judge has said of it."""
         self.returned = 0
         """How often it has overfitted."""
-
-    @property
-    def row(self) -> list[Any]:
-        """The state of `overfitting`."""
-        return self.overfitting.row
-
-    @row.setter
-    def row(self, row: Sequence[Any]) -> None:
-        self.overfitting = Overfitting(*row)
-
-    @property
-    def last(self) -> list[float]:
-        """`Overfitting.last`."""
-        return self.overfitting.last
-
-    @last.setter
-    def last(self, last: Sequence[float]) -> None:
-        self.overfitting.last = list(last)
 
     def cost(self, costs: Costs) -> float:
         """Steps' worth of compute that judging has taken."""

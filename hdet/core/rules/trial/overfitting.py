@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from statistics import mean, stdev
 from typing import Any
 
@@ -52,8 +52,14 @@ class Overfitting:
 
     @property
     def row(self) -> list[Any]:
-        """Plain, and all there is: ``Overfitting(*row)``."""
+        """Plain, and all there is but `last` and `kept`. A state is given to it."""
         return list(astuple(self)[:-2])
+
+    @row.setter
+    def row(self, row: Sequence[Any]) -> None:
+        self.kept = False
+        for one, value in zip(fields(self), row, strict=False):
+            setattr(self, one.name, value)
 
     @property
     def snapshot(self) -> str:

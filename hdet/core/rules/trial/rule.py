@@ -84,15 +84,15 @@ class TrialRule(Controller):
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
-        "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0),
-        "last_judged": Or(ListOf(Number()), []),
+        "judged_run": Or(ROW, Overfitting().row), "returned": Or(COUNT, 0), "last_judged": Or(ListOf(Number()), []),
     }  # fmt: skip
 
     rounds, round, repeated = (_of("course", name) for name in ("rounds", "round", "repeated"))
     lowered, anew, scan = (_of("course", name) for name in ("lowered", "anew", "scan"))
     peaks, said, edge = (_of("found", name) for name in ("peaks", "said", "edge"))
     level, window, watched = (_of("watch", name) for name in ("level", "window", "watched"))
-    judged_run, last_judged, returned = (_of("judge", name) for name in ("row", "last", "returned"))
+    judged_run, last_judged = (_of("judge.overfitting", name) for name in ("row", "last"))
+    returned = _of("judge", "returned")
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class TrialRule(Controller):
         """`Rises.epochs`."""
         self.course, self.found, self.watch, self.judge = Rounds(), Peaks(), Watch(), JudgedRun()
         self.first: list[float] = []
-        """The training loss before the first step, as far as that is known: without a scan, the mean of the first steps."""
+        """The loss before the first step, as far as that is known: the judge's; or in training, without a scan the mean of the first steps."""
         self._epochs = 0.0
         self._costs: Costs | None = None
         """Of this run, when its length is known."""
@@ -318,8 +318,7 @@ class TrialRule(Controller):
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not rows:
             held_out = self._held_out(evidence)
-            begun = held_out if self.judged else seen
-            self._begins(begun)
+            self._begins(held_out if self.judged else seen)
             overfitted = self._overfitted(evidence, seen, held_out)
             if overfitted is not None:
                 return overfitted
@@ -391,9 +390,12 @@ class TrialRule(Controller):
         correction, peak = self._in_force(evidence)
         self.found.add(peak / correction, peak, found)
         self.watch.watched, self.ready = evidence.step, evidence.step + ramp if ramp else 0
-        decision = Decision(factor=found.factor, note=found.note, ramp=ramp)
-        decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
-        return Learned(decisions, None if found.snapshot is None else Restore(found.snapshot))
+        end = None if found.snapshot is None else Restore(found.snapshot)
+        return Learned(self._of_rates(Decision(factor=found.factor, note=found.note, ramp=ramp), evidence), end)
+
+    def _of_rates(self, decision: Decision, evidence: Evidence) -> list[Decision]:
+        """For all of them; nothing for other knobs."""
+        return [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
 
     def _in_force(self, evidence: Evidence) -> tuple[float, float]:
         """(the correction, the peak with it)"""
@@ -429,7 +431,7 @@ class TrialRule(Controller):
             return None
         if found.snapshot is None:
             warnings.warn(f"AutoLR: {found.note}", stacklevel=2)
-            return Learned([Decision(note=found.note) if k in self._rates else Decision() for k in range(len(evidence.knobs))])
+            return Learned(self._of_rates(Decision(note=found.note), evidence))
         self.watch.forget()
         return self._carried_out(found, evidence)
 
