@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 HDET = Path(__file__).parents[1] / "hdet"
 
@@ -155,3 +158,10 @@ def test_no_optional_member_of_a_controller_is_asked_for_by_name() -> None:
         and ast.unparse(call.args[1]) != "'name'"  # in a message about what is no controller
     ]
     assert not asked, "\n".join(asked)
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """Of itself pytest passes over some names, such as build, and says nothing."""
+    folders = {path.parent.name for path in Path(__file__).parent.rglob("test_*.py")}
+    passed_over = [(folder, pattern) for folder in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(folder, pattern)]
+    assert not passed_over and "build" in folders

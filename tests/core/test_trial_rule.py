@@ -1037,6 +1037,13 @@ def test_where_the_schedule_steps_eight_times_for_one_step_epochs_are_those_of_i
     assert rule.epochs == pytest.approx(1.0)
 
 
+def test_where_weights_are_loaded_in_the_middle_of_a_cycle_its_steps_count_too() -> None:
+    """32 steps of it are done: the schedule has stepped once for each of 60, and not twice for each of 28."""
+    rule = started(judged=8)
+    rule.plan(Moment(1, 28, 60, 32))
+    assert f"judged every {rule.costs.every(1.0)} steps" in rule.report() and rule.costs.every(1.0) != rule.costs.every(28 / 60)
+
+
 def test_it_tells_the_rate_in_force_where_that_is_not_the_one_that_it_has_found() -> None:
     rule = past_scan()
     moved, *_ = tell(rule, at(rule, 600), 636, [2.6, 2.5, 2.0])

@@ -19,6 +19,7 @@ import hdet
 from hdet.core.plan import SnapshotOf
 from hdet.core.rules.trial.protocol import BROKEN, ORIGIN, Told, last, snapshots
 from hdet.measure.measurement import Measurement
+from hdet.measure.scoring import Scorer
 from hdet.measure.seen import Seen
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
@@ -308,6 +309,22 @@ def test_a_judge_scores_the_arms() -> None:
     with torch.no_grad():
         began = sum(float(loss_of(model(), data)) for data in held_out) / 3
     assert read(run.controller).began == pytest.approx(began), "measured with the same scale, whatever the training loss is"
+
+
+def test_some_of_a_judges_batches_are_from_its_whole_list() -> None:
+    """Such a list may have its sources one after the other."""
+    scorer = Scorer(model(), (lambda net, data: torch.tensor(float(data)), list(range(10))))
+    assert [float(loss) for loss in scorer.judged(4) if loss is not None] == [0, 2, 5, 7]
+    assert [float(loss) for loss in scorer.judged() if loss is not None] == list(range(10))
+
+
+def test_a_closure_that_gives_the_loops_own_losses_is_told_so() -> None:
+    net = model()
+    losses = losses_of(net, batch(0))
+    run = tries(net=net, multiples=(1.0,))
+    run.losses = lambda data: losses
+    with pytest.raises(ValueError, match="the closure gave the loop's own losses, whose graph is gone"):
+        run.steps(STEPS)
 
 
 @pytest.mark.parametrize("judged", [False, True])
