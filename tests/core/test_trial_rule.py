@@ -709,6 +709,11 @@ def test_a_budget_that_suffices_to_the_last_digit_does(budget: float, batches: i
     assert Costs(budget, total, batches).rounds() == (ALONE,)
 
 
+def test_it_does_for_judging_and_for_the_way_out_too() -> None:
+    assert Costs(0.01, 7800, 2).rounds() and Costs(0.01, 7800, 2).every() > 0
+    assert "480 steps are below 480" in Costs(0.175, 480).too_short(stays=True), "which is not said, as there is a round"
+
+
 @pytest.mark.parametrize(("settings", "says"), [
     ({}, "compute"),
     ({"judged": 2}, "compute; the run itself is judged every 200 steps, and goes back where it overfits"),

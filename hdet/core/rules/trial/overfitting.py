@@ -57,7 +57,6 @@ class Overfitting:
 
     @row.setter
     def row(self, row: Sequence[Any]) -> None:
-        self.kept = False
         for one, value in zip(fields(self), row, strict=False):
             setattr(self, one.name, value)
 
