@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GROWING = ROOT / "build" / "gpu"
 GRACE = 15.0
 """seconds until what was killed, or should have ended, is given up: a process that hangs in the driver cannot be killed"""
-WORKERS = 6
+WORKERS = max(2, min(12, (os.cpu_count() or 2) - 2))
 """processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "muon": muon, "average": average, "replicas": replicas}
 """in this order: the last one has most records, and is cut short where time is"""

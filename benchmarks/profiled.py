@@ -1,9 +1,9 @@
 """Ten optimizer steps, or ten with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
 
-    python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--device cpu|cuda]
+    python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--formats NAME|all] [--calls N] [--device cpu|cuda]
 
 On a GPU the region is marked with cudaProfilerStart and cudaProfilerStop; on a CPU torch.profiler prints the ranges (HDET_NVTX=1).
-"converge" under torchrun averages across its processes, alone it averages K co-resident replicas.
+"converge" under torchrun averages across its processes, alone it averages K co-resident replicas. --formats all: each format in turn.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import hdet
 
-CALLS = 10
+FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "masters": (torch.bfloat16, {"master_weights": "fp32"}),
+    "split": (torch.bfloat16, {"master_weights": "split"}),
+    "8bit": (torch.float32, {"moment_dtype": "8bit"}),
+    "8bit-split": (torch.bfloat16, {"moment_dtype": "8bit", "master_weights": "split"}),
+    "bf16": (torch.bfloat16, {"moment_dtype": torch.bfloat16, "stochastic_rounding": True}),
+}
+"""(dtype of parameters and gradients, options of FusedAdamW), as benchmarks/step.py times them"""
 WIDTH = {"gpt2": 768, "small": 64}
 
 
@@ -29,9 +38,9 @@ def blocks(width: int) -> torch.nn.Module:
     )
 
 
-def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], object]:
+def prepare(mode: str, model: torch.nn.Module, replicas: int, options: dict[str, Any]) -> Callable[[], object]:
     """The call to profile, after everything that happens only once."""
-    optimizer = hdet.FusedAdamW(model.parameters(), lr=1e-4)
+    optimizer = hdet.FusedAdamW(model.parameters(), lr=1e-4, **options)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     if mode == "step" and replicas == 1:
@@ -50,11 +59,31 @@ def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], ob
     return converge
 
 
+def profile(call: Callable[[], object], calls: int, on_gpu: bool) -> None:
+    """Some calls that nothing sees, and those that are seen."""
+    for _ in range(3):
+        call()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    else:
+        with torch.profiler.profile() as profiler:
+            for _ in range(calls):
+                call()
+        print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=20))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["step", "converge"])
     parser.add_argument("--shapes", default="gpt2", choices=list(WIDTH))
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--formats", default="float32", choices=[*FORMATS, "all"], help="of parameters, masters and moments")
+    parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     if "RANK" in os.environ:
@@ -62,21 +91,10 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    call = prepare(arguments.mode, blocks(WIDTH[arguments.shapes]).to(arguments.device), arguments.replicas)
-    for _ in range(3):
-        call()
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
-    else:
-        with torch.profiler.profile() as profile:
-            for _ in range(CALLS):
-                call()
-        print(profile.key_averages().table(sort_by="cpu_time_total", row_limit=20))
+    for name in FORMATS if arguments.formats == "all" else [arguments.formats]:
+        dtype, options = FORMATS[name]
+        model = blocks(WIDTH[arguments.shapes]).to(arguments.device, dtype)
+        profile(prepare(arguments.mode, model, arguments.replicas, options), arguments.calls, on_gpu)
     if dist.is_initialized():
         dist.destroy_process_group()
 
