@@ -50,7 +50,7 @@ struct PlanClass : py::class_<Plan, Base...> {
 void define_step_plan(py::module_& m) {
   using Plan = hdet::StepPlan;
   PlanClass<Plan>(m, "StepPlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(longest) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
       HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(known) HDET_FIELD(seed) HDET_FIELD(first_replica)
       HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
       HDET_FIELD(exp_avg_scales) HDET_FIELD(exp_avg_sq_scales) HDET_FIELD(codebooks)
@@ -174,7 +174,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 9;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 10;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);

@@ -43,7 +43,7 @@ def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK:
     least = (127 - 104) << 23
     scale_bits = tl.where(largest >= 0x7F800000, 0x7FC00000, tl.where(largest < least, least, largest))
     scale = float_of(scale_bits.to(tl.uint32))
-    codes = encode(table, tl.div_rn(values, tl.broadcast_to(scale[:, None], (BLOCKS, CODE_BLOCK))), SIGNED)
+    codes = encode(table, values * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), scale)[:, None], SIGNED)
     any_live = tl.max(tl.reshape(live.to(tl.int32), (BLOCKS, CODE_BLOCK)), axis=1) != 0
     first = tl.min(tl.reshape(offsets, (BLOCKS, CODE_BLOCK)), axis=1)
     tl.store(scales + first // CODE_BLOCK, scale, mask=any_live)

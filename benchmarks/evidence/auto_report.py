@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hdet.core.rules.trial.costs import ARMS, CHECK, Costs
 
 from . import fixed_rates, ranks, seconds
 from .auto import HARM, RESULTS, Compared, compared, counted, each
+from .report.tables import written
 from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, JUDGED, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
 
@@ -135,12 +135,6 @@ def report(runs: Sequence[Compared]) -> dict[str, str]:
         "Time": seconds.table(read(seconds.RESULTS)),
     }
     return {**sections(runs), **tables}
-
-
-def written(page: str, tables: Mapping[str, str]) -> str:
-    """The page with these tables, where it has a place for them."""
-    place = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    return place.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", page)
 
 
 def of_files(auto: str = RESULTS, fixed: str = fixed_rates.RESULTS) -> list[Compared]:

@@ -34,7 +34,7 @@ HDET_HD uint32_t part_of(float magnitude) {
   return magnitude > float_of(kLeastShare) ? (bits - kLeastShare) >> 16 : 0u;
 }
 
-// The code of number / scale: how many thresholds are below it. NaN gets code 0; its scale tells what it is.
+// The code of a share, number * (1 / scale): how many thresholds are below it. NaN gets code 0; its scale tells what it is.
 template <bool kSigned>
 HDET_HD uint32_t encode(const Codebook& book, float share) {
   const float magnitude = kSigned ? float_of(magnitude_bits(share)) : share;

@@ -103,7 +103,7 @@ struct Formats {
 };
 
 // How all tensors of a step are stored, where kernels have been compiled for just that: float32; or bfloat16 parameters and gradients, with
-// float32 masters or in the split form. Moments are float32, or are not there.
+// float32 masters or in the split form. Moments are float32, codes, or not there.
 enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3 };
 
 HDET_HD constexpr Formats formats_of(Known known) {
@@ -119,11 +119,11 @@ HDET_HD Formats unpack_formats(int32_t packed) {
 
 // Whether a tensor asks for stochastic rounding does not matter: these formats are never rounded so.
 HDET_HD Known known_of(const Formats& f) {
-  const auto is_float = [](DType moment) { return moment == DType::f32 || moment == DType::none; };
+  const auto is_usual = [](DType moment) { return moment == DType::f32 || moment == DType::codes || moment == DType::none; };
   for (const Known one : {Known::floats, Known::masters, Known::split}) {
     const Formats like = formats_of(one);
     const bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
-    if (alike && is_float(f.exp_avg) && is_float(f.exp_avg_sq)) return one;
+    if (alike && is_usual(f.exp_avg) && is_usual(f.exp_avg_sq)) return one;
   }
   return Known::none;
 }

@@ -69,6 +69,7 @@ inline Known known_of(const std::vector<int32_t>& formats) {
 struct StepPlan {
   const Chunk* chunks;
   int64_t num_chunks;
+  int32_t longest;  // elements of the longest chunk
   int64_t num_tensors;
   int32_t num_replicas;
   int32_t num_groups;

@@ -22,9 +22,9 @@ struct Codes {
 
   // As they lie in memory: four in a word.
   __device__ __forceinline__ uint2 load(const Place& at, Width<kEight>) const {
-    return make_uint2(read<Use::once, uint32_t>(codes + at.first, 0), read<Use::once, uint32_t>(codes + at.second, 0));
+    return make_uint2(read<uint32_t>(codes + at.first, 0), read<uint32_t>(codes + at.second, 0));
   }
-  __device__ __forceinline__ uint2 load(const Place& at, Width<1>) const { return make_uint2(read<Use::once, uint8_t>(codes, at.first), 0); }
+  __device__ __forceinline__ uint2 load(const Place& at, Width<1>) const { return make_uint2(read<uint8_t>(codes, at.first), 0); }
 
   template <int kWidth>
   __device__ __forceinline__ void decode(float scale, const uint2& words, float (&out)[kWidth]) const {
@@ -35,20 +35,21 @@ struct Codes {
   template <bool kSigned, int kWidth>
   __device__ __forceinline__ void store(const Place& at, float scale, const float (&x)[kWidth]) const {
     uint32_t words[2] = {};
+    const float inverse = 1.0f / scale;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, x[i] / scale) << 8 * (i % 4);
+    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, x[i] * inverse) << 8 * (i % 4);
     if constexpr (kWidth == 1) {
-      write<Use::once>(codes, at.first, static_cast<uint8_t>(words[0]));
+      write(codes, at.first, static_cast<uint8_t>(words[0]));
     } else {
-      write<Use::once>(codes + at.first, 0, words[0]);
-      write<Use::once>(codes + at.second, 0, words[1]);
+      write(codes + at.first, 0, words[0]);
+      write(codes + at.second, 0, words[1]);
     }
   }
 };
 
-template <class Rule, bool kMany>
-struct Coded : Update<Rule, kMany, Known::none> {
-  using Base = Update<Rule, kMany, Known::none>;
+template <class Rule, bool kMany, Known kKnown>
+struct Coded : Update<Rule, kMany, kKnown> {
+  using Base = Update<Rule, kMany, kKnown>;
   using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
 
   // Eight elements or one, between the rule and the codes.
@@ -64,8 +65,6 @@ struct Coded : Update<Rule, kMany, Known::none> {
   bool vectors;
 
   __device__ __forceinline__ Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
-
-  __device__ __forceinline__ bool is_coded() const { return formats.exp_avg == DType::codes; }
 
   // Of a chunk that is coded. Fills shared memory.
   __device__ __forceinline__ void prepare(Codebook* books) {
@@ -93,7 +92,7 @@ struct Coded : Update<Rule, kMany, Known::none> {
   template <int kWidth>
   __device__ __forceinline__ void compute(const Place& at, int block, Turn<kWidth>& turn) const {
     Raw<kWidth> raw;
-    load<Use::once>(formats.gradient, gradient, at, raw);
+    load(formats.gradient, gradient, at, raw);
     const uint2 words = first.load(at, Width<kWidth>{}), second_words = Rule::kSecond ? second.load(at, Width<kWidth>{}) : uint2{};
     Base::load_batch(0, at, turn.params);
     float g[kWidth], p[kWidth] = {};
@@ -193,40 +192,58 @@ struct Coded : Update<Rule, kMany, Known::none> {
   }
 };
 
-template <class Rule, bool kMany>
-__global__ void __launch_bounds__(kStepThreads, 4) coded_kernel(const __grid_constant__ StepPlan plan) {
+// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
+template <class Rule, bool kMany, Known kKnown>
+constexpr int coded_blocks_per_multiprocessor() {
+  if (kMany || kKnown == Known::none) return 4;
+  return Rule::kCoupled || kKnown == Known::masters ? 5 : 6;
+}
+
+template <class Rule, bool kMany, Known kKnown>
+__global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
+    coded_kernel(const __grid_constant__ StepPlan plan) {
   __shared__ Codebook books[2];
+  const Chunk& chunk = plan.chunks[blockIdx.x];
   after_the_kernel_before();
-  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
-  Coded<Rule, kMany> update(plan, plan.chunks[blockIdx.x]);
+  if (without_gradient(plan, chunk)) return;
+  Coded<Rule, kMany, kKnown> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
-  if (!update.is_coded()) return update_chunk<Rule, kMany, Known::none>(update);
+  const bool is_coded = unpack_formats(chunk.formats).exp_avg == DType::codes;
+  if (!is_coded) return update_chunk<Rule, kMany, kKnown>(update);
   update.prepare(books);
   update.update_codes();
 }
 
 using Kernel = void (*)(StepPlan);
 
+// Several replicas have one kernel for all formats: beside their parameters, moments are a small part.
 template <class Rule>
-Kernel kernel_for(bool many) {
-  return many ? coded_kernel<Rule, true> : coded_kernel<Rule, false>;
+Kernel kernel_for(const StepPlan& plan) {
+  if (plan.num_replicas > 1) return coded_kernel<Rule, true, Known::none>;
+  switch (plan.known) {
+    case Known::floats: return coded_kernel<Rule, false, Known::floats>;
+    case Known::masters: return coded_kernel<Rule, false, Known::masters>;
+    case Known::split: return coded_kernel<Rule, false, Known::split>;
+    case Known::none: break;
+  }
+  return coded_kernel<Rule, false, Known::none>;
 }
 
-Kernel kernel_for(Rule rule, bool many) {
-  switch (rule) {
-    case Rule::adam: return kernel_for<AdamRule>(many);
-    case Rule::sgd: return kernel_for<SgdRule>(many);
-    case Rule::lion: return kernel_for<LionRule>(many);
+Kernel kernel_for(const StepPlan& plan) {
+  switch (plan.rule) {
+    case Rule::adam: return kernel_for<AdamRule>(plan);
+    case Rule::sgd: return kernel_for<SgdRule>(plan);
+    case Rule::lion: return kernel_for<LionRule>(plan);
     case Rule::adamw: break;
   }
-  return kernel_for<AdamWRule>(many);
+  return kernel_for<AdamWRule>(plan);
 }
 
 }  // namespace
 
 void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(step)", kernel_for(plan.rule, plan.num_replicas > 1), grid, stream, plan);
+  launch("cudaLaunchKernelEx(step)", kernel_for(plan), grid, stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -19,7 +19,7 @@ struct Turn {
   Raw<kEight> raw;
 
   __device__ __forceinline__ Turn(DType type, const void* stream, const Cut& parts, int turn) : at(place_of(parts, turn)) {
-    load<Use::again>(type, stream, at, raw);  // the update reads it next: the last of it may still be in the cache
+    load(type, stream, at, raw);  // the update reads it next: the last of it may still be in the cache
   }
 
   __device__ __forceinline__ void add_squares(DType type, double& sum) const {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kNormThreads, 5)
     over_ends<kNormThreads>(parts, chunk.length, thread, [&](const Place& at) {
       Raw<1> raw;
       float x[1];
-      load<Use::again>(type, stream, at, raw);
+      load(type, stream, at, raw);
       unpack(type, raw, x);
       add_square(sum, x[0]);
     });

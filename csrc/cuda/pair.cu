@@ -62,10 +62,10 @@ struct Pair {
   template <int kWidth>
   __device__ __forceinline__ void swap_bits(DType type, void* a, void* b, const Place& at) const {
     Raw<kWidth> raw_a, raw_b;
-    load<Use::again>(type, a, at, raw_a);
-    load<Use::again>(type, b, at, raw_b);
-    store_raw<Use::again>(type, a, at, raw_b);
-    store_raw<Use::again>(type, b, at, raw_a);
+    load(type, a, at, raw_a);
+    load(type, b, at, raw_b);
+    store_raw(type, a, at, raw_b);
+    store_raw(type, b, at, raw_a);
   }
 };
 

@@ -50,8 +50,8 @@ struct Line {
 
   template <int kWidth>
   __device__ __forceinline__ void load_turn(const Place& at, Raw<kWidth>& raw_base, Raw<kWidth>& raw_displacement) const {
-    load<Use::once>(DType::f32, base, at, raw_base);
-    load<Use::once>(DType::f32, displacement, at, raw_displacement);
+    load(DType::f32, base, at, raw_base);
+    load(DType::f32, displacement, at, raw_displacement);
   }
 
 };
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_
     unpack(DType::f32, raw_displacement, d);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) d[i] = displaced(line.row, d[i], u[i]);
-    store_floats<Use::once>(line.displacement, at, d);
+    store_floats(line.displacement, at, d);
 #pragma unroll 1
     for (int k = 0; k < plan.num_replicas; ++k) {
       const Output output = line.outputs[k];
       float p[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) p[i] = take_step(output.row, b[i], d[i]);
-      store<Use::again>(line.type, output.stream, at, p);
+      store(line.type, output.stream, at, p);
     }
   };
   const Cut parts = cut(chunk.length, head, false, vectors);
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(kStepThreads, 8) converge_kernel(const __grid_
       b[i] = take_step(line.row, b[i], d[i]);
       d[i] = 0.0f;
     }
-    store_floats<Use::once>(line.base, at, b);
-    store_floats<Use::once>(line.displacement, at, d);
+    store_floats(line.base, at, b);
+    store_floats(line.displacement, at, d);
 #pragma unroll 1
-    for (int k = 0; k < plan.num_replicas; ++k) store<Use::again>(line.type, line.outputs[k].stream, at, b);
+    for (int k = 0; k < plan.num_replicas; ++k) store(line.type, line.outputs[k].stream, at, b);
   };
   const Cut parts = cut(chunk.length, head, false, vectors);
   threads([&](int thread) {

@@ -7,7 +7,7 @@
 namespace hdet::cuda {
 namespace {
 
-using Kernel = void (*)(StepPlan);
+using Kernel = void (*)(StepPlan, Parts);
 
 template <class Rule, bool kMany>
 Kernel kernel_for(Known known) {
@@ -40,13 +40,16 @@ Kernel kernel_for(const StepPlan& plan) {
 void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(step)";
   const auto shared = static_cast<int64_t>(plan.num_replicas > 1 ? plan.num_replicas * sizeof(Replica) : 0);
-  const Grid grid{plan.num_chunks, kStepThreads, shared, true};
+  // A block of several replicas, or of codes, first fills shared memory: it has a whole chunk.
+  const bool fills = plan.num_replicas > 1 || plan.codebooks != nullptr;
+  const Parts parts = parts_of(plan.longest, fills ? kChunkElements : kPartElements);
+  const Grid grid{plan.num_chunks * parts.count, kStepThreads, shared, true};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
   if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
-  else launch(name, kernel_for(plan), grid, stream, plan);
+  else launch(name, kernel_for(plan), grid, stream, plan, parts);
 }
 
 }  // namespace hdet::cuda

@@ -140,7 +140,7 @@ struct Update : Shared<Rule, kKnown> {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 && Base::draws_second();  // one draw serves the second moment and the parameter
       if (!drawn) Base::random(static_cast<uint32_t>(number), at, bits);
-      store_halves<Use::again, kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      store_halves<kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
     } else {
       store(r.param, at, p);
     }
@@ -151,8 +151,12 @@ template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
   if (kKnown != Known::floats) return 5;
-  // With 8, ptxas spills a few registers on some architectures. 768 threads have 96 KiB in flight. For ptxas SGD takes more than it needs.
+  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills: on sm_100 a few bytes with 6. For it SGD takes more than it needs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 5;
+#else
   return Update<Rule, kMany, kKnown>::kMayLackMomentum ? 5 : 6;
+#endif
 }
 
 template <class Rule, bool kMany, Known kKnown>
@@ -167,10 +171,11 @@ __device__ __forceinline__ void update_chunk(Update<Rule, kMany, kKnown>& update
 
 template <class Rule, bool kMany, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kKnown>())
-    step_kernel(const __grid_constant__ StepPlan plan) {
+    step_kernel(const __grid_constant__ StepPlan plan, const Parts parts) {
+  const Chunk chunk = part_of(plan.chunks, parts);
   after_the_kernel_before();
-  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
-  Update<Rule, kMany, kKnown> update(plan, plan.chunks[blockIdx.x]);
+  if (chunk.length <= 0 || without_gradient(plan, chunk)) return;
+  Update<Rule, kMany, kKnown> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   update_chunk(update);

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import gpu_report
 from benchmarks.evidence import auto_report, scoreboard
 from benchmarks.evidence.report.page import page, read
+from benchmarks.evidence.report.tables import written
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +40,13 @@ def test_the_pages_have_what_was_measured_of_auto_lr() -> None:
     pages = [(ROOT / page).read_text(encoding="utf-8") for page in auto_report.PAGES]
     assert set(auto_report.SECTIONS) < set(tables)
     assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables)
-    assert [auto_report.written(page, tables) for page in pages] == pages, "python -m benchmarks.evidence.auto_report --write"
+    assert [written(page, tables) for page in pages] == pages, "python -m benchmarks.evidence.auto_report --write"
+
+
+def test_the_page_has_what_was_measured_on_a_gpu() -> None:
+    kept, page = gpu_report.report(ROOT / gpu_report.RESULTS), (ROOT / gpu_report.PAGE).read_text(encoding="utf-8")
+    assert all(page.count(f"<!-- table: {name} -->") == 1 for name in kept)
+    assert written(page, kept) == page, "python -m benchmarks.gpu_report --write"
 
 
 def test_the_page_has_the_scoreboard() -> None:

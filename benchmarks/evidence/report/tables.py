@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def crossed(corner: str, rows: Mapping[str, Any], columns: Mapping[str, Any], cell: Callable[[Any, Any], str]) -> str:
     """A table of ``cell(row, column)``, from what each row and each column is called to what it is."""
     return table([corner, *columns], [[name, *(cell(row, column) for column in columns.values())] for name, row in rows.items()])
+
+
+def written(page: str, tables: Mapping[str, str]) -> str:
+    """The page with these tables, where it has a place for them."""
+    place = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return place.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", page)
 
 
 def start(exponent: int) -> str:

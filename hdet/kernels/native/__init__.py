@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..spec.eight_bit import CODES
 from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 9
+INTERFACE = 10
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -52,17 +53,22 @@ def nothing_in(columns: Sequence[Column] | None) -> bool:
     return columns is None or all(tensor is None for column in columns for tensor in column)
 
 
-def chunk_table(tensors: Sequence[Tensor], packed_formats: Sequence[int], least: int) -> Tensor:
-    """The tensors cut into chunks (csrc/core/plan.h), if possible into `least`, as bytes; torch aligns them to 64."""
+class Chunks(NamedTuple):
+    """The `count` chunks of some tensors (csrc/core/plan.h), as bytes, which torch aligns to 64; the `longest` has so many elements."""
+
+    table: Tensor
+    count: int
+    longest: int
+
+
+def chunks_of(tensors: Sequence[Tensor], packed_formats: Sequence[int], least: int) -> Chunks:
+    """The tensors cut into chunks, if possible into `least`."""
     elements = [tensor.numel() for tensor in tensors]
     length = _C.chunk_length(elements, least)
-    table = torch.empty(_C.count_chunks(elements, length) * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    count = _C.count_chunks(elements, length)
+    table = torch.empty(count * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     _C.write_chunks(table.data_ptr(), elements, list(packed_formats), length)
-    return table
-
-
-def num_chunks(table: Tensor) -> int:
-    return table.numel() // _C.CHUNK_BYTES
+    return Chunks(table, count, min(length, max(elements, default=0)))
 
 
 def address_table(*columns: Column) -> Tensor:

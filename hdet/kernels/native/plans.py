@@ -25,12 +25,12 @@ class NativeAveragePlan:
         self.plan = plan = native._C.AveragePlan()
         count = len(params[0])
         packed = native.formats(count, None, params[0], None if masters is None else masters[0])
-        chunks = native.chunk_table(params[0], packed, memory.chunks)
-        self.chunks = memory.place(chunks)
+        chunks = native.chunks_of(params[0], packed, memory.chunks)
+        self.chunks = memory.place(chunks.table)
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))
         self.weights = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         self.placed_weights = memory.place(self.weights)
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), native.num_chunks(chunks)
+        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.count
         plan.num_tensors, plan.num_replicas = count, len(params)
         plan.all_float = int(native.only_float(*params) and native.nothing_in(masters))
         plan.params = self.addresses.data_ptr()
@@ -61,10 +61,10 @@ class NativePairPlan(Pairing):
         self.plan = plan = native._C.PairPlan()
         count = len(sources)
         nothing: Column = [None] * count
-        chunks = native.chunk_table(sources, native.formats(count, sources, destinations, masters), memory.chunks)
-        self.chunks = memory.place(chunks)
+        chunks = native.chunks_of(sources, native.formats(count, sources, destinations, masters), memory.chunks)
+        self.chunks = memory.place(chunks.table)
         self.addresses = memory.place(native.address_table(sources, destinations, source_lowers or nothing, masters or nothing))
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), native.num_chunks(chunks)
+        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.count
         plan.all_float = int(native.only_float(sources, destinations) and native.nothing_in([source_lowers or [], masters or []]))
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
@@ -82,9 +82,9 @@ class NativeNormPlan:
     def __init__(self, tensors: Sequence[Tensor], memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        chunks = native.chunk_table(tensors, native.formats(len(tensors), tensors), memory.chunks)
-        self.num_chunks = native.num_chunks(chunks)
-        self.chunks = memory.place(chunks)
+        chunks = native.chunks_of(tensors, native.formats(len(tensors), tensors), memory.chunks)
+        self.num_chunks = chunks.count
+        self.chunks = memory.place(chunks.table)
         self.addresses = memory.place(native.address_table(tensors))
         self.partials = memory.room(8 * self.num_chunks)
 

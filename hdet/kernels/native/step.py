@@ -34,23 +34,24 @@ class NativeStepPlan:
         self.gradient_types = [native.DTYPES[param.dtype] for param in tensors.params[0]]  # as gradients mostly are
         self._retyped = False  # the chunks' formats have changed, and the device does not know it
         self.chunks = self._chunks()
-        self.placed_chunks = memory.place(self.chunks)
+        self.placed_chunks = memory.place(self.chunks.table)
         self._describe()
         self._point_to_tensors()
         self._make_room()
         self._make_inputs()
 
-    def _chunks(self) -> Tensor:
+    def _chunks(self) -> native.Chunks:
         t = self.tensors
         masters = None if t.masters is None else t.masters[0]
         packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, stochastic=t.stochastic is not None)
         packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
         self.plan.known = native._C.known_of(packed)
-        return native.chunk_table(t.params[0], packed, self.memory.chunks)
+        return native.chunks_of(t.params[0], packed, self.memory.chunks)
 
     def _describe(self) -> None:
         plan, t = self.plan, self.tensors
-        plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), native.num_chunks(self.chunks)
+        plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), self.chunks.count
+        plan.longest = self.chunks.longest
         plan.num_tensors, plan.num_replicas, plan.num_groups = self.count, t.num_replicas, t.num_groups
         plan.rule = list(RULES).index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
@@ -166,13 +167,13 @@ class NativeStepPlan:
         types = [new or old for new, old in zip(types, self.gradient_types, strict=True)]
         if types != self.gradient_types:  # rare: at the first step, if at all
             self.gradient_types, self._retyped = types, True
-            self.chunks.copy_(self._chunks())
+            self.chunks.table.copy_(self._chunks().table)
         if self._retyped:  # perhaps by an earlier call, which was refused under capture
             if self.memory.is_captured(self.placed_chunks):  # a replay goes on with the gradients that it was captured with
-                self.placed_chunks = self.memory.place(self.chunks)
+                self.placed_chunks = self.memory.place(self.chunks.table)
                 self.plan.chunks = self.placed_chunks.data_ptr()
             else:
-                self.memory.refresh(self.chunks, self.placed_chunks)
+                self.memory.refresh(self.chunks.table, self.placed_chunks)
             self._retyped = False
 
     def _take_options(self, options: StepOptions) -> None:

@@ -15,7 +15,7 @@ TYPES = (torch.bfloat16, torch.float16)
 BLOCK, SMALL_BLOCK, DEPTH = 128, 64, 64
 """rows of a tile; of matrices that would fill few tiles; elements of a row that are multiplied at a time"""
 _LARGE = 512
-_OPTIONS = {"num_warps": 8, "num_stages": 3}
+_OPTIONS = {"num_warps": 4, "num_stages": 3}
 _SMALL_OPTIONS = {"num_warps": 4, "num_stages": 4}
 
 

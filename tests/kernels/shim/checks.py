@@ -88,37 +88,37 @@ def test_launches() -> None:
     assert launched() - before == 2, "an empty grid is an error to CUDA"
 
 
-def streamed(bytes_each: int) -> int:
+def accessed(bytes_each: int) -> int:
     return counted.shim_accesses(bytes_each)
 
 
 @pytest.mark.parametrize(
     ("form", "shift", "size", "accesses"),
     [
-        # g, m, v are read and m, v written, with hints for streaming: 5 accesses for a vector. Parameters pass without.
-        (Format(), 0, 4096, {16: 5 * 1024}),
-        (Format(), 0, 12, {16: 5 * 4}),  # three groups, one of them twice
-        (Format(), 3, 4097, {16: 5 * 1024, 4: 5 * 1}),  # a head of one
-        (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 5 * 512}),
-        (Format(BF16, F32, BF16), 0, 4096, {8: 1024, 16: 4 * 1024 + 2 * 1024}),  # the master is read and written as well
-        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4096, {16: 1024, 4: 4 * 1024}),  # of codes four at a time are read and written
-        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4097, {16: 1024, 4: 4 * 1024 + 2, 1: 6}),  # a last block of one is read twice
+        # g, m, v, p are read and m, v, p written: 7 accesses for a vector
+        (Format(), 0, 4096, {16: 7 * 1024}),
+        (Format(), 0, 12, {16: 7 * 4}),  # three groups, one of them twice
+        (Format(), 3, 4097, {16: 7 * 1024, 4: 7 * 9}),  # two parts: a head of one, 511 groups, a tail of three; the last is one
+        (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 7 * 512}),
+        (Format(BF16, F32, BF16), 0, 4096, {8: 2 * 1024, 16: 6 * 1024}),  # in place of the parameter the master is read
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4096, {16: 3 * 1024, 4: 4 * 1024}),  # of codes four at a time are read and written
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4097, {16: 3 * 1024, 4: 4 * 1024 + 5, 1: 6}),  # a last block of one is read twice
     ],
 )
 def test_vectors_are_used_where_they_can_be(form: Format, shift: int, size: int, accesses: dict[int, int]) -> None:
     problem = Problem(Case("", sizes=(size,), formats=(form,), shifts=(shift,)), "cpu")
     gradients, settings, options = problem.arguments(0)
-    before = {width: streamed(width) for width in (1, 2, 4, 8, 16)}
+    before = {width: accessed(width) for width in (1, 2, 4, 8, 16)}
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
-    assert {width: streamed(width) - count for width, count in before.items() if streamed(width) != count} == accesses
+    assert {width: accessed(width) - count for width, count in before.items() if accessed(width) != count} == accesses
 
 
 def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
     problem = Problem(Case("", sizes=(100,), shifts=(0, 1, 0)), "cpu")
     gradients, settings, options = problem.arguments(0)
-    before = streamed(16)
+    before = accessed(16)
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
-    assert streamed(16) == before
+    assert accessed(16) == before
 
 
 # copies, streams and capture

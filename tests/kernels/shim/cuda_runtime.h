@@ -37,23 +37,13 @@ inline dim3 blockIdx, blockDim;
 
 namespace shim {
 inline void* dynamic_shared_memory = nullptr;
-inline long accesses[17] = {};  // through __ldcs and __stcs, by their number of bytes
+inline long accesses[17] = {};  // to streams (csrc/cuda/vec.cuh), by their number of bytes
 inline long launches = 0;
 inline int device = 0;
 inline long early = 0;       // launches whose blocks may come up while the kernel before them runs
 inline bool waited = false;  // the block has waited for it
 }  // namespace shim
 
-template <class T>
-T __ldcs(const T* address) {
-  ++shim::accesses[sizeof(T)];
-  return *address;
-}
-template <class T>
-void __stcs(T* address, T value) {
-  ++shim::accesses[sizeof(T)];
-  *address = value;
-}
 inline bool __isGlobal(const void*) { return true; }
 using std::min;
 
