@@ -113,7 +113,8 @@ class Planned:
 
     def _relied_on(self, params: list[Tensor]) -> list[Tensor]:
         """What must lie where it lay: parameters that are planned for, and what is watched."""
-        return self._lying([*(params if not self.outside else [params[i] for i in self.places]), *self._watched])
+        chosen = params if not self.outside else [params[i] for i in self.places]
+        return self._lying(chosen + self._watched if self._watched else chosen)
 
     def _lying(self, tensors: list[Tensor]) -> list[Tensor]:
         """As they lie on this rank."""

@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
+from hdet.kernels import StepOptions, StepSettings
 from hdet.optim import FusedMuon, hidden_matrices, hidden_matrix, matrices, newton_schulz, owners, step_plans
+from hdet.optim.finish import ShardedClip
 
 from .common import assert_close, assert_equal
 from .test_replicas import copies
@@ -436,6 +439,66 @@ def test_a_state_goes_on_to_the_bit() -> None:
     run(a, ours, range(2, 4))
     run(b, theirs, range(2, 4))
     assert_equal(ours, theirs)
+
+
+# -- what a GPU would do -----------------------------------------------------------------------------------------------------------
+
+
+STORED_ON_META = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int16), (torch.bfloat16, None)]
+
+
+def on(device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1) -> list[matrices.Matrix]:
+    """Some that stand and some that lie, and a stack."""
+    made = []
+    for place, shape in enumerate([*[(6, 4)] * count, *[(4, 6)] * count, (3, 5, 4)]):
+        param = torch.zeros(shape, dtype=dtype, device=device)
+        state = {"momentum_buffer": torch.zeros(shape, device=device), "step": torch.zeros((), device=device)}
+        masters = [None if master is None else torch.zeros(shape, dtype=master, device=device)]
+        made.append(matrices.Matrix(place, 0, param, [param], masters, state))
+    return made
+
+
+def step_of(some: list[matrices.Matrix], options: StepOptions, ns_dtype: torch.dtype = torch.float32) -> None:
+    rows = [
+        matrices.Row(
+            StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True), newton_schulz.Iteration(USUAL, 5, 1e-7, ns_dtype), None
+        )
+    ]
+    found = {matrix.place: torch.ones_like(matrix.param) for matrix in some}
+    step = matrices.MatrixStep(rows, options, found, backend="torch", stochastic=None, first_replica=0)
+    owners.Course(some, ns_dtype).run(step)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is called for, but for views and memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or "empty" in str(func) or "ones_like" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META)
+def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(dtype: torch.dtype, master: torch.dtype | None) -> None:
+    """Meta tensors have none to give: whoever reads one would wait on a GPU."""
+    some = on("meta", dtype, master)
+    scale, found = torch.ones(1, device="meta"), torch.zeros(1, device="meta")
+    options = ShardedClip([m.param for m in some])([m.param for m in some], 1.0, StepOptions(scale, found, zero_gradients=True))
+    step_of(some, options, torch.bfloat16)
+    step_of(some, StepOptions(zero_gradients=True))
+
+
+@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META[:2])
+def test_more_matrices_of_a_shape_are_no_more_calls(dtype: torch.dtype, master: torch.dtype | None) -> None:
+    """Calls for many tensors are a launch or a few on a GPU."""
+    counted = []
+    for count in (2, 7):
+        some = on("cpu", dtype, master, count)
+        with Calls() as calls:
+            step_of(some, StepOptions(), torch.bfloat16)
+        counted.append(calls.count)
+    assert counted[0] == counted[1]
 
 
 # -- which parameters ------------------------------------------------------------------------------------------------------------
