@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
-from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepSettings, StepTensors
+from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
 from hdet.kernels.spec.arguments import normalised
 from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.shared import mean_rho
@@ -194,6 +194,10 @@ class FusedOptimizer(Optimizer):
     def _keeps_moments(self, group: dict[str, Any]) -> bool:
         return True
 
+    def _kind(self, group: dict[str, Any]) -> Any:
+        """What of a group its plan relies on."""
+        return self._keeps_moments(group)
+
     # -- torch's interface -----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -316,34 +320,35 @@ class FusedOptimizer(Optimizer):
         gradients = lists.gradients(params)
         absent = lists.absent(gradients)
         planned = self._plan_for(params, absent)
-        settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        settings = self._settings_of(planned)
         planned.watch.check()
-        if planned.sharded:
-            self._step_shards(planned, gradients, absent, settings)
-        else:
-            planned.step(gradients, absent, settings, self._options)
-        if planned is not self._planned:
-            planned.write_back(self.state)
-            self._planned = planned
-        return loss
-
-    def _step_shards(
-        self, planned: Planned, gradients: list[Tensor | None], absent: list[int], settings: list[tuple[StepSettings, ...]]
-    ) -> None:
-        """A step on what lies on this rank: the kernels see shards alone."""
-        pairs = enumerate(zip(gradients, planned.params, strict=True))
-        own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        if self._max_grad_norm is not None and len(planned.parts) == 1 and len(absent) < len(gradients):
-            if self._clip is None or not lists.same(self._clip.params, planned.params):
-                self._clip = ShardedClip(planned.params)
-            options = self._clip(own, self._max_grad_norm, self._options(planned.parts[0].device))
-            planned.step(own, absent, settings, lambda _: options)
-        else:
-            planned.step(own, absent, settings, self._options)
-        if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
+        own = planned.own(gradients, absent)
+        options = self._options_of(planned, own)
+        planned.step(own, settings, options)
+        self._planned = planned
+        if self.zero_gradients and planned.sharded:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
                 if gradient is not None and shards.is_partial(gradient):
                     shards.local(gradient).zero_()
+        return loss
+
+    def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
+        """What the plan of each part takes, checked as far as it does not check by itself."""
+        return planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+
+    def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
+        """The options of a step on these gradients, by device. The norm of shards is taken here."""
+        if planned.sharded and self._max_grad_norm is not None and len(planned.parts) == 1 and planned.active:
+            return self._clipped(planned, own, self._max_grad_norm)
+        return self._options
+
+    def _clipped(self, planned: Planned, own: list[Tensor | None], max_norm: float) -> Callable[[torch.device], StepOptions]:
+        """Of a step whose norm is taken outside of its plans, which are on one device."""
+        planned.check(own)
+        if self._clip is None or not lists.same(self._clip.params, planned.params):
+            self._clip = ShardedClip(planned.params)
+        options = self._clip(own, max_norm, self._options(planned.parts[0].device))
+        return lambda _: options
 
     # -- what a step can do beside stepping ------------------------------------------------------------------------------
 
@@ -374,8 +379,7 @@ class FusedOptimizer(Optimizer):
                 "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, outside of the table; set "
                 "max_grad_norm=None and use torch.nn.utils.clip_grad_norm_"
             )
-        settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
-        for part, rows in zip(self._planned.parts, settings, strict=True):
+        for part, rows in zip(self._planned.parts, self._settings_of(self._planned), strict=True):
             part.plan.upload(rows, self._options(part.device))
 
     @torch.no_grad()
@@ -561,7 +565,7 @@ class FusedOptimizer(Optimizer):
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         """A plan is for all parameters that have had a gradient since the last change of tensors, so that each is planned for once."""
         sizes = [len(group["params"]) for group in self.param_groups]
-        flags = [self._keeps_moments(group) for group in self.param_groups]
+        flags = [self._kind(group) for group in self.param_groups]
         planned, kept = self._planned, []
         if planned is not None and planned.holds(self.state, params, sizes, flags):
             if planned.outside.issubset(absent):
@@ -571,26 +575,41 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
         return self._plan(params, sizes, flags, sorted(set(range(len(params))).difference(absent).union(kept)))
 
-    def _plan(self, params: list[Tensor], sizes: list[int], flags: list[bool], members: list[int]) -> Planned:
+    def _plan(self, params: list[Tensor], sizes: list[int], flags: list[Any], members: list[int]) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
         sets, entries, states = {}, {}, {}
         for i in members:
             kept = self.state.get(params[i], {})
             sets[i] = self._replicas_of(params[i])
-            entries[i] = self._layout(params[i]).missing(kept, sets[i], flags[group_of[i]])
+            entries[i] = self._layout(params[i]).missing(kept, sets[i], self._keeps_moments(self.param_groups[group_of[i]]))
             states[i] = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
-        parts = []
-        for device, places in plans.by_device(params, members).items():
-            kernels.select(self.backend, device)
-            numbers, groups_of = plans.numbered([group_of[i] for i in places])
-            own = [strides.laid_state(shards.local_state(states[i], params[i]), shards.local(params[i])) for i in places]
-            tensors = self._tensors([sets[i] for i in places], own, numbers, [flags[group_of[i]] for i in places], places)
-            plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
-            parts.append(Part(plan, places, groups_of, device))
+        parts = [
+            part
+            for device, places in plans.by_device(params, members).items()
+            for part in self._parts(device, places, group_of, sets, states)
+        ]
+        parts.sort(key=lambda part: part.by_torch)  # last, as it refuses nothing
         others = [(param, self.state[param]) for i, param in enumerate(params) if i not in states and param in self.state]
         watch = self._watch([*((params[i], states[i]) for i in members), *others])
-        return Planned(params, sizes, flags, parts, sets, entries, states, watch)
+        return Planned(params, sizes, flags, parts, sets, entries, states, watch, self.state)
+
+    def _parts(
+        self,
+        device: torch.device,
+        places: list[int],
+        group_of: list[int],
+        sets: dict[int, list[Tensor]],
+        states: dict[int, dict[str, Any]],
+    ) -> list[Part]:
+        """Plans for the parameters at these places, all of one device; their groups, replicas and states by place."""
+        kernels.select(self.backend, device)
+        numbers, groups_of = plans.numbered([group_of[i] for i in places])
+        own = [strides.laid_state(shards.local_state(states[i], sets[i][0]), shards.local(sets[i][0])) for i in places]
+        keeps = [self._keeps_moments(self.param_groups[group_of[i]]) for i in places]
+        tensors = self._tensors([sets[i] for i in places], own, numbers, keeps, places)
+        plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
+        return [Part(plan, places, groups_of, device)]
 
     def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]]) -> RankOnePlan:
         t, (bases, displacements, scales) = tensors, ([state[key] for state in states] for key in LINE_KEYS)

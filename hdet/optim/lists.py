@@ -79,6 +79,30 @@ def note_addresses(tensors: list[Tensor]) -> Any:
     return noted if noted is not None and noted.usable else Addresses(tensors)
 
 
+def forms(tensors: Sequence[Tensor]) -> list[Any]:
+    """What tensors at their addresses are: types, shapes and strides."""
+    return [*map(_type_and_shape, tensors), *map(Tensor.stride, tensors)]
+
+
+_type_and_shape = operator.attrgetter("dtype", "shape")
+
+
+class UsualGradients:
+    """Tells which lists of gradients need not be looked at: plain tensors of the shapes and types, and on the device, of those before."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        """`params`: as their gradients must be; None in a list of gradients is usual, too."""
+        exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+        self._native = None if _NATIVE is None else _NATIVE.Gradients(Tensor, exchange, params)
+
+    def are(self, gradients: list[Any]) -> bool:
+        """False also for the first list, and without the native module."""
+        if self._native is None:
+            return False
+        changes = self._native.read(gradients)
+        return bool(changes != self._native.UNUSUAL and not changes & self._native.RETYPED)
+
+
 class VersionWatch:
     """Notices in-place changes by others to some tensors.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,24 +11,22 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hdet.kernels import StepOptions
+from hdet.kernels import StepOptions, StepSettings
 from hdet.kernels.spec.arguments import check_apart
 from hdet.kernels.spec.settings import check_group
-from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import group_checks as groups
-from . import lists, owners
 from . import step_plans as plans
-from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
-from .matrices import Matrix, MatrixStep, Row, check_matrices
+from .matrices import Matrix, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration
+from .owners import MatrixPlan
 from .split_params import split_groups
-from .state import Layout, adopt, kept_masters, state_sets
-from .step_plans import Hyper, add_entries
+from .state import Layout, kept_masters
+from .step_plans import Hyper, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
 _KEYS = {
@@ -151,10 +149,6 @@ class FusedMuon(FusedOptimizer):
         beta1, beta2 = group["betas"]
         return group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 0.0, False, group["maximize"]
 
-    def _by_muon(self) -> list[int]:
-        """The group of each parameter that is a matrix, -1 of the others."""
-        return [i if group["use_muon"] else -1 for i, group in enumerate(self.param_groups) for _ in group["params"]]
-
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,22 +170,9 @@ class FusedMuon(FusedOptimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         of_matrix = any(param is p for group in self.param_groups if group["use_muon"] for p in group["params"])
-        return self._layout_of_matrices(param) if of_matrix else super()._layout(param)
-
-    def _layout_of_matrices(self, param: Tensor) -> Layout:
+        if not of_matrix:
+            return super()._layout(param)
         return Layout(("momentum_buffer",), ("momentum_buffer",), dtype_for(self.moment_dtype, param), self.master_weights)
-
-    def _take_over(self) -> None:
-        super()._take_over()
-        self._adopt((p, self.state[p]) for p, g in zip(self._listed(), self._by_muon(), strict=True) if g >= 0 and p in self.state)
-
-    @staticmethod
-    def _adopt(states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
-        """What was written to matrices goes into their float32 masters. All are looked at: that is little beside Newton-Schulz."""
-        for param, state in states:
-            for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
-                if master.dtype == torch.float32:
-                    adopt(tensor, master)
 
     def check_storage(self, storage: str, count: int) -> None:
         """Raises ValueError for anything but "parameters": replicas of matrices are not kept as a base and a displacement."""
@@ -203,123 +184,88 @@ class FusedMuon(FusedOptimizer):
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._skipped: Tensor | None = None
-        self._apart: Any = None  # addresses of parameters that do not overlap
+    def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
+        made = super()._settings_of(planned)
+        return [self._rows(part, row) if isinstance(part.plan, MatrixPlan) else row for part, row in zip(planned.parts, made, strict=True)]
 
-    @ranged("hdet.optimizer.step")
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient, in all replicas. Returns the closure's loss, or None.
-
-        Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors that cannot be used.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it")
-        params, group_of = self._listed(), self._by_muon()
-        gradients = lists.gradients(params)
-        others = [None if group >= 0 else gradient for gradient, group in zip(gradients, group_of, strict=True)]
-        absent = lists.absent(others)
-        planned = self._plan_for(params, absent)
-        settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
-        pairs = enumerate(zip(gradients, params, strict=True))
-        own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        laid = planned.laid_and_checked(own)  # of both kinds, before a norm is taken of them
-        by_device = plans.by_device(params, [i for i, g in enumerate(own) if g is not None and group_of[i] >= 0])
-        steps = [(device, [self._matrix(i, group_of[i], params[i], laid[i]) for i in places]) for device, places in by_device.items()]
-        rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}
-        for _, matrices in steps:
-            check_matrices(matrices, self.num_replicas)
-        self._check_apart(params, [*planned.places, *(matrix.place for _, matrices in steps for matrix in matrices)])
-        options = self._clipped(params, own)
-        planned.watch.check()
-        self._skipped = None  # of AdamW alone the plan tells
-        planned.step([None if group >= 0 else g for g, group in zip(own, group_of, strict=True)], absent, settings, options)
-        # All states are kept before the matrices are stepped: Newton-Schulz may run out of memory, and AdamW's moments are true then.
-        made = {matrix.param: matrix.entries for _, matrices in steps for matrix in matrices if matrix.entries}
-        add_entries(self.state, made)
-        if planned is not self._planned or made:
-            planned.write_back(self.state)
-            self._planned = planned
-        for device, matrices in steps:
-            self._adopt((matrix.param, self.state[matrix.param]) for matrix in matrices)
-            seed = self.seed if self.stochastic_rounding else None
-            step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
-            owners.run(step, matrices)
-            self._skipped = torch.zeros((), dtype=torch.float32, device=device) if step.skip is None else step.skip.float()
-        if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
-            for gradient in gradients:
-                if gradient is not None and shards.is_partial(gradient):
-                    shards.local(gradient).zero_()
-        planned.watch.refresh()  # matrices with masters that were planned beside have been written to
-        return loss
-
-    def _check_apart(self, params: list[Tensor], places: list[int]) -> None:
-        """No matrix shares memory with what AdamW steps. Each kind has been looked at by itself."""
-        sets = [(f"parameter {i}", tensor) for i in places for tensor in shards.locals_of(self._replicas_of(params[i]))]
-        tensors = [tensor for _, tensor in sets]
-        if self._apart is None or not self._apart.same(tensors):
-            check_apart(sets)
-            self._apart = lists.note_addresses(tensors)
-
-    def _matrix(self, place: int, group: int, param: Tensor, gradient: Any) -> Matrix:
-        sets, kept = self._replicas_of(param), self.state.get(param, {})
-        entries = self._layout_of_matrices(param).missing(kept, sets, moments=True)
-        whole = {key: value for key, value in {**kept, **entries}.items() if value is not None}
-        own, state = shards.locals_of(sets), shards.local_state(whole, param)
-        order = None if shards.is_sharded(param) else strides.memory_order(param)
-        if order is not None and order[:-2] == tuple(range(param.ndim - 2)):  # transposed: so is its direction
-            own, state = [strides.laid(tensor, order) for tensor in own], strides.laid_state(state, param)
-        return Matrix(place, group, param, own, state, entries, gradient)
-
-    def _rows(self, device: torch.device, chosen: set[int]) -> dict[int, Row]:
-        """What the groups say, checked."""
-        made, dtype = {}, self.ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        for i in chosen:
+    def _rows(self, part: Part, settings: Sequence[StepSettings]) -> list[Row]:
+        """What the groups of matrices say, checked: it may have been written to."""
+        made = []
+        for i, s in zip(part.groups, settings, strict=True):
             group, name = self.param_groups[i], f"parameter group {i}"
-            _check_muon(group, name)  # a group may have been written to
-            columns = tuple(float(row[i]) for row in self.multipliers)
-            settings = plans._settings(self._hyper(group), columns, self.decay_at == "base", device)
-            if isinstance(settings.lr, Tensor):
-                raise ValueError(f"lr of {name} is a tensor on {device}, which a step of matrices would wait for: give it as a number")
-            check_group(settings, "adamw", self.num_replicas, device, name)
+            _check_muon(group, name)
+            if isinstance(s.lr, Tensor):
+                raise ValueError(f"lr of {name} is a tensor on {part.device}, which a step of matrices would wait for: give it as a number")
+            check_group(s, "adamw", self.num_replicas, part.device, name)
+            dtype = self._dtype_on(part.device)
             how = Iteration(tuple(map(float, group["ns_coefficients"])), int(group["ns_steps"]), float(group["eps"]), dtype)  # type: ignore[arg-type]
-            made[i] = Row(settings, how, group["adjust_lr_fn"])
+            made.append(Row(s, how, group["adjust_lr_fn"]))
         return made
 
-    def _clipped(self, params: list[Tensor], own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
-        """The options of a step. A norm is taken here, over both kinds."""
-        devices = list(dict.fromkeys(g.device for g in own if g is not None))
+    def _dtype_on(self, device: torch.device) -> torch.dtype:
+        """Of Newton-Schulz."""
+        return self.ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+    def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
+        """A norm is taken over both kinds, before their steps."""
+        devices = list(dict.fromkeys(part.device for _, part in planned.active))
         if self._max_grad_norm is None or not devices:
             self._clip = None  # no norm has been found
             return self._options
         if len(devices) > 1:
             listed = ", ".join(map(str, devices))
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {listed}: use torch.nn.utils.clip_grad_norm_")
-        if self._clip is None or not lists.same(self._clip.params, params):
-            self._clip = ShardedClip(params)
-        options = self._clip(own, self._max_grad_norm, self._options(devices[0]))
-        return lambda _: options
+        return self._clipped(planned, own, self._max_grad_norm)
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The global norm that the last step found, of both kinds; 0-d float32. None without max_grad_norm. Reading it waits."""
         return None if self._clip is None or self._max_grad_norm is None else self._clip.norm
 
-    @property
-    def step_skipped(self) -> Tensor | None:
-        """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
-        return self._skipped if self._skipped is not None else super().step_skipped
-
     def write_hyperparameters(self) -> None:
         """Raises RuntimeError: a step of matrices cannot be captured."""
         raise RuntimeError("write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does not support: call step()")
+
+    # -- planning --------------------------------------------------------------------------------------------------------
+
+    def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it")
+        return super()._plan_for(params, absent)
+
+    def _kind(self, group: dict[str, Any]) -> Any:
+        return group["use_muon"]
+
+    def _parts(
+        self,
+        device: torch.device,
+        places: list[int],
+        group_of: list[int],
+        sets: dict[int, list[Tensor]],
+        states: dict[int, dict[str, Any]],
+    ) -> list[Part]:
+        kinds: dict[bool, list[int]] = {True: [], False: []}
+        for i in places:
+            kinds[self.param_groups[group_of[i]]["use_muon"]].append(i)
+        made = super()._parts(device, kinds[False], group_of, sets, states) if kinds[False] else []
+        if chosen := kinds[True]:
+            numbers, groups_of = plans.numbered([group_of[i] for i in chosen])
+            matrices = [self._matrix(i, number, sets[i], states[i]) for i, number in zip(chosen, numbers, strict=True)]
+            seed = self.seed if self.stochastic_rounding else None
+            plan = MatrixPlan(matrices, self.num_replicas, self._dtype_on(device), self.backend, seed, self.first_replica)
+            watched = [t for i in chosen for t in (*sets[i], *kept_masters(states[i]), *states[i].values()) if isinstance(t, Tensor)]
+            made.append(Part(plan, chosen, groups_of, device, watched, by_torch=True))
+        # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
+        check_apart((f"parameter {i}", tensor) for i in places for tensor in shards.locals_of(sets[i]))
+        return made
+
+    def _matrix(self, place: int, group: int, sets: list[Tensor], whole: dict[str, Any]) -> Matrix:
+        param = sets[0]
+        own, state = shards.locals_of(sets), shards.local_state(whole, param)
+        order = None if shards.is_sharded(param) else strides.memory_order(param)
+        if order is not None and order[:-2] == tuple(range(param.ndim - 2)):  # transposed: so is its direction
+            own, state = [strides.laid(tensor, order) for tensor in own], strides.laid_state(state, param)
+        return Matrix(place, group, param, own, kept_masters(state) or [None] * len(sets), state)
 
 
 def _check_muon(group: Mapping[str, Any], name: str) -> None:

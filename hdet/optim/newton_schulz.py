@@ -36,22 +36,49 @@ def work(shape: torch.Size | tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel()) * min(shape[-2:])
 
 
-def orthogonalise(matrices: list[Tensor], how: Iteration, backend: str = "auto") -> list[Tensor]:
-    """The directions of some matrices: list of (..., m, n) -> list of the same shapes, in `how.dtype`.
+def orthogonalise(
+    matrices: list[Tensor], how: Iteration, backend: str = "auto", *, skip: Tensor | None = None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The directions of some matrices: list of (..., m, n) -> list of the same shapes, contiguous, in `dtype`, by default `how.dtype`.
 
     All have the same m and n, or n and m: they are computed as one batch (B, min, max). A matrix of zeros gives zeros. A matrix with NaN
-    or infinity gives NaN, and leaves the others alone.
+    or infinity gives NaN, and leaves the others alone. Where `skip` (0-d) holds, all directions are zeros.
     """
-    lying = [matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT for matrix in matrices]
-    counts = [matrix.shape[:-2].numel() for matrix in lying]
-    rows, columns = lying[0].shape[-2:]
-    batch = torch.empty(sum(counts), rows, columns, dtype=how.dtype, device=matrices[0].device)
-    for part, matrix in zip(batch.split(counts), lying, strict=True):
-        part.view(matrix.shape).copy_(matrix)
+    lying = [matrix for matrix in matrices if not _stands(matrix)]
+    standing = [matrix for matrix in matrices if _stands(matrix)]
+    stacks = [_stacked(lying, how.dtype)] if lying else []
+    cut = sum(map(len, stacks))
+    if standing:  # turned together: one by one they would be as many launches on a GPU
+        stacks.append(_stacked(standing, how.dtype).mT)
+    batch = torch.cat(stacks) if standing else stacks[0]
     if batch.numel():
         batch = iterate(batch, how, symmetric_product(batch, backend))
-    made = [part.view(matrix.shape) for part, matrix in zip(batch.split(counts), lying, strict=True)]
-    return [part if part.shape == matrix.shape else part.mT for part, matrix in zip(made, matrices, strict=True)]
+    if skip is not None:
+        batch.masked_fill_(skip, 0.0)
+    dtype = dtype or how.dtype
+    turned = batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    made = iter(_parts(batch[:cut].to(dtype), lying)), iter(_parts(turned, standing))
+    return [next(made[_stands(matrix)]) for matrix in matrices]
+
+
+def _stands(matrix: Tensor) -> bool:
+    return matrix.shape[-2] > matrix.shape[-1]
+
+
+def _stacked(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """A copy of all: list of (..., m, n) -> (B, m, n)."""
+    count = sum(matrix.shape[:-2].numel() for matrix in matrices)
+    stack = torch.empty(count, *matrices[0].shape[-2:], dtype=dtype, device=matrices[0].device)
+    torch._foreach_copy_(_parts(stack, matrices), matrices)
+    return stack
+
+
+def _parts(stack: Tensor, matrices: list[Tensor]) -> list[Tensor]:
+    """Views of a stack that are like these."""
+    if all(matrix.dim() == 2 for matrix in matrices):
+        return list(stack.unbind())
+    counts = [matrix.shape[:-2].numel() for matrix in matrices]
+    return [part.view(matrix.shape) for part, matrix in zip(stack.split(counts), matrices, strict=True)]
 
 
 def iterate(x: Tensor, how: Iteration, symmetric: SymmetricProduct) -> Tensor:

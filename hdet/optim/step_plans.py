@@ -62,6 +62,10 @@ class Part:
     groups: list[int]
     """the parameter group of each of its settings"""
     device: torch.device
+    watched: Sequence[Tensor] = ()
+    """what is looked at in every step beside the addresses of parameters: addresses and forms of these, as the plan relies on both"""
+    by_torch: bool = False
+    """Does torch write, and count versions of what it writes to? Then somebody else checks settings and gradients."""
 
 
 class Planned:
@@ -69,27 +73,33 @@ class Planned:
 
     They are made for the parameters that have had a gradient (`states` and `sets`, by the parameter's place: its state, and the parameter
     in all replicas). A step leaves those of them alone that have none. `entries`: what is to be added to states once a step has been
-    done. `watch`: over all masters.
+    done, to those in `container`. `flags`: of each group, what its plan relies on. `watch`: over all masters.
     """
 
     def __init__(
         self,
         params: list[Tensor],
         sizes: list[int],
-        flags: list[bool],
+        flags: list[Any],
         parts: list[Part],
         sets: Mapping[int, list[Tensor]],
         entries: Mapping[int, dict[str, Any]],
         states: Mapping[int, dict[str, Any]],
         watch: VersionWatch,
+        container: dict[Tensor, dict[str, Any]],
     ) -> None:
         self.params, self.sizes, self.flags, self.parts = params, sizes, flags, parts
-        self.entries, self.places = entries, list(states)
+        self.entries, self.places, self.container = entries, list(states), container
         self.outside = set(range(len(params))).difference(states)
         self.sharded = any(map(shards.is_sharded, params))
         self._orders = _orders(params, self.places)
         self.watch = watch
-        self._addresses = lists.note_addresses(self._planned_of(params))
+        self._watched = list(chain.from_iterable(part.watched for part in parts))
+        self._forms = lists.forms(self._lying(self._watched))
+        self._addresses = lists.note_addresses(self._relied_on(params))
+        self._usual = lists.UsualGradients(self._as_gradients())
+        self._by_torch = any(part.by_torch for part in parts)
+        self.contents: list[Any] | None = None  # of `container`, once a step has been done
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
@@ -101,10 +111,18 @@ class Planned:
             self._slices[i] = slice(start, len(self.writes))
         self._choose([])
 
-    def _planned_of(self, params: list[Tensor]) -> list[Tensor]:
-        """Those that are planned for, as they lie on this rank."""
+    def _relied_on(self, params: list[Tensor]) -> list[Tensor]:
+        """What must lie where it lay: parameters that are planned for, and what is watched."""
         chosen = params if not self.outside else [params[i] for i in self.places]
-        return shards.locals_of(chosen) if self.sharded else chosen
+        return self._lying(chosen + self._watched if self._watched else chosen)
+
+    def _lying(self, tensors: list[Tensor]) -> list[Tensor]:
+        """As they lie on this rank."""
+        return shards.locals_of(tensors) if self.sharded else tensors
+
+    def _as_gradients(self) -> list[Tensor]:
+        """The parameters as their gradients must be."""
+        return [strides.laid(shards.local(param), self._orders.get(i)) for i, param in enumerate(self.params)]
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
@@ -117,65 +135,78 @@ class Planned:
         self.watch.expect(self.written)
         self.active = [(n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)]
 
-    def write_back(self, container: dict[Tensor, dict[str, Any]]) -> None:
+    def _write_back(self) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
-        add_entries(container, {self.params[i]: made for i, made in self.entries.items()})
+        add_entries(self.container, {self.params[i]: made for i, made in self.entries.items()})
         self.entries = {}
-        self.container, self.contents = container, lists.contents(container)
+        self.contents = lists.contents(self.container)
 
-    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], flags: list[bool]) -> bool:
+    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], flags: list[Any]) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         return (
             lists.same(params, self.params)
             and sizes == self.sizes
             and flags == self.flags
             and container is self.container
+            and self.contents is not None
             and lists.same_contents(container, self.contents)
-            and self._addresses.same(self._planned_of(params))
+            and self._addresses.same(self._relied_on(params))
+            and lists.forms(self._lying(self._watched)) == self._forms
         )
+
+    def own(self, gradients: list[Tensor | None], absent: list[int]) -> list[Tensor | None]:
+        """The gradients of the next step, of all parameters, as they lie on this rank and in the order of their parameters' memory; at the
+        places `absent` there are none."""
+        if absent != self.absent:
+            self._choose(absent)
+        if self.sharded:
+            pairs = enumerate(zip(gradients, self.params, strict=True))
+            gradients = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
+        return self._laid(gradients) if self._orders else gradients
 
     def step(
         self,
         gradients: list[Tensor | None],
-        absent: list[int],
-        settings: list[tuple[StepSettings, ...]],
+        settings: Sequence[Sequence[Any]],
         options: Callable[[torch.device], StepOptions],
     ) -> None:
-        """`gradients` of all parameters, as they lie on this rank; at the places `absent` there are none."""
-        if absent != self.absent:
-            self._choose(absent)
-        if self._orders:
-            gradients = self._laid(gradients, self._orders)
-        if len(self.active) > 1:
-            self._check_parts(gradients, options)
-        for n, part in self.active:
+        """`gradients` as `own` has made them. A part's settings are what its plan takes, StepSettings of the kernels'."""
+        self._check_parts(gradients, options)
+        for turn, (n, part) in enumerate(self.active):
             chosen = gradients if len(part.places) == len(gradients) else [gradients[i] for i in part.places]
             part.plan.step(chosen, settings[n], options(part.device))
+            if turn == 0:  # what the others still may lack is memory, which undoes nothing
+                self._wrote()
+        if self.contents is None:  # there was no gradient
+            self._write_back()
+        if self._by_torch:
+            self.watch.refresh()
+
+    def _wrote(self) -> None:
         torch.autograd.graph.increment_version(self.written)  # what a backward pass has saved of them is no longer valid
         self.watch.wrote()
+        if self.contents is None:
+            self._write_back()
 
     def _check_parts(self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]) -> None:
-        """A plan checks its own gradients; all are checked here before the first plan writes."""
+        """A kernel's plan checks its own gradients. Where others step, too, all are checked here before the first plan writes."""
         parts = [part for _, part in self.active]
+        if not parts or (len(parts) == 1 and not parts[0].by_torch):
+            return
         if options(parts[0].device).max_norm != 0:
             devices = ", ".join(str(part.device) for part in parts)
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
-        for part in parts:
-            params = [strides.laid(shards.local(self.params[i]), self._orders.get(i)) for i in part.places]
-            check_gradients([gradients[i] for i in part.places], params)
+        self.check(gradients)
 
-    def laid_and_checked(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """For an optimizer that steps some parameters by other means than these plans: all of its gradients, as they lie on this rank and in
-        the order of their parameters' memory."""
-        orders = _orders(self.params, range(len(self.params)))
-        made = self._laid(gradients, orders)
-        check_gradients(made, [strides.laid(shards.local(param), orders.get(i)) for i, param in enumerate(self.params)])
-        return made
+    def check(self, gradients: list[Tensor | None]) -> None:
+        """Raises ValueError or TypeError for gradients that no step can use."""
+        if not self._usual.are(gradients):
+            check_gradients(gradients, self._as_gradients())
 
-    def _laid(self, gradients: list[Tensor | None], orders: Mapping[int, strides.Order]) -> list[Tensor | None]:
+    def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """In the order in which their parameters lie in memory."""
         made = list(gradients)
-        for i, order in orders.items():
+        for i, order in self._orders.items():
             gradient = gradients[i]
             if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
                 continue  # what is wrong with it will be said

@@ -118,7 +118,7 @@ def test_on_two_devices_all_gradients_are_checked_before_one_is_stepped() -> Non
     set_gradients(pair.ours, 1)
     before = [param.detach().clone() for param in pair.ours]
     pair.ours[3].grad = pair.ours[3].grad.to_sparse()  # type: ignore[union-attr]
-    with pytest.raises(TypeError, match="the gradient of parameter 1 has the layout"):
+    with pytest.raises(TypeError, match="the gradient of parameter 3 has the layout"):
         pair.a.step()
     set_gradients(pair.ours, 1)
     pair.a.max_grad_norm = 1.0

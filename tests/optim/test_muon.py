@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
-from hdet.optim import FusedMuon, hidden_matrices, hidden_matrix, matrices, newton_schulz
+from hdet.kernels import StepOptions, StepSettings
+from hdet.optim import FusedMuon, hidden_matrices, hidden_matrix, matrices, newton_schulz, owners, step_plans
+from hdet.optim.finish import ShardedClip
 
 from .common import assert_close, assert_equal
 from .test_replicas import copies
@@ -438,6 +441,66 @@ def test_a_state_goes_on_to_the_bit() -> None:
     assert_equal(ours, theirs)
 
 
+# -- what a GPU would do -----------------------------------------------------------------------------------------------------------
+
+
+STORED_ON_META = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int16), (torch.bfloat16, None)]
+
+
+def on(device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1) -> list[matrices.Matrix]:
+    """Some that stand and some that lie, and a stack."""
+    made = []
+    for place, shape in enumerate([*[(6, 4)] * count, *[(4, 6)] * count, (3, 5, 4)]):
+        param = torch.zeros(shape, dtype=dtype, device=device)
+        state = {"momentum_buffer": torch.zeros(shape, device=device), "step": torch.zeros((), device=device)}
+        masters = [None if master is None else torch.zeros(shape, dtype=master, device=device)]
+        made.append(matrices.Matrix(place, 0, param, [param], masters, state))
+    return made
+
+
+def step_of(some: list[matrices.Matrix], options: StepOptions, ns_dtype: torch.dtype = torch.float32) -> None:
+    rows = [
+        matrices.Row(
+            StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True), newton_schulz.Iteration(USUAL, 5, 1e-7, ns_dtype), None
+        )
+    ]
+    found = {matrix.place: torch.ones_like(matrix.param) for matrix in some}
+    step = matrices.MatrixStep(rows, options, found, backend="torch", stochastic=None, first_replica=0)
+    owners.Course(some, ns_dtype).run(step)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is called for, but for views and memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or "empty" in str(func) or "ones_like" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META)
+def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(dtype: torch.dtype, master: torch.dtype | None) -> None:
+    """Meta tensors have none to give: whoever reads one would wait on a GPU."""
+    some = on("meta", dtype, master)
+    scale, found = torch.ones(1, device="meta"), torch.zeros(1, device="meta")
+    options = ShardedClip([m.param for m in some])([m.param for m in some], 1.0, StepOptions(scale, found, zero_gradients=True))
+    step_of(some, options, torch.bfloat16)
+    step_of(some, StepOptions(zero_gradients=True))
+
+
+@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META[:2])
+def test_more_matrices_of_a_shape_are_no_more_calls(dtype: torch.dtype, master: torch.dtype | None) -> None:
+    """Calls for many tensors are a launch or a few on a GPU."""
+    counted = []
+    for count in (2, 7):
+        some = on("cpu", dtype, master, count)
+        with Calls() as calls:
+            step_of(some, StepOptions(), torch.bfloat16)
+        counted.append(calls.count)
+    assert counted[0] == counted[1]
+
+
 # -- which parameters ------------------------------------------------------------------------------------------------------------
 
 
@@ -545,7 +608,8 @@ def test_what_is_refused_when_it_is_made() -> None:
         refused(kind, message, call)
 
 
-def test_what_a_step_refuses_before_anything_is_changed() -> None:
+@pytest.mark.parametrize("steps", [0, 1], ids=["in a first step", "in a later one"])
+def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
     def spoil(key: str, value: Any) -> Callable[[FusedMuon, list[Parameter]], None]:
         return lambda optimizer, params: optimizer.param_groups[0].__setitem__(key, value)
 
@@ -609,13 +673,17 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
     for message, change in cases:
         params = parameters()
         optimizer = make(params)
+        run(optimizer, params, range(steps))
         for param, gradient in zip(params, gradients(0), strict=True):
             param.grad = gradient
         change(optimizer, params)
-        before = [param.detach().clone() for param in params]
+        before = copy.deepcopy([params, [optimizer.state.get(param, {}) for param in params]])
         refused((ValueError, TypeError), message, optimizer.step)  # type: ignore[arg-type]
-        assert_equal(params, before)
-        assert all(state.keys() <= {"replica_params"} for state in optimizer.state.values())
+        assert_equal(params, before[0])
+        for param, state in zip(params, before[1], strict=True):
+            assert optimizer.state.get(param, {}).keys() == state.keys()
+            assert all(torch.equal(optimizer.state[param][key], value) for key, value in state.items() if key != "replica_params")
+            assert steps or state.keys() <= {"replica_params"}
 
 
 def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
@@ -633,28 +701,170 @@ def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
     assert [float(a.state[param]["step"]) for param in ours] == [1.0] * MATRICES + [2.0] * (len(ours) - MATRICES)
 
 
-def test_nothing_is_planned_again_when_a_matrix_gets_its_first_gradient() -> None:
+def test_a_matrix_is_planned_for_once_at_its_first_gradient() -> None:
     params = parameters()
     optimizer = make(params)
-    for step in range(4):
+    for step in range(6):
         for param, gradient in zip(params, gradients(step), strict=True):
             param.grad = gradient
-        if step < 2:
+        if step in (0, 1, 4):
             params[0].grad = None
         with mock.patch.object(optimizer, "_plan", wraps=optimizer._plan) as planned:
             optimizer.step()
-        assert planned.called == (step == 0)
-    assert optimizer.state[params[0]]["step"] == 2
+        assert planned.called == (step in (0, 2))
+    assert optimizer.state[params[0]]["step"] == 3
 
 
-def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed() -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed(moved: bool) -> None:
+    """Also one that lies where it lay."""
     params = parameters()
     optimizer = make(params)
     run(optimizer, params, range(1))
-    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(3, 3)
+    state = optimizer.state[params[0]]
+    if moved:
+        state["momentum_buffer"] = torch.zeros(4, 6)
+    else:
+        state["momentum_buffer"].data = state["momentum_buffer"].data.mT
     before = copy.deepcopy(params)
-    refused(ValueError, r"exp_avg of parameter 0 has the shape \(3, 3\)", lambda: run(optimizer, params, range(1, 2)))
+    refused(
+        ValueError, r"exp_avg of parameter 0 (has the shape \(4, 6\)|.* is not contiguous)", lambda: run(optimizer, params, range(1, 2))
+    )
     assert_equal(params, before)
+
+
+def test_a_gradient_of_matrices_alone_is_refused_before_anything_is_changed() -> None:
+    params = parameters()[:MATRICES]
+    optimizer = FusedMuon([{"params": params, "use_muon": True}])
+    for step in range(2):
+        for param, gradient in zip(params, gradients(step), strict=False):
+            param.grad = gradient
+        good, params[1].grad = params[1].grad, params[1].grad.to_sparse()  # type: ignore[union-attr]
+        before = copy.deepcopy([params, [optimizer.state.get(param) for param in params]])
+        refused(TypeError, "the gradient of parameter 1 has the layout", optimizer.step)
+        assert_equal(params, before[0])
+        assert step == 0 or all(float(optimizer.state[p]["step"]) == float(s["step"]) for p, s in zip(params, before[1], strict=True))
+        params[1].grad = good
+        optimizer.step()
+
+
+# -- what is kept from step to step ------------------------------------------------------------------------------------------------
+
+
+LAID = 1
+"""a matrix that is transposed in memory, of which a plan has views"""
+
+Change = Callable[[FusedMuon, list[Parameter]], Any]
+
+
+def go(optimizer: FusedMuon, step: int, without: Sequence[int] = ()) -> list[Tensor]:
+    """A step; returns the parameters."""
+    params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, (param, gradient) in enumerate(zip(params, gradients(step), strict=False)):
+        param.grad = None if i in without else torch.empty_like(param).copy_(gradient)
+    optimizer.step()
+    return params
+
+
+def moved(tensor: Tensor) -> None:
+    """Its values, doubled, at another address."""
+    tensor.data = torch.empty_like(tensor.data).copy_(2 * tensor.data)
+
+
+def said(**settings: Any) -> Change:
+    return lambda optimizer, params: optimizer.param_groups[0].update(settings)
+
+
+def written(name: str, value: Any) -> Change:
+    return lambda optimizer, params: setattr(optimizer, name, value)
+
+
+def of_state(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda optimizer, params: change(optimizer.state[params[LAID]])
+
+
+def of_another_type(optimizer: FusedMuon, params: list[Parameter]) -> None:
+    """Through others, so that it may lie where it lay."""
+    params[LAID].grad = None
+    params[LAID].data = params[LAID].data.half()
+    params[LAID].data = params[LAID].data.bfloat16()
+
+
+def loaded(optimizer: FusedMuon, params: list[Parameter]) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][LAID]["momentum_buffer"].mul_(-1.0)
+    optimizer.load_state_dict(saved)
+
+
+def grouped_anew(optimizer: FusedMuon, params: list[Parameter]) -> None:
+    """A matrix goes to a group with other settings."""
+    first, second = optimizer.param_groups[0], {**optimizer.param_groups[0], "lr": 0.5, "nesterov": False, "name": "another"}
+    first["params"], second["params"] = first["params"][:1], first["params"][1:]
+    optimizer.param_groups.insert(1, second)
+    optimizer.multipliers = [[1.0, 1.0, 1.0]]
+
+
+CHANGES: dict[str, Change] = {
+    "momentum replaced": of_state(lambda state: state.update(momentum_buffer=-2 * state["momentum_buffer"])),
+    "momentum moved": of_state(lambda state: moved(state["momentum_buffer"])),
+    "momentum written to": of_state(lambda state: state["momentum_buffer"].mul_(-2)),
+    "counter replaced": of_state(lambda state: state.update(step=7.0)),
+    "state emptied": of_state(dict.clear),
+    "master replaced": of_state(lambda state: state.update(master_param=2 * state["master_param"])),
+    "master moved": of_state(lambda state: moved(state["master_param"])),
+    "parameter moved": lambda optimizer, params: moved(params[LAID]),
+    "parameter of another type": of_another_type,
+    "state loaded": loaded,
+    "without a gradient": lambda optimizer, params: go(optimizer, 7, without=(LAID, 3)),
+    "replicas set": lambda optimizer, params: optimizer.set_replicas(2, copies(2)),
+    "replica moved": lambda optimizer, params: (
+        optimizer.set_replicas(2, copies(2)),
+        go(optimizer, 7),
+        moved(optimizer.replica_parameters(1)[LAID]),
+    ),
+    "group added": lambda optimizer, params: optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))], "use_muon": True}),
+    "group divided": grouped_anew,
+    "by AdamW": said(use_muon=False, betas=(0.9, 0.99)),
+    **{str(settings): said(**settings) for settings in [*SAID[1:], {"lr": 0.5}]},
+    "multipliers": written("multipliers", [[3.0, 0.5]]),
+    "max_grad_norm": written("max_grad_norm", 0.1),
+    "zero_gradients": written("zero_gradients", True),
+}
+
+
+@pytest.mark.parametrize("master_weights", [None, "fp32"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(change: str, master_weights: str | None) -> None:
+    if "master" in change and master_weights is None:
+        pytest.skip("it has none")
+    params = parameters(torch.float32 if master_weights is None else torch.bfloat16)
+    params[LAID].data = params[LAID].data.mT.contiguous().mT
+    optimizer = make(params, master_weights=master_weights)
+    go(optimizer, 0)
+    go(optimizer, 1)
+    CHANGES[change](optimizer, params)
+    fresh = copy.deepcopy(optimizer)  # without plans
+    for step in (2, 3):
+        ours, theirs = go(optimizer, step), go(fresh, step)
+        for k in range(optimizer.num_replicas):
+            assert_equal(optimizer.replica_parameters(k), fresh.replica_parameters(k))
+        for one, other in zip(ours, theirs, strict=True):
+            assert optimizer.state[one].keys() == fresh.state[other].keys()
+            assert all(torch.equal(fresh.state[other][key], value) for key, value in optimizer.state[one].items() if key[:7] != "replica")
+            assert (one.grad is None) == (other.grad is None) and (one.grad is None or torch.equal(one.grad, other.grad))  # type: ignore[arg-type]
+
+
+def test_nothing_is_made_or_checked_again_while_nothing_changes() -> None:
+    params = parameters()
+    optimizer = make(params, max_grad_norm=1.0)
+    run(optimizer, params, range(2))
+    with (
+        mock.patch.object(optimizer, "_plan", side_effect=AssertionError),
+        mock.patch.object(step_plans, "check_gradients", side_effect=AssertionError),
+        mock.patch.object(owners, "Course", side_effect=AssertionError),
+    ):
+        optimizer.param_groups[0]["lr"] = 0.5
+        run(optimizer, params, range(2, 4))
 
 
 def test_what_is_refused_when_a_state_is_loaded() -> None:
