@@ -107,10 +107,8 @@ def coded_split(options: Options, name: str, shapes: Shapes, notes: dict[str, An
 
 
 def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 throughout, rounded stochastically: 14 bytes. Bound by instructions, not by memory.
-
-    At 4.3 TB/s and 1.75 GHz an H200 has 96 issue slots for an element. The update takes about 75 of them (exact division and root),
-    a quarter of a Philox call 25, and widening and rounding four streams 20 or so: of_copy is about 0.8 at best.
+    """bfloat16 throughout, rounded stochastically: 14 bytes. An element takes 90 instructions, of which a quarter of a Philox call is 25; see
+    docs/evidence/gpu.md.
     """
     gradients, low = options.randn(shapes, torch.bfloat16), torch.bfloat16
     ours = fused(options, options.randn(shapes, low), gradients, moment_dtype=low, stochastic_rounding=True)

@@ -41,6 +41,7 @@ def build_info() -> BuildInfo: ...
 class StepPlan:
     chunks: int
     num_chunks: int
+    longest: int
     num_tensors: int
     num_replicas: int
     num_groups: int

@@ -54,21 +54,23 @@ def nothing_in(columns: Sequence[Column] | None) -> bool:
 
 
 class Chunks(NamedTuple):
-    """The `count` chunks of some tensors (csrc/core/plan.h), as bytes, which torch aligns to 64; the `longest` has so many elements."""
+    """Some tensors cut into chunks (csrc/core/plan.h)."""
 
     table: Tensor
-    count: int
+    """Bytes, which torch aligns to 64."""
+    number: int
     longest: int
+    """Elements of the longest chunk."""
 
 
 def chunks_of(tensors: Sequence[Tensor], packed_formats: Sequence[int], least: int) -> Chunks:
     """The tensors cut into chunks, if possible into `least`."""
     elements = [tensor.numel() for tensor in tensors]
     length = _C.chunk_length(elements, least)
-    count = _C.count_chunks(elements, length)
-    table = torch.empty(count * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    number = _C.count_chunks(elements, length)
+    table = torch.empty(number * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     _C.write_chunks(table.data_ptr(), elements, list(packed_formats), length)
-    return Chunks(table, count, min(length, max(elements, default=0)))
+    return Chunks(table, number, min(length, max(elements, default=0)))
 
 
 def address_table(*columns: Column) -> Tensor:

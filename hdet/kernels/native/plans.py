@@ -30,7 +30,7 @@ class NativeAveragePlan:
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))
         self.weights = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         self.placed_weights = memory.place(self.weights)
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.count
+        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.number
         plan.num_tensors, plan.num_replicas = count, len(params)
         plan.all_float = int(native.only_float(*params) and native.nothing_in(masters))
         plan.params = self.addresses.data_ptr()
@@ -64,7 +64,7 @@ class NativePairPlan(Pairing):
         chunks = native.chunks_of(sources, native.formats(count, sources, destinations, masters), memory.chunks)
         self.chunks = memory.place(chunks.table)
         self.addresses = memory.place(native.address_table(sources, destinations, source_lowers or nothing, masters or nothing))
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.count
+        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.number
         plan.all_float = int(native.only_float(sources, destinations) and native.nothing_in([source_lowers or [], masters or []]))
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
@@ -83,7 +83,7 @@ class NativeNormPlan:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
         chunks = native.chunks_of(tensors, native.formats(len(tensors), tensors), memory.chunks)
-        self.num_chunks = chunks.count
+        self.num_chunks = chunks.number
         self.chunks = memory.place(chunks.table)
         self.addresses = memory.place(native.address_table(tensors))
         self.partials = memory.room(8 * self.num_chunks)

@@ -50,7 +50,7 @@ class NativeStepPlan:
 
     def _describe(self) -> None:
         plan, t = self.plan, self.tensors
-        plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), self.chunks.count
+        plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), self.chunks.number
         plan.longest = self.chunks.longest
         plan.num_tensors, plan.num_replicas, plan.num_groups = self.count, t.num_replicas, t.num_groups
         plan.rule = list(RULES).index(t.rule)
