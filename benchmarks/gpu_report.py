@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_report [--results FOLDER] [--write]
 
-h100.json is what `make gpu` wrote, ncu*.csv are columns of ncu's, variants.jsonl is from benchmarks/variants.py, and products.txt from a
-search for the tiles of Newton-Schulz. `--write` puts the tables into the page, each between two comments that have its name.
+h100.json is what `make gpu` wrote, ncu.csv has columns of ncu's (docs/profiling.md), variants.jsonl is from an earlier form of
+benchmarks/variants.py, and products.jsonl from one of benchmarks/products.py. `--write` puts the tables into the page, each between two
+comments that have its name.
 """
 
 from __future__ import annotations
@@ -58,32 +59,35 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _counted(path: Path) -> list[dict[str, str]]:
-    """ncu's rows, without that of units."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))[1:]
+    """ncu's rows, without what it says before them, and without that of units."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = next(i for i, line in enumerate(lines) if "Kernel Name" in line)
+    return list(csv.DictReader(lines[head:]))[1:]
 
 
 def counters(rows: Sequence[dict[str, str]], copy: float) -> str:
     """Kernels of a step of GPT-2 124M. `copy`: bytes a second of one, beside which times were predicted."""
     cells = []
-    coded = iter(("8 bits", "8 bits, bf16 split"))
+    coded = iter(("8 bits", "8 bits, bf16 split"))  # their kernel did not know its formats
     for row in rows:
         number = {key: float(value.replace(",", "")) for key, value in row.items() if re.fullmatch(r"[\d,.]+", value)}
-        known = re.search(r"(?<!d_)step_kernel<AdamWRule, 0, (\d)>", row["Kernel Name"])
-        if known is None and "coded_kernel" not in row["Kernel Name"]:
+        plain = re.search(r"step_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"])
+        if plain is not None:
+            kind = int(plain[1])
+            name, least, most = ("bf16 throughout, stochastic", *KNOWN[1:])[kind], BYTES["adamw"][kind], f"{PREDICTED[kind]} → "
+        elif "coded_kernel" in row["Kernel Name"]:
+            name, most = next(coded), ""
+            least = 16 if name == "8 bits" else 14
+        else:
             continue
-        kind = int(known[1]) if known else -1
-        name = ("bf16 throughout, stochastic", *KNOWN[1:])[kind] if known else next(coded)
-        expected = BYTES["adamw"][kind] if known else 16 if name == "8 bits" else 14
+        moved = number["dram__bytes_read.sum"] + number["dram__bytes_write.sum"]
         cells.append(
             [
                 name,
                 f"{number['launch__registers_per_thread']:.0f}",
-                f"{PREDICTED[kind]} → {LANES * number['sm__inst_executed.sum'] / GPT2:.0f}"
-                if known
-                else f"{LANES * number['sm__inst_executed.sum'] / GPT2:.0f}",
-                f"{expected} → {(number['dram__bytes_read.sum'] + number['dram__bytes_write.sum']) / GPT2:.1f}",
-                f"{1e6 * expected * GPT2 / copy:.0f} → {number['gpu__time_duration.sum'] / 1e3:.0f}",
+                f"{most}{LANES * number['sm__inst_executed.sum'] / GPT2:.0f}",
+                f"{least} → {moved / GPT2:.1f}",
+                f"{1e6 * least * GPT2 / copy:.0f} → {number['gpu__time_duration.sum'] / 1e3:.0f}",
                 f"{number['dram__throughput.avg.pct_of_peak_sustained_elapsed']:.0f} %",
                 f"{number['smsp__issue_active.avg.pct_of_peak_sustained_active']:.0f} %",
             ]

@@ -34,6 +34,8 @@ def operands() -> Iterator[tuple[str, Tensor, Tensor | None]]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("python -m benchmarks.products: torch finds no GPU here")
     from hdet.kernels.triton import symmetric_products as products
 
     def milliseconds(way: Any) -> dict[str, float]:

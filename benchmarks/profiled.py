@@ -1,4 +1,4 @@
-"""Ten optimizer steps, or ten with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
+"""Optimizer steps, or steps with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
 
     python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--formats NAME|all] [--calls N] [--device cpu|cuda]
 

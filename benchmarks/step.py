@@ -107,7 +107,7 @@ def coded_split(options: Options, name: str, shapes: Shapes, notes: dict[str, An
 
 
 def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 throughout, rounded stochastically: 14 bytes. An element takes 90 instructions, of which a quarter of a Philox call is 25; see
+    """bfloat16 throughout, rounded stochastically: 14 bytes. 90 instructions an element, a quarter of a Philox call is 25 of them; see
     docs/evidence/gpu.md.
     """
     gradients, low = options.randn(shapes, torch.bfloat16), torch.bfloat16

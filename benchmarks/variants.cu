@@ -68,11 +68,11 @@ const Form kForms[] = {
 
 int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::codes ? 1 : 2; }
 
-void launch_plain(const StepPlan& plan, const Form& form, const cuda::Parts& parts) {
+void launch_plain(const StepPlan& plan, const Form& form, const cuda::Slices& slices) {
   const auto kernel = form.known == Known::floats  ? cuda::step_kernel<AdamWRule, false, Known::floats>
                       : form.known == Known::split ? cuda::step_kernel<AdamWRule, false, Known::split>
                                                    : cuda::step_kernel<AdamWRule, false, Known::none>;
-  cuda::launch("step", kernel, {plan.num_chunks * parts.count, cuda::kStepThreads}, 0, plan, parts);
+  cuda::launch("step", kernel, {plan.num_chunks * slices.count, cuda::kStepThreads}, 0, plan, slices);
 }
 
 template <class Call>
@@ -134,10 +134,10 @@ void run(const Form& form) {
   plan.replica_rows = placed<ReplicaRow>({{1e-3f, 0.9999f}});
   plan.control = placed<Control>({Control{}});
 
-  const cuda::Parts parts = cuda::parts_of(plan.longest, cuda::kPartElements);
+  const cuda::Slices slices = cuda::slices_of(plan.longest);
   const double ms = milliseconds([&] {
     if (coded) cuda::launch_coded(plan, {plan.num_chunks, cuda::kStepThreads}, 0);
-    else launch_plain(plan, form, parts);
+    else launch_plain(plan, form, slices);
   });
 
   unsigned long long *sum = placed<unsigned long long>({0}), bits = 0;  // of all that was written: variants that should be alike can be compared

@@ -3,9 +3,10 @@
     python -m benchmarks.variants build FOLDER [--arch 90] [--only NAME ...]     needs nvcc, and no GPU
     python -m benchmarks.variants run FOLDER                                     needs a GPU, and nothing else
 
-A variant is the sources with a few lines replaced, compiled for AdamW alone. All programs run in turn, twice. A line of JSON for each kind of
-numbers: median milliseconds of a launch, bytes a second, and a sum of all that was written, by which variants of the same arithmetic can be
-compared. The programs need no Python and no torch: they can be built on one machine and run on another.
+A variant is the sources with a few lines replaced, compiled for AdamW alone. "Hints": every stream is marked as used once (ld.global.cs,
+st.global.cs); those of before spared parameters. A line of JSON for each kind of numbers: median milliseconds of a launch, bytes a second, and
+a sum of all that was written, by which variants of the same arithmetic can be compared. The programs need no Python and no torch: they can be
+built on one machine and run on another.
 """
 
 from __future__ import annotations
@@ -24,30 +25,31 @@ Edit = tuple[str, str, str]
 """(file, what is replaced, by what)"""
 
 CODED, VEC, UPDATE, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/update.cuh", "cuda/step.cuh"
-LONG: Edit = (UPDATE, "kPartElements = 2048;", "kPartElements = kChunkElements;")
+LONG: Edit = (UPDATE, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
 HINTS: list[Edit] = [
     (VEC, "return *global(static_cast<const T*>(stream) + element);", "return __ldcs(global(static_cast<const T*>(stream) + element));"),
     (VEC, "*global(static_cast<T*>(stream) + element) = value;", "__stcs(global(static_cast<T*>(stream) + element), value);"),
 ]
-DIVISION: Edit = (CODED, "x[i] * inverse", "x[i] / scale")
+DIVISION: Edit = (CODED, "share_of(shares, x[i])", "x[i] / scale")
 ANY_FORMAT: Edit = (CODED, "switch (plan.known) {", "switch (Known::none) {")
 
 
 def coded_blocks(count: int) -> Edit:
-    return CODED, "return Rule::kCoupled || kKnown == Known::masters ? 5 : 6;", f"return {count};"
+    return CODED, "return kKnown == Known::floats && !Rule::kCoupled ? 6 : 5;", f"return {count};"
 
 
 VARIANTS: dict[str, list[Edit]] = {
     "as it is": [],
     "a block for a chunk": [LONG],
-    "1024 elements a block": [(UPDATE, "kPartElements = 2048;", "kPartElements = 1024;")],
-    "4096 elements a block": [(UPDATE, "kPartElements = 2048;", "kPartElements = 4096;")],
+    "1024 elements a block": [(UPDATE, "kSliceElements = 2048;", "kSliceElements = 1024;")],
+    "4096 elements a block": [(UPDATE, "kSliceElements = 2048;", "kSliceElements = 4096;")],
     "hints": HINTS,
     "hints, a block for a chunk": [*HINTS, LONG],
     "a division for each code": [DIVISION],
     "any format": [ANY_FORMAT],
     "any format, a division for each code": [ANY_FORMAT, DIVISION],
     "4 blocks for codes": [coded_blocks(4)],
+    "6 blocks for codes": [coded_blocks(6)],
     "8 blocks for codes": [coded_blocks(8)],
     "8 blocks for float32": [(STEP, "? 5 : 6;", "? 5 : 8;")],
 }  # fmt: skip
@@ -56,9 +58,7 @@ VARIANTS: dict[str, list[Edit]] = {
 def edited(edits: Sequence[Edit]) -> dict[str, str]:
     """The sources by file, with these lines replaced, and for AdamW alone."""
     texts = {str(path.relative_to(SOURCES)): path.read_text(encoding="utf-8") for path in sorted(SOURCES.rglob("*")) if path.is_file()}
-    texts[CODED] = re.sub(r"\n    case Rule::(adam|sgd|lion): .*", "", texts[CODED]).replace(
-        "switch (plan.rule) {", "switch (Rule::adamw) {"
-    )
+    texts[CODED] = re.sub(r"\n    case Rule::(?!adamw)\w+: .*", "", texts[CODED]).replace("switch (plan.rule) {", "switch (Rule::adamw) {")
     for file, old, new in edits:
         if old not in texts[file]:
             raise SystemExit(f"python -m benchmarks.variants: {file} has no longer the line {old!r}")
@@ -93,9 +93,8 @@ def run(folder: Path) -> None:
     programs = [path for path in (program(folder, name) for name in VARIANTS) if path.exists()]
     if not programs:
         raise SystemExit(f"python -m benchmarks.variants: {folder} has none of the programs that `build` makes")
-    for _ in range(2):
-        for path in programs:
-            subprocess.run([str(path)], check=True)
+    for path in programs:
+        subprocess.run([str(path)], check=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ def load_codes(p, scales, table, offsets, mask):
 
 @triton.jit
 def encode(table, share, SIGNED: tl.constexpr):
-    """The code of number / scale: how many thresholds are below it."""
+    """The code of a share of the scale: how many thresholds are below it."""
     magnitude = share
     if SIGNED:
         magnitude = tl.abs(share)
@@ -43,7 +43,8 @@ def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK:
     least = (127 - 104) << 23
     scale_bits = tl.where(largest >= 0x7F800000, 0x7FC00000, tl.where(largest < least, least, largest))
     scale = float_of(scale_bits.to(tl.uint32))
-    codes = encode(table, values * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), scale)[:, None], SIGNED)
+    unit = tl.where(scale > 1.0, 0.25, 1.0)  # the inverse of a large scale is not a normal number
+    codes = encode(table, values * unit[:, None] * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), unit * scale)[:, None], SIGNED)
     any_live = tl.max(tl.reshape(live.to(tl.int32), (BLOCKS, CODE_BLOCK)), axis=1) != 0
     first = tl.min(tl.reshape(offsets, (BLOCKS, CODE_BLOCK)), axis=1)
     tl.store(scales + first // CODE_BLOCK, scale, mask=any_live)

@@ -28,13 +28,24 @@ HDET_HD float scale_of(uint32_t largest) {
   return float_of(largest >= 0x7f800000u ? 0x7fc00000u : largest < kLeast ? kLeast : largest);
 }
 
+// What part of the scale a number is, from -1 to 1: number * (1 / scale), with one division for all numbers of a block. Both are quartered where
+// the inverse of a large scale would not be a normal number, which some flush to 0.
+struct Shares {
+  float unit, inverse;
+};
+HDET_HD Shares shares_of(float scale) {
+  const float unit = scale > 1.0f ? 0.25f : 1.0f;
+  return {unit, 1.0f / (unit * scale)};
+}
+HDET_HD float share_of(const Shares& shares, float x) { return shares.unit * x * shares.inverse; }
+
 // The part in which a magnitude from 0 to 1 lies. Of NaN, and of what has another sign than it may have, the first one.
 HDET_HD uint32_t part_of(float magnitude) {
   const uint32_t bits = bits_of(magnitude);
   return magnitude > float_of(kLeastShare) ? (bits - kLeastShare) >> 16 : 0u;
 }
 
-// The code of a share, number * (1 / scale): how many thresholds are below it. NaN gets code 0; its scale tells what it is.
+// The code of a share: how many thresholds are below it. NaN gets code 0; its scale tells what it is.
 template <bool kSigned>
 HDET_HD uint32_t encode(const Codebook& book, float share) {
   const float magnitude = kSigned ? float_of(magnitude_bits(share)) : share;

@@ -106,6 +106,7 @@ struct Formats {
 // float32 masters or in the split form. Moments are float32, codes, or not there.
 enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3 };
 
+// Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
   const DType halves = known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
   const Master master = known == Known::masters ? Master::f32 : known == Known::split ? Master::split : Master::none;

@@ -1,7 +1,7 @@
 // The plan of a multi-tensor operation: a list of chunks and tables of addresses, in memory of the device that runs it.
 //
-// A chunk is the unit of work of one thread block or one turn of a CPU loop. Offsets of 64 bits appear only here; inside a chunk
-// an index is an int. An empty tensor has no chunk, wherever it stands in the list.
+// A chunk is the unit of work of one thread block, or of several that share it, and of one turn of a CPU loop. Offsets of 64 bits appear only
+// here; inside a chunk an index is an int. An empty tensor has no chunk, wherever it stands in the list.
 #pragma once
 
 #include <algorithm>

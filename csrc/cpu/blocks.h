@@ -103,9 +103,9 @@ void encode(const hdet::Codebook& book, float scale, const float* __restrict val
   const float negative = kSigned ? -thresholds[0] : 0.0f;
   float shares[kCodeBlock], magnitudes[kCodeBlock];
   int32_t places[kCodeBlock];
-  const float inverse = 1.0f / scale;
+  const hdet::Shares shares_in = hdet::shares_of(scale);
   for (int i = 0; i < length; ++i) {
-    shares[i] = values[i] * inverse;
+    shares[i] = hdet::share_of(shares_in, values[i]);
     magnitudes[i] = kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i];
     places[i] = static_cast<int32_t>(hdet::part_of(magnitudes[i]));
   }

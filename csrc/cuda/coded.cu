@@ -35,9 +35,9 @@ struct Codes {
   template <bool kSigned, int kWidth>
   __device__ __forceinline__ void store(const Place& at, float scale, const float (&x)[kWidth]) const {
     uint32_t words[2] = {};
-    const float inverse = 1.0f / scale;
+    const Shares shares = shares_of(scale);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, x[i] * inverse) << 8 * (i % 4);
+    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
     if constexpr (kWidth == 1) {
       write(codes, at.first, static_cast<uint8_t>(words[0]));
     } else {
@@ -192,11 +192,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
   }
 };
 
-// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
+// As many blocks as ptxas can make without a spill on every architecture that is built: while a warp waits for its tables and shuffles, others
+// go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
-  return Rule::kCoupled || kKnown == Known::masters ? 5 : 6;
+  return kKnown == Known::floats && !Rule::kCoupled ? 6 : 5;
 }
 
 template <class Rule, bool kMany, Known kKnown>
@@ -209,6 +210,7 @@ __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<
   Coded<Rule, kMany, kKnown> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
+  // Known does not say whether moments are codes. Where they are, the addresses of moments in Shared are none.
   const bool is_coded = unpack_formats(chunk.formats).exp_avg == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown>(update);
   update.prepare(books);

@@ -19,7 +19,7 @@ struct Turn {
   Raw<kEight> raw;
 
   __device__ __forceinline__ Turn(DType type, const void* stream, const Cut& parts, int turn) : at(place_of(parts, turn)) {
-    load(type, stream, at, raw);  // the update reads it next: the last of it may still be in the cache
+    load(type, stream, at, raw);
   }
 
   __device__ __forceinline__ void add_squares(DType type, double& sum) const {

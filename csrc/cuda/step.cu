@@ -7,7 +7,7 @@
 namespace hdet::cuda {
 namespace {
 
-using Kernel = void (*)(StepPlan, Parts);
+using Kernel = void (*)(StepPlan, Slices);
 
 template <class Rule, bool kMany>
 Kernel kernel_for(Known known) {
@@ -42,14 +42,14 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   const auto shared = static_cast<int64_t>(plan.num_replicas > 1 ? plan.num_replicas * sizeof(Replica) : 0);
   // A block of several replicas, or of codes, first fills shared memory: it has a whole chunk.
   const bool fills = plan.num_replicas > 1 || plan.codebooks != nullptr;
-  const Parts parts = parts_of(plan.longest, fills ? kChunkElements : kPartElements);
-  const Grid grid{plan.num_chunks * parts.count, kStepThreads, shared, true};
+  const Slices slices = fills ? whole_chunks() : slices_of(plan.longest);
+  const Grid grid{plan.num_chunks * slices.count, kStepThreads, shared, true};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
   if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
-  else launch(name, kernel_for(plan), grid, stream, plan, parts);
+  else launch(name, kernel_for(plan), grid, stream, plan, slices);
 }
 
 }  // namespace hdet::cuda

@@ -1,7 +1,7 @@
-// The update phase of a step on a GPU: a block for each part of a chunk. What a step costs is its traffic: each stream is read once and
-// written once, 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. That leaves time for 190 instructions an element;
-// AdamW takes 43, two thirds of them in the exact division and root. In bfloat16 throughout, rounded stochastically, it takes 90 in the time
-// of 14 bytes, and reaches 0.81 of a copy: neither the memory nor the issue of instructions is full then, but the 16 warps of a
+// The update phase of a step on a GPU. A block has a slice of a chunk; with several replicas, or codes, a whole one. What a step costs is its
+// traffic: each stream is read once and written once, 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. AdamW's 43
+// instructions an element take 13 % of an H100's issue slots. In bfloat16 throughout, rounded stochastically, it takes 90 in the time of 14
+// bytes, and reaches 0.81 of a copy's bandwidth: neither the memory nor the issue of instructions is full then, but the 16 warps of a
 // multiprocessor wait for their own results (docs/evidence/gpu.md).
 #pragma once
 
@@ -151,7 +151,7 @@ template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
   if (kKnown != Known::floats) return 5;
-  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills: on sm_100 a few bytes with 6. For it SGD takes more than it needs.
+  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6 already. For it SGD takes more than it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 5;
 #else
@@ -171,8 +171,8 @@ __device__ __forceinline__ void update_chunk(Update<Rule, kMany, kKnown>& update
 
 template <class Rule, bool kMany, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kKnown>())
-    step_kernel(const __grid_constant__ StepPlan plan, const Parts parts) {
-  const Chunk chunk = part_of(plan.chunks, parts);
+    step_kernel(const __grid_constant__ StepPlan plan, const Slices slices) {
+  const Chunk chunk = slice_of(plan.chunks, slices);
   after_the_kernel_before();
   if (chunk.length <= 0 || without_gradient(plan, chunk)) return;
   Update<Rule, kMany, kKnown> update(plan, chunk);

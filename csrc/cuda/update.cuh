@@ -13,24 +13,27 @@ namespace hdet::cuda {
 // all blocks on a multiprocessor together: 768 threads x 4 streams x 32 bytes in flight are 96 KiB, and 30 KiB would do.
 constexpr int kStepThreads = 128;
 
-// How the blocks of a grid share chunks: so many to each, for `length` elements of it. The memory is the faster the nearer to each other the
-// blocks are that run at a time: with 2048 elements each an H100 reaches 0.98 of a copy, with 16384 0.94 (python -m benchmarks.variants).
-// Chunks stay long, as each has a partial sum of the norm, which the derive phase adds up.
-struct Parts {
+// How the blocks of a grid share chunks: `count` to each, which have `length` elements of it one after the other. The memory is the faster the
+// nearer to each other the blocks are that run at a time: with 2048 elements each an H100 reaches 0.97 of a copy's bandwidth, with 16384 0.94
+// (docs/evidence/gpu.md). Chunks stay long, as each has a partial sum of the norm, which the derive phase adds up.
+struct Slices {
   int32_t count, length;
 };
-constexpr int32_t kPartElements = 2048;
+constexpr int32_t kSliceElements = 2048;
 
 // `longest`: elements of the longest chunk.
-inline Parts parts_of(int32_t longest, int32_t length) { return {longest <= length ? 1 : (longest + length - 1) / length, length}; }
+inline Slices slices_of(int32_t longest) { return {longest <= kSliceElements ? 1 : (longest - 1) / kSliceElements + 1, kSliceElements}; }
+
+// A block for each chunk.
+inline Slices whole_chunks() { return {1, static_cast<int32_t>(kChunkElements)}; }
 
 // That of this block. Without elements where a chunk is shorter than the longest.
-__device__ __forceinline__ Chunk part_of(const Chunk* chunks, const Parts& parts) {
-  const uint32_t count = static_cast<uint32_t>(parts.count);
+__device__ __forceinline__ Chunk slice_of(const Chunk* chunks, const Slices& slices) {
+  const uint32_t count = static_cast<uint32_t>(slices.count);
   Chunk chunk = chunks[blockIdx.x / count];
-  const int first = static_cast<int>(blockIdx.x % count) * parts.length;
+  const int first = static_cast<int>(blockIdx.x % count) * slices.length;
   chunk.offset += first;
-  chunk.length = chunk.length - first < parts.length ? chunk.length - first : parts.length;
+  chunk.length = chunk.length - first < slices.length ? chunk.length - first : slices.length;
   return chunk;
 }
 

@@ -194,7 +194,7 @@ class FusedOptimizer(Optimizer):
     def _keeps_moments(self, group: dict[str, Any]) -> bool:
         return True
 
-    def _kind(self, group: dict[str, Any]) -> Any:
+    def _kind(self, group: dict[str, Any]) -> bool:
         """What of a group its plan relies on."""
         return self._keeps_moments(group)
 
@@ -347,7 +347,7 @@ class FusedOptimizer(Optimizer):
         planned.check(own)
         if self._clip is None or not lists.same(self._clip.params, planned.params):
             self._clip = ShardedClip(planned.params)
-        options = self._clip(own, max_norm, self._options(planned.parts[0].device))
+        options = self._clip(own, max_norm, self._options(planned.active[0][1].device))
         return lambda _: options
 
     # -- what a step can do beside stepping ------------------------------------------------------------------------------
@@ -565,17 +565,17 @@ class FusedOptimizer(Optimizer):
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         """A plan is for all parameters that have had a gradient since the last change of tensors, so that each is planned for once."""
         sizes = [len(group["params"]) for group in self.param_groups]
-        flags = [self._kind(group) for group in self.param_groups]
+        kinds = [self._kind(group) for group in self.param_groups]
         planned, kept = self._planned, []
-        if planned is not None and planned.holds(self.state, params, sizes, flags):
+        if planned is not None and planned.holds(self.state, params, sizes, kinds):
             if planned.outside.issubset(absent):
                 return planned
             kept = planned.places
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
-        return self._plan(params, sizes, flags, sorted(set(range(len(params))).difference(absent).union(kept)))
+        return self._plan(params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept)))
 
-    def _plan(self, params: list[Tensor], sizes: list[int], flags: list[Any], members: list[int]) -> Planned:
+    def _plan(self, params: list[Tensor], sizes: list[int], kinds: list[bool], members: list[int]) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
         sets, entries, states = {}, {}, {}
@@ -589,10 +589,10 @@ class FusedOptimizer(Optimizer):
             for device, places in plans.by_device(params, members).items()
             for part in self._parts(device, places, group_of, sets, states)
         ]
-        parts.sort(key=lambda part: part.by_torch)  # last, as it refuses nothing
+        parts.sort(key=lambda part: part.by_torch)  # last: kernels may still refuse
         others = [(param, self.state[param]) for i, param in enumerate(params) if i not in states and param in self.state]
         watch = self._watch([*((params[i], states[i]) for i in members), *others])
-        return Planned(params, sizes, flags, parts, sets, entries, states, watch, self.state)
+        return Planned(params, sizes, kinds, parts, sets, entries, states, watch, self.state)
 
     def _parts(
         self,

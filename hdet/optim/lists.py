@@ -97,10 +97,15 @@ class UsualGradients:
 
     def are(self, gradients: list[Any]) -> bool:
         """False also for the first list, and without the native module."""
-        if self._native is None:
+        if self._native is None or any(gradient is not None and gradient.is_neg() for gradient in gradients):
             return False
         changes = self._native.read(gradients)
         return bool(changes != self._native.UNUSUAL and not changes & self._native.RETYPED)
+
+    def forget(self) -> None:
+        """The list that was asked for last is not one to compare with."""
+        if self._native is not None:
+            self._native.forget()
 
 
 class VersionWatch:

@@ -114,8 +114,8 @@ def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
 class MatrixStep:
     """The parts of one step of some matrices of one device.
 
-    One call for many tensors is one launch on a GPU where all of them have one dtype and lie alike, and others are numbers or lists of
-    tensors: one tensor in the place of a number waits for the device.
+    One call for many tensors is one launch on a GPU where all of them have one dtype and lie alike. `_foreach_mul` takes a tensor of one
+    number in the place of a number; `_foreach_add` and `_foreach_lerp` read it, and wait for the device.
     """
 
     def __init__(

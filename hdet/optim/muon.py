@@ -186,7 +186,7 @@ class FusedMuon(FusedOptimizer):
 
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         made = super()._settings_of(planned)
-        return [self._rows(part, row) if isinstance(part.plan, MatrixPlan) else row for part, row in zip(planned.parts, made, strict=True)]
+        return [self._rows(part, row) if part.by_torch else row for part, row in zip(planned.parts, made, strict=True)]
 
     def _rows(self, part: Part, settings: Sequence[StepSettings]) -> list[Row]:
         """What the groups of matrices say, checked: it may have been written to."""
@@ -209,12 +209,9 @@ class FusedMuon(FusedOptimizer):
     def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
         """A norm is taken over both kinds, before their steps."""
         devices = list(dict.fromkeys(part.device for _, part in planned.active))
-        if self._max_grad_norm is None or not devices:
+        if self._max_grad_norm is None or len(devices) != 1:
             self._clip = None  # no norm has been found
             return self._options
-        if len(devices) > 1:
-            listed = ", ".join(map(str, devices))
-            raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {listed}: use torch.nn.utils.clip_grad_norm_")
         return self._clipped(planned, own, self._max_grad_norm)
 
     @property
@@ -233,8 +230,8 @@ class FusedMuon(FusedOptimizer):
             raise RuntimeError("FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it")
         return super()._plan_for(params, absent)
 
-    def _kind(self, group: dict[str, Any]) -> Any:
-        return group["use_muon"]
+    def _kind(self, group: dict[str, Any]) -> bool:
+        return bool(group["use_muon"])
 
     def _parts(
         self,

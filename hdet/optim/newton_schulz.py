@@ -46,17 +46,21 @@ def orthogonalise(
     """
     lying = [matrix for matrix in matrices if not _stands(matrix)]
     standing = [matrix for matrix in matrices if _stands(matrix)]
-    stacks = [_stacked(lying, how.dtype)] if lying else []
-    cut = sum(map(len, stacks))
+    short, long = sorted(matrices[0].shape[-2:])
+    cut = _count(lying)
+    batch = torch.empty(cut + _count(standing), short, long, dtype=how.dtype, device=matrices[0].device)
+    if lying:
+        torch._foreach_copy_(_parts(batch[:cut], lying), lying)
     if standing:  # turned together: one by one they would be as many launches on a GPU
-        stacks.append(_stacked(standing, how.dtype).mT)
-    batch = torch.cat(stacks) if standing else stacks[0]
+        stack = batch.new_empty(_count(standing), long, short)
+        torch._foreach_copy_(_parts(stack, standing), standing)
+        batch[cut:] = stack.mT
     if batch.numel():
         batch = iterate(batch, how, symmetric_product(batch, backend))
     if skip is not None:
         batch.masked_fill_(skip, 0.0)
     dtype = dtype or how.dtype
-    turned = batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    turned = batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()  # one copy, whether the type changes or not
     made = iter(_parts(batch[:cut].to(dtype), lying)), iter(_parts(turned, standing))
     return [next(made[_stands(matrix)]) for matrix in matrices]
 
@@ -65,12 +69,8 @@ def _stands(matrix: Tensor) -> bool:
     return matrix.shape[-2] > matrix.shape[-1]
 
 
-def _stacked(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """A copy of all: list of (..., m, n) -> (B, m, n)."""
-    count = sum(matrix.shape[:-2].numel() for matrix in matrices)
-    stack = torch.empty(count, *matrices[0].shape[-2:], dtype=dtype, device=matrices[0].device)
-    torch._foreach_copy_(_parts(stack, matrices), matrices)
-    return stack
+def _count(matrices: list[Tensor]) -> int:
+    return sum(matrix.shape[:-2].numel() for matrix in matrices)
 
 
 def _parts(stack: Tensor, matrices: list[Tensor]) -> list[Tensor]:

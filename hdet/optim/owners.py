@@ -184,7 +184,7 @@ class _Exchange:
         waiting.wait()
         members = list(chain.from_iterable(self.rounds[t]))
         received = received.to(self.own_device)
-        if step.skip is not None:
+        if step.skip is not None:  # which lies with the shards, perhaps on another device than the products
             received.masked_fill_(step.skip, 0.0)
         parts = received.split([piece.numel(self.rank) for piece in members])
         ways = {id(p.matrix): part.view(p.shape(self.rank)) for p, part in zip(members, parts, strict=True)}

@@ -63,9 +63,9 @@ class Part:
     """the parameter group of each of its settings"""
     device: torch.device
     watched: Sequence[Tensor] = ()
-    """what is looked at in every step beside the addresses of parameters: addresses and forms of these, as the plan relies on both"""
+    """Tensors that the plan has views of. Their addresses and forms are compared in every step: an assignment to `.data` does not reach a view."""
     by_torch: bool = False
-    """Does torch write, and count versions of what it writes to? Then somebody else checks settings and gradients."""
+    """Steps by torch's calls, which count versions by themselves. Its settings and gradients are checked outside."""
 
 
 class Planned:
@@ -73,14 +73,14 @@ class Planned:
 
     They are made for the parameters that have had a gradient (`states` and `sets`, by the parameter's place: its state, and the parameter
     in all replicas). A step leaves those of them alone that have none. `entries`: what is to be added to states once a step has been
-    done, to those in `container`. `flags`: of each group, what its plan relies on. `watch`: over all masters.
+    done, to those in `container`. `kinds`: of each group, what its plan relies on. `watch`: over all masters.
     """
 
     def __init__(
         self,
         params: list[Tensor],
         sizes: list[int],
-        flags: list[Any],
+        kinds: list[bool],
         parts: list[Part],
         sets: Mapping[int, list[Tensor]],
         entries: Mapping[int, dict[str, Any]],
@@ -88,7 +88,7 @@ class Planned:
         watch: VersionWatch,
         container: dict[Tensor, dict[str, Any]],
     ) -> None:
-        self.params, self.sizes, self.flags, self.parts = params, sizes, flags, parts
+        self.params, self.sizes, self.kinds, self.parts = params, sizes, kinds, parts
         self.entries, self.places, self.container = entries, list(states), container
         self.outside = set(range(len(params))).difference(states)
         self.sharded = any(map(shards.is_sharded, params))
@@ -141,12 +141,12 @@ class Planned:
         self.entries = {}
         self.contents = lists.contents(self.container)
 
-    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], flags: list[Any]) -> bool:
+    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], kinds: list[bool]) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         return (
             lists.same(params, self.params)
             and sizes == self.sizes
-            and flags == self.flags
+            and kinds == self.kinds
             and container is self.container
             and self.contents is not None
             and lists.same_contents(container, self.contents)
@@ -173,9 +173,11 @@ class Planned:
         """`gradients` as `own` has made them. A part's settings are what its plan takes, StepSettings of the kernels'."""
         self._check_parts(gradients, options)
         for turn, (n, part) in enumerate(self.active):
+            if turn == 0 and part.by_torch:  # which may run out of memory half-way: what it has moved by then is kept
+                self._wrote()
             chosen = gradients if len(part.places) == len(gradients) else [gradients[i] for i in part.places]
             part.plan.step(chosen, settings[n], options(part.device))
-            if turn == 0:  # what the others still may lack is memory, which undoes nothing
+            if turn == 0 and not part.by_torch:  # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
         if self.contents is None:  # there was no gradient
             self._write_back()
@@ -194,14 +196,19 @@ class Planned:
         if not parts or (len(parts) == 1 and not parts[0].by_torch):
             return
         if options(parts[0].device).max_norm != 0:
-            devices = ", ".join(str(part.device) for part in parts)
+            devices = ", ".join(dict.fromkeys(str(part.device) for part in parts))
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
         self.check(gradients)
 
     def check(self, gradients: list[Tensor | None]) -> None:
         """Raises ValueError or TypeError for gradients that no step can use."""
-        if not self._usual.are(gradients):
+        if self._usual.are(gradients):
+            return
+        try:
             check_gradients(gradients, self._as_gradients())
+        except (TypeError, ValueError):
+            self._usual.forget()
+            raise
 
     def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """In the order in which their parameters lie in memory."""

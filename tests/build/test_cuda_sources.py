@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from benchmarks import compiled
+from benchmarks import compiled, variants
 from hdet import _C
 from hdet.kernels.spec.interface import RULES
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 # kernels by source
 KERNELS = {
     "step.cu": 8 * len(RULES),
-    "coded.cu": 2 * len(RULES),
+    "coded.cu": 5 * len(RULES),
     "rank_one.cu": 1 + 2 * len(RULES),
     "derive.cu": 3,
     "norm.cu": 2,
@@ -80,7 +81,8 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: tuple[str, dict[str, s
         if source == "derive.cu" or "total_kernel" in name:
             continue
         loads, stores = (
-            [a for a in accesses if a.startswith(f"{kind}.global") and a.endswith((".v4.u32", ".v4.b32"))] for kind in ("ld", "st")
+            [a for a in accesses if a.startswith(f"{kind}.global") and a.endswith((".v4.u32", ".v4.b32", ".v4.f32"))]
+            for kind in ("ld", "st")
         )
         assert len(loads) >= 2, f"{name}: loads of 16 bytes: {loads}"
         assert len(stores) >= 2 or "norm" in name, f"{name}: stores of 16 bytes: {stores}"
@@ -89,14 +91,24 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: tuple[str, dict[str, s
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ptx", ["step.cu"], indirect=True)
 def test_a_float_step_streams_gradient_and_moments(ptx: tuple[str, dict[str, str]], rule: str) -> None:
-    """Two vectors a turn of each, past the caches; nothing of 8 bytes, and the loop has all its loads before the first store."""
+    """Two vectors a turn of each stream, plain accesses, and all loads before the first store."""
     kernel = re.compile(rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE)  # of SgdRule for sgd
     (code,) = [code for name, code in ptx[1].items() if kernel.search(name)]
     moments = len(RULES[rule].moments)
-    loop = code[code.index("ld.global.cs.v4") :]
-    loads = [match.start() for match in re.finditer(r"ld\.global\.cs\.v4", loop)]
-    stores = [match.start() for match in re.finditer(r"st\.global\.(?:cs\.)?v4", loop)]
-    assert len(loads) == 2 * (1 + moments)
-    assert len(re.findall(r"st\.global\.cs\.v4", loop)) >= 2 * moments
-    assert max(loads) < min(stores)
-    assert not re.findall(r"(?:ld|st)\.global\.cs\.v2", code)
+    before, stores = code[: code.index("st.global.v4")], code[code.index("st.global.v4") :]
+    assert len(re.findall(r"ld\.global\.v4\.u32", before)) == 2 * (2 + moments) + 1, "of each stream, and the chunk"
+    assert not re.findall(r"ld\.global\.v4", stores)
+    assert len(re.findall(r"st\.global\.v4", stores)) == 2 * (2 + moments)
+    assert not re.findall(r"\.global\.cs", code)
+
+
+def test_the_programs_that_time_variants_compile(tmp_path: Path) -> None:
+    """As far as PTX: their host's part knows the plan's fields and the kernels' arguments."""
+    for file, text in variants.edited([]).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / "codebooks.inc").write_text("0")
+    flags = ["-std=c++17", "-O0", "-arch=compute_90", "-Werror=all-warnings", '-DHDET_VARIANT_NAME="it"', f"-I{tmp_path}"]
+    command = [str(nvcc()), *flags, "-ptx", "-o", str(tmp_path / "out.ptx"), str(ROOT / "benchmarks" / "variants.cu")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr

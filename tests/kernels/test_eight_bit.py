@@ -6,7 +6,7 @@ Steps with such moments are in the table of cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +59,15 @@ def test_every_number_gets_the_nearest_code(count: int, signed: bool) -> None:
     torch.testing.assert_close(eight_bit.decode(codes, scales, signed).double(), exact, rtol=2.0**-22, atol=0)
 
 
+@pytest.fixture(params=[False, True], ids=["", "subnormal numbers are 0"])
+def flushing(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.set_flush_denormal(request.param)
+    yield request.param
+    torch.set_flush_denormal(False)
+
+
 @SIGNED
-def test_values_of_codes_become_the_same_codes(signed: bool) -> None:
+def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> None:
     """All codes, with scales of every exponent from the least one on and with mantissas at random: bit for bit."""
     generator = torch.Generator().manual_seed(1)
     exponents = torch.arange(127 - 104, 255).repeat(8)
@@ -90,11 +97,12 @@ def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
         assert signed or torch.equal(decoded == 0, values == 0)
 
 
+@pytest.mark.parametrize("size", [3e-7, 3e38])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_store_what_they_read(backend: str) -> None:
+def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool) -> None:
     """A momentum that stays: SGD with momentum 1 and a gradient of zeros leaves codes and scales, bit for bit."""
     device = device_of(backend)
-    codes, scales = (t.to(device) for t in eight_bit.encode(spread(CHUNK + 300, True) * 3e-7, True))
+    codes, scales = (t.to(device) for t in eight_bit.encode(spread(CHUNK + 300, True) * size, True))
     param = torch.ones(CHUNK + 300, device=device)
     tensors = StepTensors("sgd", [[param]], [0], [torch.ones((), device=device)], [codes.clone()], exp_avg_scales=[scales.clone()])
     kernels.step_plan(tensors, backend).step([torch.zeros_like(param)], [StepSettings(lr=1.0, beta1=1.0)])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet import kernels
+from hdet import _C, kernels
+from hdet.kernels import native
 from hdet.kernels.spec import rounding
 
 from .cases import BACKENDS, device_of
@@ -109,3 +110,21 @@ def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
 def test_philox_gives_the_published_numbers(seed: int, counter: list[int], expected: list[int]) -> None:
     words = rounding.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
     assert [int(word) for word in words] == expected
+
+
+def test_formats_that_kernels_are_compiled_for() -> None:
+    """They say nothing of moments that are codes: such tensors and others share a kernel. One tensor of another format, and none of them fits."""
+    any_, floats, masters, split = range(4)
+    f32, bf16, codes = torch.float32, torch.bfloat16, torch.uint8
+
+    def known(*tensors: tuple[torch.dtype, torch.dtype | None, torch.dtype | None]) -> int:
+        """`tensors`: type of parameter and gradient, of the master, of moments."""
+        columns = [[None if of is None else torch.empty(0, dtype=of) for of in column] for column in zip(*tensors, strict=True)]
+        params, lowers, moments = columns
+        return _C.known_of(native.formats(len(tensors), params, params, lowers, moments, moments))
+
+    assert [known((f32, None, moment)) for moment in (f32, codes, None, bf16)] == [floats, floats, floats, any_]
+    assert [known((bf16, master, codes)) for master in (f32, torch.int16, None)] == [masters, split, any_]
+    assert known((f32, None, codes), (f32, None, f32)) == floats
+    assert known((f32, None, codes), (bf16, f32, f32)) == any_
+    assert known((bf16, torch.int16, f32), (bf16, torch.int16, codes)) == split

@@ -444,7 +444,7 @@ def test_a_state_goes_on_to_the_bit() -> None:
 # -- what a GPU would do -----------------------------------------------------------------------------------------------------------
 
 
-STORED_ON_META = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int16), (torch.bfloat16, None)]
+STORED = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int16), (torch.bfloat16, None)]
 
 
 def on(device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1) -> list[matrices.Matrix]:
@@ -479,7 +479,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META)
+@pytest.mark.parametrize(("dtype", "master"), STORED)
 def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(dtype: torch.dtype, master: torch.dtype | None) -> None:
     """Meta tensors have none to give: whoever reads one would wait on a GPU."""
     some = on("meta", dtype, master)
@@ -489,7 +489,7 @@ def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(dtype: torch.d
     step_of(some, StepOptions(zero_gradients=True))
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORED_ON_META[:2])
+@pytest.mark.parametrize(("dtype", "master"), STORED[:2])
 def test_more_matrices_of_a_shape_are_no_more_calls(dtype: torch.dtype, master: torch.dtype | None) -> None:
     """Calls for many tensors are a launch or a few on a GPU."""
     counted = []
@@ -745,6 +745,49 @@ def test_a_gradient_of_matrices_alone_is_refused_before_anything_is_changed() ->
         assert_equal(params, before[0])
         assert step == 0 or all(float(optimizer.state[p]["step"]) == float(s["step"]) for p, s in zip(params, before[1], strict=True))
         params[1].grad = good
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adamw_too", [False, True])
+def test_states_of_a_first_step_that_fails_half_way_are_kept(adamw_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of one shape have moved; the batch of the next one finds no memory."""
+    params = parameters()
+    optimizer = FusedMuon([{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}])
+    for place, (param, gradient) in enumerate(zip(params, gradients(0), strict=True)):
+        param.grad = gradient if adamw_too or place < MATRICES else None
+    real, calls = matrices.orthogonalise, iter(range(10))
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*given, **named)
+
+    monkeypatch.setattr(matrices, "orthogonalise", fails)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    moved = [place for place, old in enumerate(before) if not torch.equal(params[place], old)]
+    assert 0 < sum(place < MATRICES for place in moved) < MATRICES and adamw_too == (moved[-1] >= MATRICES)
+    assert all("step" in optimizer.state[params[place]] for place in moved)
+    assert all(bool(optimizer.state[params[place]]["momentum_buffer"].any()) for place in moved if place < MATRICES)
+
+
+@pytest.mark.parametrize("place", [0, MATRICES])
+def test_a_negated_view_is_refused_in_every_step(place: int) -> None:
+    """Whoever reads its memory finds the wrong sign."""
+    params = parameters()
+    optimizer = FusedMuon([{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}])
+    for step in range(3):
+        for param, gradient in zip(params, gradients(step), strict=True):
+            param.grad = gradient
+        good = params[place].grad
+        assert good is not None
+        params[place].grad = torch._neg_view(good)
+        before = copy.deepcopy(params)
+        for _ in range(2):
+            refused(ValueError, "negat", optimizer.step)
+        assert_equal(params, before)
+        params[place].grad = good
         optimizer.step()
 
 

@@ -3,10 +3,9 @@
 The table is dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861), computed here alone; kernels get it uploaded (`codebook`).
 
 A block's scale is its largest magnitude, which therefore is stored exactly, at least LEAST_SCALE, or NaN where a number of the block is
-not finite. A number's code stands for the table's nearest to number * (1 / scale): a division for each block, and none for each number. So
-`encode` gives back scales and codes that `decode` was given, bit for bit: the largest is the scale itself, and products with a normal result
-and the inverse are off by 2^-24 of their size each (by 2^-21 where the scale is above 2^126), and neighbours in the table differ by 0.35 % at
-least.
+not finite. A number's code stands for the table's nearest to number * (1 / scale): a division for each block, and none for each number.
+So `encode` gives back scales and codes that `decode` was given, bit for bit. The largest number is the scale itself. The inverse and the products are
+each off by 2^-24 of their size. Neighbours in the table differ by 0.35 % at least.
 """
 
 from __future__ import annotations
@@ -89,7 +88,10 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     flat = _flat(values.detach())
     scales = _scales(flat)
     _, limits = _tables(signed, flat.device)
-    share = flat * _spread(1.0 / scales, flat.numel())
+    unit = torch.where(
+        scales > 1.0, 0.25, 1.0
+    )  # the inverse of a large scale is not a normal number, and flushed to 0 where a user says so
+    share = flat * _spread(unit, flat.numel()) * _spread(1.0 / (unit * scales), flat.numel())
     codes = torch.bucketize(share.abs() if signed else share, limits)
     codes = torch.where(share.isnan(), 0, codes)
     if signed:
