@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,23 @@ def resources(arch: str) -> dict[str, Used]:
 
 def instructions(arch: str, kernel: str) -> str:
     """Of the files that have kernels of this name."""
+    with _extracted("elf", arch) as files:
+        return "".join(_run("nvdisasm", "-c", str(path)) for path in files if kernel.encode() in path.read_bytes())
+
+
+def ptx(arch: str) -> dict[str, str]:
+    """By kernel."""
+    with _extracted("ptx", arch) as files:
+        parts = [part for path in files for part in re.split(r"\.visible \.entry |\.entry ", path.read_text(encoding="utf-8"))[1:]]
+    return {part.split("(", 1)[0]: part for part in parts}
+
+
+@contextmanager
+def _extracted(kind: str, arch: str) -> Iterator[list[Path]]:
+    """The module's files for this compute capability."""
     with tempfile.TemporaryDirectory() as folder:
-        _run("cuobjdump", "-xelf", f"sm_{arch}", str(_C.__file__), cwd=folder)
-        files = sorted(path for path in Path(folder).iterdir() if kernel.encode() in path.read_bytes())
-        return "".join(_run("nvdisasm", "-c", str(path)) for path in files)
+        _run("cuobjdump", f"-x{kind}", f"sm_{arch}", str(_C.__file__), cwd=folder)
+        yield sorted(Path(folder).iterdir())
 
 
 def _run(name: str, *arguments: str, cwd: str | None = None) -> str:
