@@ -337,17 +337,15 @@ class FusedOptimizer(Optimizer):
         return planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
 
     def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
-        """The options of a step on these gradients, by device. The norm of shards is taken here."""
-        if planned.sharded and self._max_grad_norm is not None and len(planned.parts) == 1 and planned.active:
-            return self._clipped(planned, own, self._max_grad_norm)
-        return self._options
-
-    def _clipped(self, planned: Planned, own: list[Tensor | None], max_norm: float) -> Callable[[torch.device], StepOptions]:
-        """Of a step whose norm is taken outside of its plans, which are on one device."""
+        """The options of a step on these gradients, by device. Of shards, and of what not all is stepped by kernels, the norm is taken here."""
+        devices = {part.device for _, part in planned.active}
+        if self._max_grad_norm is None or len(devices) != 1 or not (planned.sharded or planned.by_torch):
+            self._clip = None  # no norm is found, or a plan finds it
+            return self._options
         planned.check(own)
         if self._clip is None or not lists.same(self._clip.params, planned.params):
             self._clip = ShardedClip(planned.params)
-        options = self._clip(own, max_norm, self._options(planned.active[0][1].device))
+        options = self._clip(own, self._max_grad_norm, self._options(*devices))
         return lambda _: options
 
     # -- what a step can do beside stepping ------------------------------------------------------------------------------
@@ -358,7 +356,7 @@ class FusedOptimizer(Optimizer):
         planned = self._planned
         if planned is None or not planned.active or self._max_grad_norm is None:
             return None
-        return self._clip.norm if planned.sharded and self._clip else planned.active[0][1].plan.norm
+        return self._clip.norm if self._clip is not None else planned.active[0][1].plan.norm
 
     @property
     def step_skipped(self) -> Tensor | None:

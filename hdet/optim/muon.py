@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hdet.kernels import StepOptions, StepSettings
+from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import check_apart
 from hdet.kernels.spec.settings import check_group
 from hdet.tensors import dtensor as shards
@@ -205,19 +205,6 @@ class FusedMuon(FusedOptimizer):
     def _dtype_on(self, device: torch.device) -> torch.dtype:
         """Of Newton-Schulz."""
         return self.ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-
-    def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
-        """A norm is taken over both kinds, before their steps."""
-        devices = list(dict.fromkeys(part.device for _, part in planned.active))
-        if self._max_grad_norm is None or len(devices) != 1:
-            self._clip = None  # no norm has been found
-            return self._options
-        return self._clipped(planned, own, self._max_grad_norm)
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The global norm that the last step found, of both kinds; 0-d float32. None without max_grad_norm. Reading it waits."""
-        return None if self._clip is None or self._max_grad_norm is None else self._clip.norm
 
     def write_hyperparameters(self) -> None:
         """Raises RuntimeError: a step of matrices cannot be captured."""

@@ -98,7 +98,7 @@ class Planned:
         self._forms = lists.forms(self._lying(self._watched))
         self._addresses = lists.note_addresses(self._relied_on(params))
         self._usual = lists.UsualGradients(self._as_gradients())
-        self._by_torch = any(part.by_torch for part in parts)
+        self.by_torch = any(part.by_torch for part in parts)
         self.contents: list[Any] | None = None  # of `container`, once a step has been done
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
@@ -181,7 +181,7 @@ class Planned:
                 self._wrote()
         if self.contents is None:  # there was no gradient
             self._write_back()
-        if self._by_torch:
+        if self.by_torch:
             self.watch.refresh()
 
     def _wrote(self) -> None:
