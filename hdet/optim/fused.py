@@ -27,7 +27,7 @@ from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies
 from .moment_storage import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
 from .state import LINE_KEYS, MASTER_KEYS, REPLICA_KEYS, Layout, kept_masters, like_first, replicas_for, reset_master, state_sets
-from .step_plans import Hyper, Part, Planned
+from .step_plans import Hyper, Member, Part, Planned
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -573,39 +573,30 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
         return self._plan(params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept)))
 
-    def _plan(self, params: list[Tensor], sizes: list[int], kinds: list[bool], members: list[int]) -> Planned:
+    def _plan(self, params: list[Tensor], sizes: list[int], kinds: list[bool], chosen: list[int]) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
-        sets, entries, states = {}, {}, {}
-        for i in members:
-            kept = self.state.get(params[i], {})
-            sets[i] = self._replicas_of(params[i])
-            entries[i] = self._layout(params[i]).missing(kept, sets[i], self._keeps_moments(self.param_groups[group_of[i]]))
-            states[i] = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
-        parts = [
-            part
-            for device, places in plans.by_device(params, members).items()
-            for part in self._parts(device, places, group_of, sets, states)
-        ]
+        members, entries = {}, {}
+        for i in chosen:
+            kept, sets = self.state.get(params[i], {}), self._replicas_of(params[i])
+            entries[i] = self._layout(params[i]).missing(kept, sets, self._keeps_moments(self.param_groups[group_of[i]]))
+            state = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
+            members[i] = Member(group_of[i], sets, state)
+        by_device = plans.by_device(params, chosen).items()
+        parts = [part for device, places in by_device for part in self._parts(device, {i: members[i] for i in places})]
         parts.sort(key=lambda part: part.by_torch)  # last: kernels may still refuse
-        others = [(param, self.state[param]) for i, param in enumerate(params) if i not in states and param in self.state]
-        watch = self._watch([*((params[i], states[i]) for i in members), *others])
-        return Planned(params, sizes, kinds, parts, sets, entries, states, watch, self.state)
+        others = [(param, self.state[param]) for i, param in enumerate(params) if i not in members and param in self.state]
+        watch = self._watch([*((params[i], member.state) for i, member in members.items()), *others])
+        return Planned(params, sizes, kinds, parts, members, entries, watch, self.state)
 
-    def _parts(
-        self,
-        device: torch.device,
-        places: list[int],
-        group_of: list[int],
-        sets: dict[int, list[Tensor]],
-        states: dict[int, dict[str, Any]],
-    ) -> list[Part]:
-        """Plans for the parameters at these places, all of one device; their groups, replicas and states by place."""
+    def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
+        """Plans for parameters of one device, by place."""
         kernels.select(self.backend, device)
-        numbers, groups_of = plans.numbered([group_of[i] for i in places])
-        own = [strides.laid_state(shards.local_state(states[i], sets[i][0]), shards.local(sets[i][0])) for i in places]
-        keeps = [self._keeps_moments(self.param_groups[group_of[i]]) for i in places]
-        tensors = self._tensors([sets[i] for i in places], own, numbers, keeps, places)
+        places, chosen = list(members), list(members.values())
+        numbers, groups_of = plans.numbered([member.group for member in chosen])
+        own = [strides.laid_state(shards.local_state(state, sets[0]), shards.local(sets[0])) for _, sets, state in chosen]
+        keeps = [self._keeps_moments(self.param_groups[member.group]) for member in chosen]
+        tensors = self._tensors([member.sets for member in chosen], own, numbers, keeps, places)
         plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
         return [Part(plan, places, groups_of, device)]
 

@@ -26,7 +26,7 @@ from .newton_schulz import Iteration
 from .owners import MatrixPlan
 from .split_params import split_groups
 from .state import Layout, kept_masters
-from .step_plans import Hyper, Part, Planned
+from .step_plans import Hyper, Member, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
 _KEYS = {
@@ -220,27 +220,21 @@ class FusedMuon(FusedOptimizer):
     def _kind(self, group: dict[str, Any]) -> bool:
         return bool(group["use_muon"])
 
-    def _parts(
-        self,
-        device: torch.device,
-        places: list[int],
-        group_of: list[int],
-        sets: dict[int, list[Tensor]],
-        states: dict[int, dict[str, Any]],
-    ) -> list[Part]:
-        kinds: dict[bool, list[int]] = {True: [], False: []}
-        for i in places:
-            kinds[self.param_groups[group_of[i]]["use_muon"]].append(i)
-        made = super()._parts(device, kinds[False], group_of, sets, states) if kinds[False] else []
+    def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
+        kinds: dict[bool, dict[int, Member]] = {True: {}, False: {}}
+        for i, member in members.items():
+            kinds[self.param_groups[member.group]["use_muon"]][i] = member
+        made = super()._parts(device, kinds[False]) if kinds[False] else []
         if chosen := kinds[True]:
-            numbers, groups_of = plans.numbered([group_of[i] for i in chosen])
-            matrices = [self._matrix(i, number, sets[i], states[i]) for i, number in zip(chosen, numbers, strict=True)]
+            numbers, groups_of = plans.numbered([member.group for member in chosen.values()])
+            matrices = [self._matrix(i, number, sets, state) for number, (i, (_, sets, state)) in zip(numbers, chosen.items(), strict=True)]
             seed = self.seed if self.stochastic_rounding else None
             plan = MatrixPlan(matrices, self.num_replicas, self._dtype_on(device), self.backend, seed, self.first_replica)
-            watched = [t for i in chosen for t in (*sets[i], *kept_masters(states[i]), *states[i].values()) if isinstance(t, Tensor)]
-            made.append(Part(plan, chosen, groups_of, device, watched, by_torch=True))
+            tensors = (t for _, sets, state in chosen.values() for t in (*sets, *kept_masters(state), *state.values()))
+            watched = [t for t in tensors if isinstance(t, Tensor)]
+            made.append(Part(plan, list(chosen), groups_of, device, watched, by_torch=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
-        check_apart((f"parameter {i}", tensor) for i in places for tensor in shards.locals_of(sets[i]))
+        check_apart((f"parameter {i}", tensor) for i, member in members.items() for tensor in shards.locals_of(member.sets))
         return made
 
     def _matrix(self, place: int, group: int, sets: list[Tensor], whole: dict[str, Any]) -> Matrix:

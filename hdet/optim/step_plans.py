@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,12 +68,20 @@ class Part:
     """Steps by torch's calls, which count versions by themselves. Its settings and gradients are checked outside."""
 
 
+class Member(NamedTuple):
+    """A parameter that is planned for."""
+
+    group: int
+    sets: list[Tensor]
+    """the parameter in all replicas"""
+    state: dict[str, Any]
+
+
 class Planned:
     """The plans of all steps, one for each device, and everything they rely on.
 
-    They are made for the parameters that have had a gradient (`states` and `sets`, by the parameter's place: its state, and the parameter
-    in all replicas). A step leaves those of them alone that have none. `entries`: what is to be added to states once a step has been
-    done, to those in `container`. `kinds`: of each group, what its plan relies on. `watch`: over all masters.
+    They are made for the parameters that have had a gradient (`members`, by the parameter's place). A step leaves those of them alone that
+    have none. `entries`: what is to be added to states once a step has been done, to those in `container`. `kinds`: of each group, what its plan relies on. `watch`: over all masters.
     """
 
     def __init__(
@@ -82,15 +90,14 @@ class Planned:
         sizes: list[int],
         kinds: list[bool],
         parts: list[Part],
-        sets: Mapping[int, list[Tensor]],
+        members: Mapping[int, Member],
         entries: Mapping[int, dict[str, Any]],
-        states: Mapping[int, dict[str, Any]],
         watch: VersionWatch,
         container: dict[Tensor, dict[str, Any]],
     ) -> None:
         self.params, self.sizes, self.kinds, self.parts = params, sizes, kinds, parts
-        self.entries, self.places, self.container = entries, list(states), container
-        self.outside = set(range(len(params))).difference(states)
+        self.entries, self.places, self.container = entries, list(members), container
+        self.outside = set(range(len(params))).difference(members)
         self.sharded = any(map(shards.is_sharded, params))
         self._orders = _orders(params, self.places)
         self.watch = watch
@@ -105,9 +112,9 @@ class Planned:
         self.settings: list[tuple[StepSettings, ...]] = []
         self.writes: list[Tensor] = []  # what steps write to, if all have gradients; of each place a slice
         self._slices: dict[int, slice] = {}
-        for i in self.places:
+        for i, member in members.items():
             start = len(self.writes)
-            self.writes += with_shards([tensor for tensor in sets[i] if not tensor.is_inference()])
+            self.writes += with_shards([tensor for tensor in member.sets if not tensor.is_inference()])
             self._slices[i] = slice(start, len(self.writes))
         self._choose([])
 

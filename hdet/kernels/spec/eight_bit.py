@@ -88,9 +88,8 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     flat = _flat(values.detach())
     scales = _scales(flat)
     _, limits = _tables(signed, flat.device)
-    unit = torch.where(
-        scales > 1.0, 0.25, 1.0
-    )  # the inverse of a large scale is not a normal number, and flushed to 0 where a user says so
+    # The inverse of a large scale is not a normal number, and 0 where a user has subnormal numbers flushed.
+    unit = torch.where(scales > 1.0, 0.25, 1.0)
     share = flat * _spread(unit, flat.numel()) * _spread(1.0 / (unit * scales), flat.numel())
     codes = torch.bucketize(share.abs() if signed else share, limits)
     codes = torch.where(share.isnan(), 0, codes)
