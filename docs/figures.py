@@ -1,10 +1,15 @@
-"""Draws the figures of docs/concepts.md into docs/figures/: `python docs/figures.py` (needs matplotlib). Multipliers are hdet's own."""
+"""Draws the figures of docs/concepts.md into docs/figures/, and docs/rates.png by the program of README.md: `python docs/figures.py`.
+
+Needs matplotlib and scikit-learn. Multipliers are hdet's own.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,6 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from hdet.core.spread import assignment, multipliers
 
 FOLDER = Path(__file__).parent / "figures"
+README = Path(__file__).parents[1] / "README.md"
 COLOURS = ["#3b6fb6", "#59a14f", "#e08a2e", "#c4474f"]
 GREY = "#777777"
 
@@ -112,7 +118,17 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], float]] = {
 }
 
 
+def rates() -> None:
+    """docs/rates.png: the trial of README.md's first program."""
+    names: dict[str, Any] = {}
+    program = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    exec(program, names)  # noqa: S102 - running the program of the page is the point
+    names["auto"].interval.plot().figure.savefig(FOLDER.parent / "rates.png", dpi=150)
+    plt.close("all")
+
+
 def main() -> None:
+    rates()
     FOLDER.mkdir(exist_ok=True)
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hdet", "font.family": "sans-serif", "font.size": 9,
                          "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip

@@ -35,8 +35,8 @@ def main(steps: int = 250) -> None:
     def clip() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
-    # This run is short: trials may take more than the 3 % that they have by default.
-    controller = hdet.AutoLR(model, budget=0.5, before_step=clip)
+    # This run is short: its trial may take a larger part of it than by default.
+    controller = hdet.AutoLR(model, budget=0.8, before_step=clip)
     ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=steps, controller=controller)
     ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
     for batch in loader:

@@ -36,7 +36,7 @@ def main(steps: int = 250) -> None:
         eval_strategy="steps",
         eval_steps=steps // 3,
         logging_steps=steps // 6,
-        log_level="info",  # shows what AutoLR is going to do, and what it has found
+        log_level="info",  # shows what AutoLR is going to do, and what it has measured
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -46,8 +46,8 @@ def main(steps: int = 250) -> None:
         args,
         train_dataset=texts(4000, 0),
         eval_dataset=texts(64, 1),
-        # This run is short: trials may take more than the 3 % that they have by default, as in {"controller": hdet.AutoLR}.
-        ensemble={"controller": lambda model: hdet.AutoLR(model, budget=0.5)},
+        # This run is short: its trial may take a larger part of it than by default, as in {"controller": hdet.AutoLR}.
+        ensemble={"controller": lambda model: hdet.AutoLR(model, budget=0.8)},
     )
     trainer.train()
     print(f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss {trainer.evaluate()['eval_loss']:.3f}")

@@ -38,8 +38,8 @@ def batches(count: int) -> DataLoader:
 def main(steps: int = 250, processes: int = 1) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # This run is short: trials may take more than the 3 % that they have by default, as in HdetCallback(controller=hdet.AutoLR).
-    callback = hdet.integrations.lightning.HdetCallback(controller=lambda module: hdet.AutoLR(module, budget=0.5))
+    # This run is short: its trial may take a larger part of it than by default, as in HdetCallback(controller=hdet.AutoLR).
+    callback = hdet.integrations.lightning.HdetCallback(controller=lambda module: hdet.AutoLR(module, budget=0.8))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=processes,

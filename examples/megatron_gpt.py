@@ -25,8 +25,8 @@ def main(steps=250, tp=1, pp=1):
     rates = {"init_lr": 0.0, "max_lr": 1e-4, "min_lr": 0.0, "lr_warmup_steps": 5, "lr_decay_steps": steps, "lr_decay_style": "cosine"}
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": steps, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(optimizer, **rates, **decay)
-    # This run is short: trials may take more than the 3 % that they have by default, as with controller=hdet.AutoLR.
-    settings = {"total_steps": steps, "controller": lambda model: hdet.AutoLR(model, budget=0.5)}
+    # This run is short: its trial may take a larger part of it than by default, as with controller=hdet.AutoLR.
+    settings = {"total_steps": steps, "controller": lambda model: hdet.AutoLR(model, budget=0.8)}
     scheduler = hdet.integrations.megatron.wrap(optimizer, scheduler, model, **settings)
     rank = parallel_state.get_data_parallel_rank()
     for step in range(steps):

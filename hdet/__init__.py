@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 _HOMES = {
     name: home
     for home, names in {
-        "controllers.auto": "AutoLR",
+        "trial.auto": "AutoLR",
+        "trial.find_rate": "find_rate",
+        "trial.rule": "RateInterval",
         "controllers.hypergradient": "HypergradientController",
         "controllers.probe": "ProbeController",
         "core.controller": "Controller",
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import kernels as kernels
     from . import logging as logging
-    from .controllers.auto import AutoLR as AutoLR
     from .controllers.hypergradient import HypergradientController as HypergradientController
     from .controllers.probe import ProbeController as ProbeController
     from .core.controller import Controller as Controller
@@ -100,6 +101,9 @@ if TYPE_CHECKING:
     from .replicas.coresident import CoresidentReplicas as CoresidentReplicas
     from .run.faults import ReplicaLost as ReplicaLost
     from .schedulers import OneCycleAutoLR as OneCycleAutoLR
+    from .trial.auto import AutoLR as AutoLR
+    from .trial.find_rate import find_rate as find_rate
+    from .trial.rule import RateInterval as RateInterval
 
 
 def __getattr__(name: str) -> Any:

@@ -21,9 +21,8 @@ from .core.divergence import Divergence, Verdict
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
 from .core.plan import Average, Ending, Keep, Restore
-from .core.validate import within
-from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .measure.measurement import Closure, Watched
+from .knobs import Bound, GroupKnob, Knob, LearningRate, bind_all, check_disjoint
+from .measure.measurement import Watched
 from .policies import Sync
 from .profiling import ranged
 from .replicas import Replicas
@@ -38,6 +37,7 @@ from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
 from .run.schedule import Schedule, Scheduler
 from .run.snapshot import Snapshots
+from .trial.arms import Closure, Searched
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -71,8 +71,6 @@ class Ensemble:
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
-        epochs: how often the run sees its examples, for controllers that see too late, or never, that examples come again: those that are augmented,
-            or cut from one text anew each time (`AutoLR`). 0: not known.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
 
     Guarantees: between steps param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Values that somebody else
@@ -95,7 +93,6 @@ class Ensemble:
         design: str | None = None,
         warmup_steps: int = 0,
         total_steps: int | None = None,
-        epochs: float = 0.0,
         seed: int = 0,
         log: Callable[[dict[str, Any], int], object] | None = None,
     ) -> None:
@@ -125,8 +122,7 @@ class Ensemble:
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         self.run = Run(
-            clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local", falls_to=self.schedule.falls_to(),
-            epochs=within(epochs, "epochs", "[0, 1e15]", "the run sees its examples so many times"),
+            clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local",
         )  # fmt: skip
         check_controller(controller, self.run)
         self.engine.schedule_step = self._schedule_step()
@@ -138,14 +134,19 @@ class Ensemble:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
-        models = [*self._panel.modules, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
+        self._search = None if controller is None else controller.search
+        searched = [] if self._search is None else [self._search.model]
+        models = [*self._panel.modules, *searched, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
         self._snapshots = Snapshots(trained, optimizer, models[0] if models else None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,
-                sync.refresh is not None, self._snapshots, lambda: self._fan_out.aside(), sync.gradients == "local", self._peaks_in_force,
+                sync.refresh is not None,
             )
         )  # fmt: skip
+        if self._search is not None:
+            self._search.attach(self._searched_run(trained, masters[0]))
+            self._search.done = self._search.done or self.engine.step > 0  # the run's first steps are over
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(self.parameters, optimizer, self.replicas, sync, divergence, models)
 
@@ -161,6 +162,8 @@ class Ensemble:
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal, and stay so in this cycle
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
+        self._trial: Mapping[str, Any] | None = None
+        """What an `AutoLR` has measured, until the next record."""
         self.tell: Callable[[str], object] = _LOG.info
         """Takes what is worth a line in a log: notes of cycles, and what the controller reports. A framework's log may stand here."""
         self._told = ""
@@ -188,7 +191,7 @@ class Ensemble:
     def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
-        ``closure``: computes the current batch's losses anew, with a graph, for an `AutoLR`.
+        ``closure``: computes the current batch's losses again, with a graph, for the trial of an `AutoLR`.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule, as in torch, but
         count one step of the cycle; a call without an optimizer step counts none. The end of the schedule always ends the last cycle.
@@ -201,6 +204,11 @@ class Ensemble:
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
         self.during.check_whole()
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"closure must be a function, got {type(closure).__name__}: it computes the losses of the batch again, such as "
+                "closure=lambda: losses_of(model, batch)"
+            )
         self._take_writes()
         if loss is not None:
             self.observe(loss)
@@ -212,16 +220,15 @@ class Ensemble:
             self._compared = True
         ends = False
         try:
-            self._panel.check_closure(closure)
-            if stepped:
-                self._panel.beside(closure)
+            if stepped and self._search is not None:
+                self._search_rate(closure)
             self.schedule.advance()
             if stepped:
                 ends = self.engine.tick()
                 self._panel.sample()
             ends = ends or (self.schedule.is_over and self.engine.position > 0)
             if ends:
-                self._end_cycle(closure)
+                self._end_cycle()
             elif (
                 stepped and (self._replicas_part or not self.weights.average.idle) and self.weights.average.acts_after(self.engine.position)
             ):
@@ -235,6 +242,27 @@ class Ensemble:
             self._tell_report()
             if self.log is not None:
                 self.log(self.history, self.engine.step)  # may write values, too
+
+    def _search_rate(self, closure: Closure | None) -> None:
+        """One step of an `AutoLR`, and what it has decided."""
+        assert self._search is not None
+        with self.during("trial"):
+            move = self._search.after_step(closure)
+        if move is None:
+            return
+        if move.factor != 1:
+            for k, (knob, peaks) in enumerate(zip(self.knobs, self.schedule.peaks(), strict=True)):
+                if knob.key == "lr":
+                    self._notes += self.engine.multiply(k, move.factor, peaks[0])
+        if move.restored:
+            with self.during("average"):
+                self.weights.took_back()
+            self._mark_in_sync()
+            self.engine.level = None
+            self._panel.restart()
+            self.reset_loss_meters()
+        self._trial = move.trial
+        self._notes.append(move.note)
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its loss meters restart.
@@ -387,6 +415,23 @@ class Ensemble:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
         return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
 
+    def _searched_run(self, trained: Sequence[torch.Tensor], masters: Callable[[], Any]) -> Searched:
+        def peaks() -> list[tuple[int, float]]:
+            rates = [
+                (knob, of)
+                for knob, of in zip(self.knobs, self._peaks_in_force(), strict=True)
+                if isinstance(knob, GroupKnob) and knob.key == "lr"
+            ]
+            return [pair for knob, of in rates for pair in zip(knob.indices, of, strict=True)]
+
+        if len(self.replicas.local) > 1:
+            raise ValueError("AutoLR trains copies of the run, for which several replicas in one process are of no use: leave replicas out")
+        assert self._search is not None
+        return Searched(
+            self._search.model, self.optimizer, trained, masters, peaks, self.replicas, self.sync.gradients == "shared",
+            lambda: self._fan_out.aside(), self.sync.refresh is not None,
+        )  # fmt: skip
+
     def _peaks_in_force(self) -> list[list[float]]:
         # With the correction that was decided, also where a ramp is still on its way to it.
         of_all = zip(self.knobs, self.schedule.peaks(), self.engine.corrections, strict=True)
@@ -400,6 +445,12 @@ class Ensemble:
     def _check_not_exploring(self, name: str) -> None:
         if self._fan_out.explored is not None:
             raise ValueError(f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after")
+        self._check_no_arm(name)
+
+    def _check_no_arm(self, name: str) -> None:
+        """Nor by a closure, which computes the losses of other weights than the run's."""
+        if self._search is not None:
+            self._search.check_in_place(f"ensemble.{name}()")
 
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
@@ -424,6 +475,8 @@ class Ensemble:
         self.weights.on_cycle_start()
         self._snapshots.on_cycle_start()
         self._panel.on_cycle_start()
+        if self._search is not None:
+            self._search.before_first_step()
 
     def reset_loss_meters(self) -> None:
         for member in self.weights.local:
@@ -431,7 +484,7 @@ class Ensemble:
         self._panel.reset()
 
     @ranged("hdet.cycle")
-    def _end_cycle(self, closure: Closure | None) -> None:
+    def _end_cycle(self) -> None:
         self._check_explored()
         started = self._now()
         plan, moment = self.engine.plan, self.engine.planned_at
@@ -444,7 +497,7 @@ class Ensemble:
         self._notes += verdict.notes
         together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
         averaged = self._now()
-        outcome = self._control(verdict, losses, measured, stats, closure)
+        outcome = self._control(verdict, losses, measured, stats)
         if outcome.end is not None:
             with self.during("average"):
                 together = self._carry_out(outcome.end, verdict, losses)
@@ -456,9 +509,9 @@ class Ensemble:
         self.schedule.write(self.engine)
         self.history = cycle_record(
             self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
-            probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed),
+            probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed), trial=self._trial,
         )  # fmt: skip
-        self._notes = []
+        self._notes, self._trial = [], None
         self._begin_cycle()
 
     def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
@@ -509,9 +562,7 @@ class Ensemble:
             self.engine.level = None  # the loss of other weights: what is next would be taken back for it
         return not isinstance(end, Keep)
 
-    def _control(
-        self, verdict: Verdict, losses: list[float | None], measured: Measured, stats: Sequence[CycleStats], closure: Closure | None
-    ) -> CycleOutcome:
+    def _control(self, verdict: Verdict, losses: list[float | None], measured: Measured, stats: Sequence[CycleStats]) -> CycleOutcome:
         """Let the controller learn from the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
             self._panel.restart()
@@ -524,7 +575,7 @@ class Ensemble:
             for name, rows in measured.items()
         }
         peaks = [of_cells[0] for of_cells in self.schedule.peaks()]
-        with self._panel.answering(closure) as answer:
+        with self._panel.answering() as answer:
             outcome = self.engine.close(
                 losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=self.schedule.floors(), highest=self.schedule.highest(),
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
@@ -601,7 +652,10 @@ class Ensemble:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first. A second call does nothing."""
         if getattr(self.optimizer, "_hdet_fan_out", None) is not self._fan_out:  # it may be another's by now
             return
+        self._check_no_arm("close")
         self._panel.release()
+        if self._search is not None:
+            self._search.close()
         self._snapshots.begin_cycle({})
         self._fan_out.close()
         self.weights.average.close()

@@ -87,7 +87,7 @@ TOYS: dict[str, Callable[[Names], Any]] = {
     "scheduler": lambda names: torch.optim.lr_scheduler.OneCycleLR(names["optimizer"], 1e-3, total_steps=2000),
     "ensemble": _ensemble,
     "device": lambda names: torch.device("cpu"),
-    "loader": lambda names: batches(40, dist.get_rank() if dist.is_initialized() else 0),
+    "loader": lambda names: batches(60, dist.get_rank() if dist.is_initialized() else 0),
     "probe_batches": lambda names: batches(8, 1000),
     "held_out_batches": lambda names: batches(8, 2000),
     "batches": lambda names: batches(8, 1000),

@@ -1,256 +1,273 @@
-"""AutoLR against the same start's fixed rate, each seed by itself: where does it help, and does it ever harm?
+"""AutoLR against the fixed rate of the same start, on every workload.
 
-    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test|high|repeated|judged|harder|zero|misleading] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
-                                       [--budget 0.03] [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.auto [--workloads llama-bytes ...] [--group development|...]
+        [--levels trial free] [--lengths 10000] [--starts -4 -2 0 2 4] [--whole | --drawn 80]
+        [--jobs 2] [--quick] [--json FILE]
 
-Starts are exponents of 2 times the rate that people would write first. The table has, for each start, what is missing of (untrained - best): of
-the fixed rate, and of AutoLR from there. Best is the lowest loss of any run of this workload, length and seed, those of
-benchmarks.evidence.fixed_rates included, of which this runs what is missing at the same starts. Lines of the test half are written once.
-
-A run whose rate AutoLR has left alone is the fixed run, to the bit (tests/controllers/test_auto.py). So it ends here with the last trial, its line says
-"kept", and the table takes the fixed run's loss.
+Starts are exponents of 2 times the rate that people would write first. A search is over after 28
+or 56 steps, and what follows is a run at a fixed rate. So by default a run ends with its search,
+and its final loss is *read off* the curve of fixed rates of the workload
+(benchmarks.evidence.fixed_rates), between whose points it is interpolated. ``--whole`` trains to
+the end; ``--drawn N`` does that for N pairs of workload and start that a seed draws. On data that
+is seen many times the lowest of 60 validation losses is recorded, too, which is the loss of the
+best checkpoint; there ``--levels fixed`` trains at the fixed rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
 
 from . import command, fixed_rates
 from .problems import Batch, Problem
-from .runs import Record, Task, identity, read, spaced
-from .training import Method, Parts, plain, train
-from .workloads import DEVELOPMENT, HARDER, HIGH, JUDGED, MISLEADING, OPTIMIZERS, REPEATED, SCHEDULES, TEST, WORKLOADS, ZERO
+from .runs import Record, Task, identity, read
+from .training import Method, Parts, plain, scheduled, train
+from .workloads import (
+    CHANGING,
+    DEVELOPMENT,
+    FROM_ZERO,
+    MISLEADING,
+    NOT_TO_ZERO,
+    OPTIMIZERS,
+    REPEATED,
+    SCHEDULES,
+    TEST,
+    WORKLOADS,
+)  # fmt: skip
 
 RESULTS = "benchmarks/results/evidence/auto.jsonl"
-
-
-class Kept(Exception):
-    """No trial is to come, and none has changed anything."""
-
-
-HALVES = {
+GROUPS = {
     "development": DEVELOPMENT,
     "test": TEST,
-    "high": HIGH,
     "repeated": REPEATED,
-    "judged": JUDGED,
-    "harder": HARDER,
-    "zero": ZERO,
+    "not-to-zero": NOT_TO_ZERO,
+    "from-zero": FROM_ZERO,
+    "changing": CHANGING,
     "misleading": MISLEADING,
 }
-HARM = 0.5
-"""Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
+STARTS = (-4, -2, 0, 2, 4)
+VALIDATIONS = 60
+SEED_OF_DRAW = 41
 
 
-def auto_lr(problem: Problem, model: nn.Module, budget: float) -> hdet.AutoLR:
-    """With the workload's judge, where there is one."""
-    chosen = WORKLOADS[problem.name]
-    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
-    return hdet.AutoLR(model, budget=budget, judge=judge)
+class Searched(Exception):
+    """The search is over, and nobody wants the rest of the run."""
 
 
-def beside(
-    problem: Problem,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    seed: int,
-    controller: hdet.Controller,
+def controller_of(level: str, model: nn.Module) -> hdet.AutoLR | None:
+    """``level``: "trial", "free" or "fixed"."""
+    if level == "fixed":
+        return None
+    return hdet.AutoLR(model, budget=0.0 if level == "free" else None)
+
+
+def parts_of(
+    problem: Problem, model: nn.Module, optimizer: Any, scheduler: Any, controller: Any, seed: int = 0,
     log: Any = None,
-) -> tuple[Parts, hdet.Ensemble]:
-    """A training loop with any controller; the closure has the losses of the batch."""
+) -> tuple[Parts, hdet.Ensemble]:  # fmt: skip
+    """A training loop with a controller; its closure has the losses of the batch."""
     ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log)
-    step, last = plain(problem, model), [0.0]
+    backward, last = plain(problem, model), [0.0]
 
-    def backward(batch: Batch) -> float:
-        last[0] = step(batch)
+    def step(batch: Batch) -> float:
+        last[0] = backward(batch)
         return last[0]
 
     def after(batch: Batch) -> None:
         ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
 
-    return Parts(
-        optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,)
-    ), ensemble
+    rate = lambda: float(optimizer.param_groups[0]["lr"])
+    return Parts(optimizer, step, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,)), ensemble
 
 
-def around(
-    problem: Problem, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, seed: int, *, budget: float = 0.03, log: Any = None
-) -> tuple[Parts, hdet.AutoLR, hdet.Ensemble]:
-    """A training loop with the workload's AutoLR."""
-    chosen = auto_lr(problem, model, budget)
-    parts, ensemble = beside(problem, model, optimizer, scheduler, seed, chosen, log)
-    return parts, chosen, ensemble
-
-
-def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> Record:
+def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: bool) -> Record:
     """One line of the results."""
     chosen = WORKLOADS[workload]
-    rate = chosen.rate * 2.0**exponent
-    seen: list[Any] = []
+    rate, best, controllers = chosen.rate * 2.0**exponent, math.inf, list[Any]()
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
-        records: list[dict[str, Any]] = []
-        parts, controller, ensemble = around(
-            problem, model, optimizer, SCHEDULES[chosen.schedule](optimizer, steps), seed, budget=budget,
-            log=lambda record, step: records.append(record),
-        )  # fmt: skip
-        seen.extend((controller, ensemble, records))
+        scheduler = SCHEDULES[chosen.schedule](optimizer, steps)
+        controller = controller_of(level, model)
+        controllers.append(controller)
+        if controller is None:
+            return scheduled(problem, model, optimizer, scheduler)
+        parts, _ = parts_of(problem, model, optimizer, scheduler, controller, seed)
 
         def after(batch: Batch) -> None:
             parts.after(batch)
-            if kept(controller):
-                raise Kept
+            if controller.done and not whole:
+                raise Searched
 
-        return replace(parts, after=after, crashes=(*parts.crashes, Kept))
+        return replace(parts, after=after, crashes=(*parts.crashes, Searched))
 
-    outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
-    controller, ensemble, records = seen
+    def watch(step: int, validate: Any) -> None:
+        nonlocal best
+        if whole and workload in REPEATED and step and step % (steps // VALIDATIONS) == 0:
+            loss = validate()
+            best = min(best, loss if math.isfinite(loss) else math.inf)
+
+    problem = replace(chosen.problem, steps=steps)
+    outcome = train(problem, Method(chosen.optimizer, build, rate, None), rate, seed, watch)
+    controller = controllers[0]
+    found = None if controller is None else controller.interval
+    if outcome.validation is not None:
+        best = min(best, outcome.validation)
     return {
-        "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
-        "kept": kept(controller), "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
-        "spent_percent": 100 * controller.rule.cost / steps, "report": controller.report(),
-        "notes": [[record["step"], note] for record in records for note in record["notes"]],
+        "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed,
+        "steps": steps, "level": level, "whole": whole, "validation": outcome.validation,
+        "best": best if math.isfinite(best) else None,
+        "untrained": fixed_rates.untrained(workload, seed),
+        "factor": 1.0 if found is None else found.suggestion / rate,
+        "low": None if found is None else found.low or None,
+        "high": found.high if found is not None and math.isfinite(found.high) else None,
+        "reason": "" if found is None else found.reason,
+        "cost": 0.0 if controller is None else controller.cost,
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
 
 
-def kept(controller: hdet.AutoLR) -> bool:
-    """From now on the run is the one without it."""
-    return controller.idle and all(now == yours for yours, now in controller.rule.peaks)
+key = identity("workload", "exponent", "seed", "steps", "level", "whole")
 
 
-key = identity("workload", "exponent", "seed", "steps", "budget")
+# -- how far a run ends from the best one -------------------------------------------------------------
 
 
-def tasks(options: argparse.Namespace) -> list[Task]:
-    """The short ones first."""
-    return command.grid(
-        seed=range(options.seeds), steps=options.lengths, workload=options.workloads, exponent=options.starts, budget=[options.budget]
-    )
+@dataclass(frozen=True)
+class Curve:
+    """Final losses of one workload and length at fixed rates."""
+
+    losses: dict[float, float]
+    """By exponent."""
+    untrained: float
+
+    @property
+    def best(self) -> float:
+        return min(self.losses.values())
+
+    def gap(self, loss: float | None) -> float:
+        """To the best fixed rate, in percent of what that one learns."""
+        reached = fixed_rates.reached(loss, self.untrained)
+        return 100 * (reached - self.best) / (self.untrained - self.best)
+
+    def at(self, exponent: float) -> float:
+        """The gap at a rate: interpolated, beyond the ends that of the nearest one."""
+        known = sorted(self.losses)
+        exponent = min(max(exponent, known[0]), known[-1])
+        for low, high in pairwise(known):
+            if low <= exponent <= high:
+                part = (exponent - low) / (high - low)
+                loss = (1 - part) * self.losses[low] + part * self.losses[high]
+                return self.gap(loss)
+        return self.gap(self.losses[known[0]])
 
 
-def missing(loss: float | None, untrained: float, best: float) -> float:
-    """Percent of (untrained - best) that the loss which was `fixed_rates.reached` lacks."""
-    return 100 * (fixed_rates.reached(loss, untrained) - best) / (untrained - best)
+def curves(fixed: Sequence[Record]) -> dict[tuple[str, int, int], Curve]:
+    """By workload, steps and seed; those of at least four rates."""
+    losses: dict[tuple[str, int, int], dict[float, float]] = {}
+    untrained: dict[tuple[str, int, int], float] = {}
+    for line in fixed:
+        cell = (line["workload"], line["steps"], line["seed"])
+        loss = fixed_rates.reached(line["validation"], line["untrained"])
+        losses.setdefault(cell, {})[line["exponent"]] = loss
+        untrained[cell] = line["untrained"]
+    return {cell: Curve(row, untrained[cell]) for cell, row in losses.items() if len(row) >= 4}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with AutoLR beside the fixed rate of its start. Percent of (untrained - best)."""
+    """A run beside the fixed rate of its start."""
 
     record: Record
     fixed: float
-    auto: float
-    held: bool | None
-    """Is a rate of the grid that is within `HARM` of the best in the interval that AutoLR tells? None: it tells none."""
+    """The fixed rate's gap to the best run, in percent."""
+    read_off: float
+    """AutoLR's, read off the fixed rates' curve."""
+    real: float | None
+    """AutoLR's, of a run to the end; None: there was none."""
+    holds: bool
+    """Is a rate of the curve within 0.5 % of the best in the interval?"""
 
     @property
-    def harm(self) -> float:
-        return self.auto - self.fixed
+    def auto(self) -> float:
+        """The real gap, where there is one."""
+        return self.read_off if self.real is None else self.real
 
 
-ROUNDED = 1.03
-"""What two digits of a report may be off."""
-
-
-def told(report: str) -> tuple[float, float] | None:
-    """The interval of peaks in it, without an end where it says "or less", "or more"; None: there is none."""
-    found = re.search(r"best peak ([\d.e+-]+) to ([\d.e+-]+)( or more| or less)?", report)
-    if found is None:
-        return None
-    low, high, beyond = float(found[1]), float(found[2]), found[3]
-    return 0.0 if beyond == " or less" else low / ROUNDED, math.inf if beyond == " or more" else high * ROUNDED
+NEAR = 0.5
+"""Percent of what the best run learns."""
 
 
 def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compared]:
-    """By workload, length, seed and start. Best is the lowest loss of any run of a workload, length and seed."""
-    cell, order = identity("workload", "steps", "seed"), list(WORKLOADS)
-    same = {fixed_rates.key(line): line for line in fixed}
-    lines = [{**line, "validation": same[fixed_rates.key(line)]["validation"]} if line.get("kept") else line for line in records]
-    every: dict[Any, list[float]] = {}
-    for line in (*lines, *fixed):
-        if line["validation"] is not None:
-            every.setdefault(cell(line), []).append(line["validation"])
-    found = []
-    for line in sorted(lines, key=lambda line: (order.index(line["workload"]), line["steps"], line["seed"], line["exponent"])):
-        best, untrained = min(every[cell(line)]), line["untrained"]
-        near = [one["rate"] for one in fixed if cell(one) == cell(line) and missing(one["validation"], untrained, best) <= HARM]
-        interval = told(line["report"])
-        held = None if interval is None else any(interval[0] <= rate <= interval[1] for rate in near)
-        alone = missing(same[fixed_rates.key(line)]["validation"], untrained, best)
-        found.append(Compared(line, alone, missing(line["validation"], untrained, best), held))
-    return found
+    """In the order of the workloads."""
+    found, known = dict[Any, Compared](), curves(fixed)
+    order = list(WORKLOADS)
+    for line in sorted(records, key=lambda line: line["whole"]):
+        curve = known.get((line["workload"], line["steps"], line["seed"]))
+        if curve is None or line["exponent"] not in curve.losses or line["level"] == "fixed":
+            continue
+        usual = WORKLOADS[line["workload"]].rate
+        low = math.log2((line["low"] or 1e-30) / usual)
+        high = math.log2((line["high"] or 1e30) / usual)
+        near = [e for e, loss in curve.losses.items() if curve.gap(loss) <= NEAR]
+        cell = (line["workload"], line["steps"], line["seed"], line["level"], line["exponent"])
+        found[cell] = Compared(
+            line,
+            curve.gap(curve.losses[line["exponent"]]),
+            curve.at(line["exponent"] + math.log2(line["factor"])),
+            curve.gap(line["validation"]) if line["whole"] else None,
+            any(low - 0.01 <= e <= high + 0.01 for e in near),
+        )
+    return [found[cell] for cell in sorted(found, key=lambda cell: (order.index(cell[0]), *cell[1:]))]
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    grid = command.grid(
+        seed=range(options.seeds), steps=options.lengths, workload=options.workloads,
+        exponent=options.starts, level=options.levels, whole=[options.whole],
+    )  # fmt: skip
+    if options.drawn:
+        drawn = random.Random(SEED_OF_DRAW).sample(grid, min(options.drawn, len(grid)))
+        grid = [{**task, "whole": True} for task in drawn]
+    return grid
 
 
 def table(runs: Sequence[Compared]) -> str:
-    """How many runs are well, and a line for each."""
-    return f"{counted({'these': runs})}\n{each(runs)}"
-
-
-def each(runs: Sequence[Compared]) -> str:
-    lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
-    for run in runs:
-        line = run.record
+    """A line for each run."""
+    lines = ["| workload | steps | start | level | fixed | read off | real | factor | reason |", "|---" * 9 + "|"]
+    for one in runs:
+        line = one.record
+        real = "" if one.real is None else f"{one.real:.1f} %"
         lines.append(
-            f"| {line['workload']} | {spaced(line['steps'])} | {line['seed']} | 2^{line['exponent']} | {run.fixed:.1f} % | {run.auto:.1f} % | "
-            f"{run.harm:+.1f} | {line['correction']:.3g} | {line['spent_percent']:.1f} % |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
-    """How many runs of each kind are worse than their start's fixed rate, and how near to the best they end."""
-    heads = [
-        "runs", "", f"worse by more than {HARM} %", "worst difference", "mean missing: fixed, AutoLR",
-        f"within {HARM} % of the best: fixed, AutoLR", "within 2 %: fixed, AutoLR", "interval: told, held",
-    ]  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, runs in kinds.items():
-        near = {within: f"{sum(r.fixed <= within for r in runs)}, {sum(r.auto <= within for r in runs)}" for within in (HARM, 2)}
-        lines.append(
-            f"| {name} | {len(runs)} | {sum(r.harm > HARM for r in runs)} | {max(r.harm for r in runs):+.1f} % | "
-            f"{fmean(r.fixed for r in runs):.1f} %, {fmean(r.auto for r in runs):.1f} % | {near[HARM]} | {near[2]} | "
-            f"{sum(r.held is not None for r in runs)}, {sum(r.held is True for r in runs)} |"
+            f"| {line['workload']} | {line['steps']} | 2^{line['exponent']} | {line['level']} | "
+            f"{one.fixed:.1f} % | {one.read_off:.1f} % | {real} | {line['factor']:.3g} | {line['reason']} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 400 steps, two starts", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a half")
-    parser.add_argument(
-        "--half",
-        choices=HALVES,
-        default="development",
-        help="high: schedules that do not fall to zero; repeated: examples that are seen many times, without a judge; judged: others, with a judge; harder: data that changes; zero: warm-ups from 0; misleading: data in blocks, a loss that rises at first",
-    )
+    parser = command.parser(__doc__, RESULTS, "one workload, 200 steps, two starts", seeds=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a group")
+    parser.add_argument("--group", choices=GROUPS, default="development")
+    parser.add_argument("--levels", nargs="+", choices=("trial", "free", "fixed"), default=["trial", "free"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
-    parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])
-    parser.add_argument("--budget", type=float, default=0.03)
-    options = command.parsed(parser, arguments, workloads=["small"], lengths=[400], starts=[-4, 0], seeds=1, budget=0.3)
-    options.workloads = options.workloads or list(HALVES[options.half])
-    wanted = list(tasks(options))
-    alone = argparse.Namespace(json=None if options.quick else fixed_rates.RESULTS, jobs=options.jobs)
-    fixed = command.complete(fixed_rates.run, [{k: task[k] for k in task if k != "budget"} for task in wanted], fixed_rates.key, alone)
-    records = command.complete(run, wanted, key, options)
-    chosen = {(task["workload"], task["steps"], task["seed"]) for task in wanted}
-    fixed = [line for line in read(alone.json) if (line["workload"], line["steps"], line["seed"]) in chosen] or fixed
-    print(table(compared(records, fixed)), end="")
+    parser.add_argument("--starts", type=int, nargs="+", default=list(STARTS))
+    parser.add_argument("--whole", action="store_true", help="train to the end")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws")
+    options = command.parsed(parser, arguments, lengths=[1000], starts=[-4, 0], levels=["free"], workloads=list(DEVELOPMENT)[:1])
+    options.workloads = options.workloads or list(GROUPS[options.group])
+    records = command.complete(run, tasks(options), key, options)
+    print(table(compared(records, read(fixed_rates.RESULTS))), end="")
 
 
 if __name__ == "__main__":

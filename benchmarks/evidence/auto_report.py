@@ -1,156 +1,217 @@
-"""All that has been measured of AutoLR, from the lines in the repository: the tables of docs/evidence/autolr.md and of docs/results.md.
+"""The tables of AutoLR's evidence, from the lines in the repository.
 
-    python -m benchmarks.evidence.auto_report [--auto FILE] [--fixed FILE] [--write]
+    python -m benchmarks.evidence.auto_report [--write]
 
-`--write` puts them into the pages, each between two comments that have its name.
+``--write`` puts them into docs/evidence/autolr.md and docs/results.md, each between two comments
+that have its name.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from hdet.core.rules.trial.costs import ARMS, CHECK, Costs
+from statistics import fmean
 
 from . import fixed_rates, ranks, seconds
-from .auto import HARM, RESULTS, Compared, compared, counted, each
-from .report.tables import written
-from .runs import read, spaced
-from .workloads import DEVELOPMENT, HARDER, HIGH, JUDGED, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO
+from .auto import NEAR, RESULTS, Compared, compared
+from .report.tables import table, written
+from .runs import Record, read, spaced
+from .workloads import (
+    CHANGING,
+    DEVELOPMENT,
+    FROM_ZERO,
+    MISLEADING,
+    NOT_TO_ZERO,
+    REPEATED,
+    TEST,
+    WORKLOADS,
+    finetuning,
+    generative,
+    graphs,
+    language,
+    sequences,
+    tables,
+    vision,
+)  # fmt: skip
 
-STARTS = (-4, -2, 0, 2, 4)
-FAR = (-6, *STARTS, 6)
-LONG = 10_000
 PAGES = ("docs/evidence/autolr.md", "docs/results.md")
-
-Chosen = Callable[[Compared], bool]
-
-
-def _of(half: Mapping[str, object], steps: int | None = None, first: bool | None = None, start: int | None = None) -> Chosen:
-    """Runs of these workloads; of this length; with the first seed, or with another; from this start."""
-    return lambda run: (
-        run.record["workload"] in half
-        and steps in (None, run.record["steps"])
-        and first in (None, run.record["seed"] == 0)
-        and start in (None, run.record["exponent"])
-    )
-
-
-USUAL = {**DEVELOPMENT, **TEST}
-SECTIONS: dict[str, Chosen] = {
-    "Development half": _of(DEVELOPMENT, LONG, first=True),
-    "Test half": _of(TEST, LONG, first=True),
-    "Other seeds": _of(USUAL, LONG, first=False),
-    "30 000 steps": _of(USUAL, 30_000),
-    "100 000 steps": _of(USUAL, 100_000),
-    "Schedules that do not fall to zero": _of(HIGH),
-    "Examples that come again": _of(REPEATED),
-    "A judge": _of(JUDGED),
-    "Data that gets harder": _of(HARDER),
-    "Warm-ups that begin at 0": _of(ZERO),
-    "Blocks, and a loss that rises at first": _of(MISLEADING),
+LONG = 10_000
+OFTEN = {
+    *REPEATED, "matrix-factorization-ratings", "embedding-mlp-clicks", "transformer-grammar",
+}  # fmt: skip
+"""Examples are seen so often that runs overfit at good rates, too."""
+FRESH = {name: one for name, one in DEVELOPMENT.items() if name not in OFTEN}
+FIELDS = {
+    "language": language,
+    "vision": vision,
+    "sequences": sequences,
+    "tables": tables,
+    "generative models": generative,
+    "graphs": graphs,
+    "weights that are trained already": finetuning,
 }
-COUNTED: dict[str, Chosen] = {
-    "all": lambda run: True,
-    "the test half": _of(TEST),
-    f"fixed within {HARM} %": lambda run: run.fixed <= HARM,
-    **{f"from 2^{start}": _of(USUAL, start=start) for start in FAR},
-    **{f"{spaced(steps)} steps": _of(USUAL, steps) for steps in (LONG, 30_000, 100_000)},
-    "schedules that stay high": _of(HIGH),
-    "examples that come again": _of(REPEATED),
-    "examples that come again, with a judge": _of(JUDGED),
-    "data that gets harder": _of(HARDER),
-    "warm-ups that begin at 0": _of(ZERO),
-    "blocks, and a loss that rises at first": _of(MISLEADING),
-}
+STARTS = {-6: "64 times too low", -4: "16 times too low", -2: "4 times too low", 0: "the usual rate",
+          2: "4 times the usual rate", 4: "16 times", 6: "64 times"}  # fmt: skip
+LEVELS = ("free", "trial")
 
 
-def sections(runs: Sequence[Compared]) -> dict[str, str]:
-    """By what they are of: how many runs are well, and all of them, folded. None of what has not been run."""
-    chosen = {name: [run for run in runs if of(run)] for name, of in SECTIONS.items()}
-    return {
-        name: f'{counted({"these": these})}\n<details markdown="1"><summary>Every run</summary>\n\n{each(these)}\n</details>\n'
-        for name, these in chosen.items()
-        if these
-    }
+def field_of(workload: str) -> str:
+    """By the module that has the problem."""
+    name = next(base for base in (workload, *_bases(workload)) if base in WORKLOADS)
+    problem = WORKLOADS[name].problem
+    for field, module in FIELDS.items():
+        if any(getattr(value, "name", None) == problem.name for value in vars(module).values()):
+            return field
+    return "other"
+
+
+def _bases(workload: str) -> list[str]:
+    return [workload.removesuffix(suffix) for suffix in ("-constant", "-to-tenth", "-from-zero")]
+
+
+def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
+    """A line for each kind of run and level, with the fixed rates of the same runs."""
+    heads = ["runs", "", "gap to the best run, mean", f"within {NEAR} %", "within 2 %",
+             f"worse than the fixed rate by over {NEAR} %", "worst", "interval holds a good rate"]  # fmt: skip
+    rows = []
+    for name, runs in kinds.items():
+        by_level = {level: [run for run in runs if run.record["level"] == level] for level in LEVELS}
+        most = max(by_level.values(), key=len)
+        if not most:
+            continue
+        gaps = [run.fixed for run in most]
+        rows.append([name, f"fixed rate, {len(most)} runs", f"{fmean(gaps):.1f} %",
+                     *(str(sum(gap <= within for gap in gaps)) for within in (NEAR, 2)), "", "", ""])  # fmt: skip
+        for level, these in by_level.items():
+            if these:
+                harms = [run.auto - run.fixed for run in these]
+                rows.append(
+                    ["", f"AutoLR, {level}", f"{fmean(run.auto for run in these):.1f} %",
+                     *(str(sum(run.auto <= within for run in these)) for within in (NEAR, 2)),
+                     f"{sum(harm > NEAR for harm in harms)} of {len(these)}",
+                     f"{max(0.0, *harms):.1f} %", f"{sum(run.holds for run in these)}"]
+                )  # fmt: skip
+    return table(heads, rows)
+
+
+def real_and_read_off(runs: Sequence[Compared]) -> str:
+    """Runs to the end beside what their curve says, and the largest differences."""
+    both = [run for run in runs if run.real is not None]
+    if not both:
+        return "No run to the end is in the results yet.\n"
+    rows = []
+    for level in LEVELS:
+        these = [run for run in both if run.record["level"] == level]
+        if these:
+            differences = sorted(abs(run.auto - run.read_off) for run in these)
+            rows.append([f"AutoLR, {level}", str(len(these)), f"{fmean(r.fixed for r in these):.1f} %",
+                         f"{fmean(r.read_off for r in these):.1f} %", f"{fmean(r.auto for r in these):.1f} %",
+                         f"{differences[len(differences) // 2]:.1f} %",
+                         f"{sum(r.auto - r.fixed > NEAR for r in these)}"])  # fmt: skip
+    heads = ["", "runs", "fixed rate", "read off", "real", "median difference", "worse in real runs"]
+    return table(heads, rows)
+
+
+def harmed(runs: Sequence[Compared]) -> str:
+    """Every run that ends worse than its fixed rate."""
+    worse = sorted((run for run in runs if run.auto - run.fixed > NEAR), key=lambda run: run.fixed - run.auto)
+    if not worse:
+        return "None.\n"
+    heads = ["workload", "steps", "started at", "level", "fixed", "AutoLR", "factor", "real"]
+    return table(heads, [
+        [run.record["workload"], spaced(run.record["steps"]), STARTS.get(run.record["exponent"], ""),
+         run.record["level"], f"{run.fixed:.1f} %", f"{run.auto:.1f} %", f"{run.record['factor']:.2g}",
+         "read off" if run.real is None else "real"] for run in worse
+    ])  # fmt: skip
+
+
+def repeated(records: Sequence[Record]) -> str:
+    """Data that is seen many times: by the best checkpoint, and by the last loss beside it."""
+    lines = [line for line in records if line["whole"] and line["workload"] in OFTEN]
+    rows = []
+    for workload in dict.fromkeys(line["workload"] for line in lines):
+        these = [line for line in lines if line["workload"] == workload]
+        gaps = {by: _gaps(these, by) for by in ("best", "validation")}
+        for start in sorted({line["exponent"] for line in these}):
+            cells = [
+                ", ".join(f"{gaps[by][start, level]:.1f} %" if (start, level) in gaps[by] else "-"
+                          for level in ("fixed", *LEVELS)) for by in gaps
+            ]  # fmt: skip
+            rows.append([workload, STARTS[start], *cells])
+    heads = ["workload", "started at", "best checkpoint: fixed, free, trial", "last loss: fixed, free, trial"]
+    return table(heads, rows) if rows else "Nothing is in the results yet.\n"
+
+
+def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
+    reached = {(line["exponent"], line["level"]): min(line[by] if line[by] is not None else math.inf, line["untrained"])
+               for line in lines}  # fmt: skip
+    best, untrained = min(reached.values()), lines[0]["untrained"]
+    return {cell: 100 * (loss - best) / (untrained - best) for cell, loss in reached.items()}
 
 
 def by_workload(runs: Sequence[Compared]) -> str:
-    """A line for each workload and length: missing with the fixed rate, and with AutoLR, from each start. First seeds."""
-    found = {(run.record["workload"], run.record["steps"], run.record["exponent"]): run for run in runs if run.record["seed"] == 0}
-    lines = ["| workload | " + " | ".join(f"from 2^{start}" for start in STARTS) + " |", "|---" * (1 + len(STARTS)) + "|"]
-    for workload in USUAL:
-        for steps in sorted({cell[1] for cell in found if cell[0] == workload}):
-            name = workload if steps == LONG else f"{workload}, {spaced(steps)} steps"
-            marked = f"*test half:* {name}" if workload in TEST else name
-            cells = [found.get((workload, steps, start)) for start in STARTS]
-            if any(cells):
-                lines.append(f"| {marked} | " + " | ".join(map(_cell, cells)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(run: Compared | None) -> str:
-    if run is None:
-        return ""
-    return f"{run.fixed:.1f} %, kept" if run.record["kept"] else f"{run.fixed:.1f} % → {run.auto:.1f} %"
-
-
-def in_all(runs: Sequence[Compared]) -> str:
-    """Counts of all runs, of the test half, and of each start on falling schedules."""
-    chosen = {name: [run for run in runs if of(run)] for name, of in COUNTED.items()}
-    return counted({name: these for name, these in chosen.items() if these})
-
-
-def longer() -> str:
-    """What the budget affords of a run that nobody has trained here: steps of the scan, of the check, and both in percent of the run."""
-    lines = ["| steps of the run | of the scan | of the check | compute |", "|---|---|---|---|"]
-    for total in (100_000, 300_000, 1_000_000):
-        costs, part = Costs(0.03, total), 1 - CHECK
-        scan = costs.steps(scan=True, anew=False, arms=ARMS, spent=0.0, left=total, pace=1.0)
-        spent = costs.trial(ARMS, scan, from_first=True)
-        check = costs.steps(scan=False, anew=False, arms=ARMS, spent=spent, left=int(part * total), pace=1.0)
-        spent += costs.trial(ARMS, check, from_first=False)
-        lines.append(f"| {spaced(total)} | {spaced(scan)} | {spaced(check)} | {100 * spent / total:.1f} % |")
-    return "\n".join(lines) + "\n"
+    """A line for each workload: gaps with the fixed rate and with the trial, by start."""
+    cells = {(r.record["workload"], r.record["exponent"]): r for r in runs
+             if r.record["level"] == "trial" and r.record["steps"] == LONG}  # fmt: skip
+    starts = [start for start in STARTS if -4 <= start <= 4]
+    rows = []
+    for workload in dict.fromkeys(cell[0] for cell in cells):
+        of = [cells.get((workload, start)) for start in starts]
+        shown = ["" if one is None else f"{one.fixed:.1f} % → {one.auto:.1f} %" for one in of]
+        rows.append([workload, *shown])
+    return table(["workload", *(STARTS[start] for start in starts)], rows)
 
 
 def workloads() -> str:
     """What each of them is, how it is trained, and its usual rate."""
-    lines = ["| workload | what | optimizer | schedule | usual rate | examples a step |", "|---" * 6 + "|"]
-    for name, one in WORKLOADS.items():
-        marked = f"*test half:* {name}" if name in TEST or name in JUDGED else name
-        lines.append(f"| {marked} | {one.what} | {one.optimizer} | {one.schedule} | {one.rate:g} | {one.problem.batch_size} |")
-    return "\n".join(lines) + "\n"
+    heads = ["workload", "field", "what", "optimizer", "schedule", "usual rate", "batch"]
+    return table(heads, [
+        [name, field_of(name), one.what, one.optimizer, one.schedule, f"{one.rate:g}", str(one.problem.batch_size)]
+        for name, one in WORKLOADS.items()
+    ])  # fmt: skip
 
 
-def report(runs: Sequence[Compared]) -> dict[str, str]:
+def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]:
     """Tables by name."""
-    tables = {
-        "By workload": by_workload(runs),
-        "In all": in_all(runs),
+    runs = compared(records, fixed)
+    fresh = [run for run in runs if run.record["workload"] in FRESH]
+
+    def those(of: Callable[[Compared], bool], among: Sequence[Compared] = fresh) -> list[Compared]:
+        return [run for run in among if of(run)]
+
+    long = those(lambda run: run.record["steps"] == LONG)
+    groups = {"schedules that do not fall to zero": NOT_TO_ZERO, "warm-ups from 0": FROM_ZERO,
+              "data that gets harder": CHANGING, "misleading first steps": MISLEADING}  # fmt: skip
+    return {
+        "In all": counted({
+            "10 000 steps": long,
+            **{name: those(lambda run, s=start: run.record["exponent"] == s, long) for start, name in STARTS.items()},
+            **{f"{spaced(steps)} steps": those(lambda run, s=steps: run.record["steps"] == s) for steps in (1500, 30_000, 100_000)},
+            **{name: those(lambda run, g=group: run.record["workload"] in g, runs) for name, group in groups.items()},
+        }),
+        "By field": counted({field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long) for field in FIELDS}),
+        "Read off and real": real_and_read_off(runs),
+        "Worse": harmed(those(lambda run: run.record["workload"] not in OFTEN, runs)),
+        "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)}) + "\n"
+        + harmed(those(lambda run: run.record["workload"] in TEST, runs)),
+        "Examples that are seen many times": repeated(records),
+        "By workload": by_workload(long),
         "More ranks": ranks.table(read(ranks.RESULTS)),
-        "Longer runs": longer(),
-        "Workloads": workloads(),
         "Time": seconds.table(read(seconds.RESULTS)),
-    }
-    return {**sections(runs), **tables}
-
-
-def of_files(auto: str = RESULTS, fixed: str = fixed_rates.RESULTS) -> list[Compared]:
-    return compared(read(auto), read(fixed))
+        "Workloads": workloads(),
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--auto", default=RESULTS, metavar="FILE")
-    parser.add_argument("--fixed", default=fixed_rates.RESULTS, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    tables = report(of_files(options.auto, options.fixed))
+    found = report(read(RESULTS), read(fixed_rates.RESULTS))
     for path in map(Path, PAGES if options.write else ()):
-        path.write_text(written(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    print("\n".join(f"## {name}\n\n{table}" for name, table in tables.items()), end="")
+        path.write_text(written(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+    print("\n".join(f"## {name}\n\n{one}" for name, one in found.items()), end="")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def parser(doc: str | None, results: str, quick: str, *, seeds: int | None, prob
     if problems:
         made.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(problems))
     made.add_argument(
-        "--seeds", type=int, default=seeds, help="how many" if seeds else "how many; default 3 on the transformer, 5 on the others"
+        "--seeds", type=int, default=seeds, help="how many" if seeds else "how many; default 3 on gpt-python, 5 on the others"
     )
     made.add_argument("--jobs", type=int, default=2, help="runs at a time; a process is of one thread")
     made.add_argument("--quick", action="store_true", help=f"{quick}: checks the machinery")

@@ -1,6 +1,6 @@
 """Fixed rates on every workload: the final held-out loss against the peak, for runs of several lengths, each with a schedule of its own.
 
-    python -m benchmarks.evidence.fixed_rates [--workloads llama ...] [--lengths 60 ... 10000] [--exponents -6 ... 6] [--seeds 1]
+    python -m benchmarks.evidence.fixed_rates [--workloads llama-bytes ...] [--lengths 60 ... 10000] [--exponents -6 ... 6] [--seeds 1]
                                               [--jobs 2] [--quick] [--json FILE]
 
 Rates are 2^exponent times the one that people would write first. A short run with its own warm-up and fall is what an annealed trial is; so
@@ -77,7 +77,7 @@ def table(records: Sequence[Record]) -> str:
     of_cells = means(records)
     best = {cell: min(row, key=row.__getitem__) for cell, row in of_cells.items()}
     lines = [
-        f"{name:12s} {steps:6d}  " + "  ".join(f"{'*' if e == best[name, steps] else ''}{e:+d}: {loss:.4g}" for e, loss in row.items())
+        f"{name:30s} {steps:6d}  " + "  ".join(f"{'*' if e == best[name, steps] else ''}{e:+d}: {loss:.4g}" for e, loss in row.items())
         for (name, steps), row in of_cells.items()
     ]
     lengths = sorted({steps for _, steps in best})
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(DEVELOPMENT))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--exponents", type=int, nargs="+", default=list(range(-6, 7)))
-    options = command.parsed(parser, arguments, workloads=["small"], lengths=[20], exponents=[0, 3], seeds=1)
+    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], lengths=[20], exponents=[0, 3], seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

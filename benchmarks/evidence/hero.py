@@ -1,6 +1,6 @@
 """The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for HDET and what people use today.
 
-    python -m benchmarks.evidence.hero [--problems digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
+    python -m benchmarks.evidence.hero [--problems cnn-digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
                                        [--jobs 2] [--find] [--quick] [--json FILE] [--known FILE ...]
 
 Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then runs from 2^exponent times it; HDET
@@ -25,7 +25,7 @@ from .runs import Record, Task, identity, read, run_missing
 from .training import FIXED, Method, train
 
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
-FIND_SEEDS = {"transformer": (1000,)}
+FIND_SEEDS = {"gpt-python": (1000,)}
 """(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that are shown"""
 QUICK = 40
 FARTHEST = 14
@@ -146,14 +146,16 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits from three starts", seeds=None, problems=list(PROBLEMS))
+    parser = command.parser(
+        __doc__, RESULTS, f"one seed, {QUICK} steps on cnn-digits from three starts", seeds=None, problems=list(PROBLEMS)
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--find", action="store_true", help="only look for the best rates")
     parser.add_argument(
         "--known", nargs="+", default=[], help="further results, only read: for the best rates, while a method is tried out"
     )
-    options = command.parsed(parser, arguments, problems=["digits"], exponents=[-4, 0, 4], seeds=1)
+    options = command.parsed(parser, arguments, problems=["cnn-digits"], exponents=[-4, 0, 4], seeds=1)
     records = read(options.json)
     records += [record for path in options.known for record in read(path) if record["benchmark"] == "hero-find"]
     if not options.quick:

@@ -1,6 +1,6 @@
 """The horizon: how long must a cycle be, and at which weights must replicas be scored, for the probe to find the rate of the whole run?
 
-    python -m benchmarks.evidence.horizon [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
+    python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
                                           [--quick] [--json FILE] [--hero FILE]
 
 Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are scored at the average of their weights
@@ -89,11 +89,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits, two cycles", seeds=SEEDS, problems=["digits"])
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on cnn-digits, two cycles", seeds=SEEDS, problems=["cnn-digits"])
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--intervals", type=float, nargs="+", default=list(INTERVALS), help="cycles, as parts of the run")
     parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
-    options = command.parsed(parser, arguments, problems=["digits"], exponents=[-4, 4], intervals=[0.05, 0.1], seeds=1)
+    options = command.parsed(parser, arguments, problems=["cnn-digits"], exponents=[-4, 4], intervals=[0.05, 0.1], seeds=1)
     print(horizon_tables(command.complete(run, tasks(options), key, options)), end="")
 
 

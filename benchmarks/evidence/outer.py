@@ -1,6 +1,6 @@
 """Local gradients with an outer step (DiLoCo): all workers at one inner rate, or each at its own; and the rate found from what they show.
 
-    python -m benchmarks.evidence.outer [--workloads digits ...] [--methods ...] [--starts -2 0 2] [--steps 2000] [--seeds 1] [--jobs 1]
+    python -m benchmarks.evidence.outer [--workloads cnn-digits ...] [--methods ...] [--starts -2 0 2] [--steps 2000] [--seeds 1] [--jobs 1]
                                         [--quick] [--json FILE]
 
 Four gloo processes, each on a quarter of the batch, averaged every `INTERVAL` steps. Starts are exponents of 2 times the rate that people would
@@ -92,12 +92,12 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 100 steps, one method", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["digits", "recurrent", "vit"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["cnn-digits", "gru-bytes", "vit-digits"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--starts", type=int, nargs="+", default=[-2, 0, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["small"], methods=["probe"], starts=[0], steps=100, seeds=1)
+    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], methods=["probe"], starts=[0], steps=100, seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

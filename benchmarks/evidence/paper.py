@@ -32,7 +32,7 @@ from .problems.recsys import interactions
 from .runs import Record, Task, identity
 
 RESULTS = "benchmarks/results/evidence/paper.jsonl"
-PROBLEM = PROBLEMS["recsys"]
+PROBLEM = PROBLEMS["recommender-clicks"]
 STEPS, BATCH = 400, 128
 REPLICAS, SPREAD, INTERVAL, WARMUP, NOISE = 8, 1 / 9, 10, 0.1, 0.01
 """N, alpha, T, S_warm as a part of the run (where OneCycle is at its peak), nu"""

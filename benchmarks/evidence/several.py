@@ -1,6 +1,6 @@
 """Several knobs at once, from usual values: one run of eight replicas against random search with as many examples.
 
-    python -m benchmarks.evidence.several [--workloads sorting ...] [--steps 6000] [--replicas 8] [--seeds 1] [--jobs 1] [--quick]
+    python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--steps 6000] [--replicas 8] [--seeds 1] [--jobs 1] [--quick]
                                           [--json FILE]
 
 The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table has held-out losses at the end:
@@ -40,7 +40,7 @@ from .training import Method, Parts, in_parts, scheduled, train
 from .workloads import SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/several.jsonl"
-INTERVAL, CHUNKS, JUDGED = 50, 8, 16
+INTERVAL, CHUNKS, VAL_BATCHES = 50, 8, 16
 SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
 USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
 AROUND = {"lr": 16.0, "weight_decay": 16.0, "beta2": 16.0, "dropout": 4.0}
@@ -60,11 +60,11 @@ def made(problem: Problem, seed: int, values: Values) -> tuple[nn.Module, torch.
     return model, hdet.FusedAdamW(groups, lr=values["lr"], betas=(0.9, values["beta2"]))
 
 
-def judge(workload: str, seed: int, number: int) -> Batch:
+def val_batch(workload: str, seed: int, number: int) -> Batch:
     """A mini-batch that nothing trains on, and that does not validate."""
     chosen = WORKLOADS[workload]
-    if chosen.judge:
-        batches = chosen.judge()
+    if chosen.val_batches:
+        batches = chosen.val_batches()
         return batches[number % len(batches)]
     return chosen.problem.spare(seed, 0, number)
 
@@ -90,7 +90,7 @@ def replica(rank: int, world: int, workload: str, seed: int, steps: int, searche
         knobs = [hdet.LearningRate(0.0)]
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(),
-        lambda cycle: [judge(workload, seed, JUDGED + CHUNKS * cycle + i) for i in range(CHUNKS)],
+        lambda cycle: [val_batch(workload, seed, VAL_BATCHES + CHUNKS * cycle + i) for i in range(CHUNKS)],
         chunks=CHUNKS, model=model, held_out=True,
     )  # fmt: skip
     ensemble = hdet.Ensemble(
@@ -128,7 +128,9 @@ def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, 
         def final() -> nn.Module:
             model.eval()
             with torch.no_grad():
-                judged.append(sum(problem.losses(model, judge(workload, seed, i)).mean().item() for i in range(JUDGED)) / JUDGED)
+                judged.append(
+                    sum(problem.losses(model, val_batch(workload, seed, i)).mean().item() for i in range(VAL_BATCHES)) / VAL_BATCHES
+                )
             return model
 
         return replace(scheduled(problem, model, optimizer, schedule(workload, optimizer, steps)), final=final)
@@ -185,12 +187,12 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 128 steps, no search", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["small", "sorting", "recurrent"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mlp-breast-cancer", "transformer-sorting", "gru-bytes"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--replicas", type=int, default=8, help="of hdet: more than there are knobs")
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["small"], methods=["hdet"], steps=128, replicas=4, seeds=1)
+    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], methods=["hdet"], steps=128, replicas=4, seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

@@ -1,6 +1,6 @@
 """Signal quality: does a controller know, at some moment of a run, whether a higher or a lower rate would end better?
 
-    python -m benchmarks.evidence.signals [--problems digits ...] [--exponents -4 -2 0 2 4] [--seeds 5] [--jobs 2] [--quick]
+    python -m benchmarks.evidence.signals [--problems cnn-digits ...] [--exponents -4 -2 0 2 4] [--seeds 5] [--jobs 2] [--quick]
                                           [--json FILE] [--hero FILE]
 
 The truth is forks: the same run from the same seed on the same mini-batches, whose schedule is multiplied by 0.7 or by 1.4 from the moment
@@ -183,10 +183,10 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits, two moments", seeds=SEEDS, problems=["digits"])
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on cnn-digits, two moments", seeds=SEEDS, problems=["cnn-digits"])
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
-    options = command.parsed(parser, arguments, problems=["digits"], exponents=[0], seeds=1)
+    options = command.parsed(parser, arguments, problems=["cnn-digits"], exponents=[0], seeds=1)
     print(signal_tables(command.complete(run, tasks(options), key, options)), end="")
 
 

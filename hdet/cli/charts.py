@@ -32,7 +32,8 @@ Point = tuple[float, float | None, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn in one colour. ``kind``: "line", "pale", "dashed", "dots"; of intervals "band" and "bars"."""
+    """What is drawn in one colour. ``kind``: "line", "pale", "dashed", "dotted", "zero", "dots"; of
+    intervals "band" and "bars"; of places, at any value, "marks" and, between two, "span"."""
 
     name: str
     colour: str
@@ -44,10 +45,10 @@ class Series:
 
 
 KEYS = {
-    **dict.fromkeys(("line", "pale", "dashed", "zero"), "M0 5H24"),
+    **dict.fromkeys(("line", "pale", "dashed", "dotted", "zero"), "M0 5H24"),
     "dots": "M12 5h0",
-    "bars": "M12 2V8",
-    "band": "M0 1H24V9H0Z",
+    **dict.fromkeys(("bars", "marks"), "M12 1V9"),
+    **dict.fromkeys(("band", "span"), "M0 1H24V9H0Z"),
 }
 """what stands for a kind of series in the legend"""
 
@@ -61,6 +62,8 @@ class Scale:
     forward: Callable[[float], float | None]
     ticks: Sequence[float]
     """The important ones first; those that would touch another's label are left out."""
+    name: str = ""
+    """Of what is on it, where it goes across."""
 
     def at(self, value: float | None) -> float | None:
         """0 at the lower edge, 1 at the upper one."""
@@ -86,14 +89,19 @@ def linear(values: Sequence[float]) -> Scale:
     return Scale(low, high, lambda value: value, _even(low, high))
 
 
-def log(values: Sequence[float]) -> Scale:
+def until(end: float) -> Scale:
+    """Steps from 0 on."""
+    return Scale(0.0, end, lambda value: value, _even(0.0, end), "step")
+
+
+def log(values: Sequence[float], name: str = "") -> Scale:
     known = [value for value in values if value > 0]
     low, high = min(known, default=0.1) / 1.4, max(known, default=1.0) * 1.4
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(decades) // 6)
     ticks = [10.0**k for k in decades if k % every == 0]
-    finer = [m * 10.0**k for m in (3, 2, 5) for k in decades] if len(decades) < 4 else []
-    return Scale(low, high, lambda value: math.log(value) if value > 0 else None, [*ticks, *finer])
+    ticks += [m * 10.0**k for m in (3, 2, 5) for k in decades] if len(decades) < 4 else []
+    return Scale(low, high, lambda value: math.log(value) if value > 0 else None, ticks, name)
 
 
 def symlog(values: Sequence[float], near: float) -> Scale:
@@ -148,22 +156,28 @@ def smooth(values: Sequence[Value], width: int = 7) -> list[Value]:
     return [None if value is None else mean for value, mean in zip(values, means, strict=True)]
 
 
-def chart(title: str, description: str, series: Sequence[Series], scale: Scale, end: float) -> str:
-    """The drawing with its labels, as a ``<div>``; steps go from 0 to ``end``. What cannot be shown (None, not positive on a log scale) is a gap.
+def chart(title: str, description: str, series: Sequence[Series], scale: Scale, across: Scale) -> str:
+    """The drawing with its labels, as a ``<div>``. What cannot be shown (None, not positive on a
+    log scale) is a gap.
 
     Args:
         description: for readers who do not see it.
     """
-    drawn = [(one, thin(one.points, 0, end)) for one in series]
+    drawn = [(one, thin(one.points, across.low, across.high)) for one in series]
 
-    def x(step: float) -> int:
-        return round(WIDTH * min(max(step / end, -1), 2) * 0.985)  # dots at the last step are not cut in half
+    def x(place: float) -> int:
+        at = across.at(place) or 0.0
+        return round(WIDTH * min(max(at, -1), 2) * 0.985)  # dots at the end are not cut in half
 
     def y(value: float | None) -> int | None:
         at = scale.at(value)
         return None if at is None else round(HEIGHT * (1 - min(max(at, -30), 30)))
 
     def shape(one: Series, points: Sequence[Point]) -> str:
+        if one.kind == "marks":
+            return "".join(f"M{x(place)} 0V{HEIGHT}" for place, _, _ in points)
+        if one.kind == "span":
+            return f"M{x(points[0][0])} 0H{x(points[-1][0])}V{HEIGHT}H{x(points[0][0])}Z"
         places = [(x(step), y(high), y(low)) for step, low, high in points]
         parts = [list(part) for whole, part in groupby(places, lambda p: p[1] is not None and p[2] is not None) if whole]
         if one.kind == "dots":
@@ -178,7 +192,6 @@ def chart(title: str, description: str, series: Sequence[Series], scale: Scale, 
         return "".join(f"M{front} {back}Z" for front, back in zip(fronts, backs, strict=True))
 
     labels = list(scale.labels())
-    across = [(tick / end * 0.985, number(tick)) for tick in _even(0, end) if tick <= end]
     grid = "".join(f"M0 {round(HEIGHT * (1 - at))}H{WIDTH}" for at, _ in labels)
     paths = "".join(f'<path class="{one.kind} {one.colour}" d="{shape(one, points)}"/>' for one, points in drawn)
     name, what = safe(title), safe(description)
@@ -186,26 +199,35 @@ def chart(title: str, description: str, series: Sequence[Series], scale: Scale, 
         '<div class="plot"><div class="up" aria-hidden="true">'
         + "".join(f'<span style="bottom:{100 * at:.1f}%">{label}</span>' for at, label in labels)
         + f'</div><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{name}: {what}">'
-        + f'<title>{name}</title><desc>{what}</desc><path class="grid" d="{grid}"/>{paths}{"".join(_hovers(series, x))}</svg>'
+        + f'<title>{name}</title><desc>{what}</desc><path class="grid" d="{grid}"/>{paths}'
+        + "".join(_hovers(series, across.name, x))
+        + "</svg>"
         + '<div class="across" aria-hidden="true">'
-        + "".join(f'<span style="left:{100 * at:.1f}%">{label}</span>' for at, label in across)
+        + "".join(_below(0.985 * at, label) for at, label in sorted(across.labels()))
         + "</div></div>"
     )
 
 
-def _hovers(series: Sequence[Series], x: Callable[[float], int]) -> Iterator[str]:
+def _below(at: float, label: str) -> str:
+    """Within the width of the chart."""
+    edge = " class=begin" * (at < 0.02) + " class=end" * (at > 0.95)
+    return f'<span{edge} style="left:{100 * at:.1f}%">{label}</span>'
+
+
+def _hovers(series: Sequence[Series], name: str, x: Callable[[float], int]) -> Iterator[str]:
     """Columns that tell their steps and values under the pointer."""
-    steps = sorted({step for one in series if one.told for step, _, _ in one.points})
+    series = [one for one in series if one.told and one.kind not in ("marks", "span")]
+    steps = sorted({step for one in series for step, _, _ in one.points})
     size = -(-len(steps) // HOVERS)
     column = {step: i // size for i, step in enumerate(steps)}
     values: dict[tuple[int, int], list[float]] = defaultdict(list)
     for i, one in enumerate(series):
-        for step, low, high in one.points if one.told else ():
+        for step, low, high in one.points:
             values[column[step], i] += [value for value in (low, high) if value is not None]
     parts = [steps[i : i + size] for i in range(0, len(steps), size or 1)]
     edges = [0, *((x(a[-1]) + x(b[0])) // 2 for a, b in pairwise(parts)), WIDTH]
     for c, part in enumerate(parts):
-        lines = [f"step {_between(part)}"]
+        lines = [f"{name} {_between(part)}"]
         lines += [f"{one.name}: {_between(values[c, i]) or 'not finite'}" for i, one in enumerate(series) if (c, i) in values]
         yield f'<rect x="{edges[c]}" width="{max(1, edges[c + 1] - edges[c])}" height="{HEIGHT}"><title>{chr(10).join(map(safe, lines))}</title></rect>'
 
@@ -218,7 +240,15 @@ def _between(values: Sequence[float]) -> str:
 # -- around charts -------------------------------------------------------------------------------------------------------
 
 
-def figure(title: str, says: str, series: Sequence[Series], scale: Scale, end: float, unit: str, numbers: str) -> str:
+def figure(
+    title: str,
+    says: str,
+    series: Sequence[Series],
+    scale: Scale,
+    across: Scale,
+    unit: str,
+    numbers: str,
+) -> str:
     """A `chart` with its title, what it ``says``, its legend, and its ``numbers`` in tables."""
     if any(len(one.points) > 2 * COLUMNS for one in series):
         says += f" Long series are drawn as their lowest and highest value in each of {COLUMNS} columns."
@@ -229,7 +259,8 @@ def figure(title: str, says: str, series: Sequence[Series], scale: Scale, end: f
     )
     return (
         f'<figure><figcaption><h3>{safe(title)}</h3><p>{safe(says)}</p></figcaption><ul class="legend">{keys}</ul>'
-        f'<span class="unit">{safe(unit)}, by step</span>{chart(title, says, series, scale, end)}'
+        f'<span class="unit">{safe(unit)}, by {across.name}</span>'
+        f"{chart(title, says, series, scale, across)}"
         f"<details><summary>The numbers</summary>{numbers}</details></figure>"
     )
 

@@ -107,7 +107,9 @@ def banner(config: TrainConfig, event: Event) -> Iterator[str]:
     yield f"{event['folder']}: {what}, max_lr {config.max_lr:g}, {config.steps} steps{since}"
     yield f"  {config.replicas} replica{'s' * (config.replicas > 1)} x {config.batch_size} windows of {config.context} bytes, {where}"
     if config.trains_alike:
-        yield f"  all train alike: trials of other rates beside them take up to {config.budget:g} of the run's compute"
+        search = event.get("search") or "the rate is looked for in the first steps"
+        alike = ["all replicas train alike"] * (config.replicas > 1)
+        yield "  " + "; ".join([*alike, *search.splitlines()])
     elif config.mode == "hdet":
         yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 

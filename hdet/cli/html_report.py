@@ -9,14 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from string import Template
 from typing import Any
 
 import hdet
-from hdet.cli.charts import Point, Series, figure, linear, log, number, safe, smooth, symlog, table
-from hdet.cli.runs import RunFiles, Trial
+from hdet.cli.charts import (
+    Point,
+    Series,
+    figure,
+    linear,
+    log,
+    number,
+    safe,
+    smooth,
+    symlog,
+    table,
+    until,
+)
+from hdet.cli.runs import RunFiles
+from hdet.cli.trial_figure import trial_figure
 
 COLOURS = 6
 """of the page, for runs that are not the fixed schedule"""
@@ -60,17 +74,15 @@ class _Shown:
 
     @property
     def cost(self) -> tuple[str, str]:
-        """Of what the controller does beside the run: for the card, and as a sentence."""
-        trials, end, cycles = self.run.trials, self.run.end, self.run.cycles
-        if trials:
-            spent = sum(trial.cost for trial in trials)
-            took = f"as much as {number(round(spent))} steps, {100 * spent / max(self.steps, 1):.1f} % of the run"
-            return f"trials: {took}", f"Trials cost {took}."
-        if any(record["probe"] for record in cycles):
+        """Of what the controller computes besides: for the card, and as a sentence."""
+        spent, end = self.run.trial_cost, self.run.end
+        if spent:
+            part = 100 * spent / max(self.steps, 1)
+            took = f"as much as {number(round(spent))} steps, {part:.1f} % of the run"
+            return f"trial: {took}", f"The trial cost {took}."
+        if any(record["probe"] for record in self.run.cycles):
             took = "" if end is None else f"{end['probe_percent']:.1f} % of the training time"
             return f"probes: {took or 'not known yet'}", f"Probes took {took}." if took else "What probes took is told at the end."
-        if self.controller == "auto" and not any(record["record"] for record in cycles):
-            return "not recorded", "What trials took is not recorded."
         return "nothing", "No compute went into trials."
 
 
@@ -103,7 +115,8 @@ def _named(runs: Sequence[RunFiles]) -> Iterator[_Shown]:
 
 
 def _headline(shown: Sequence[_Shown]) -> str:
-    """What came out, of the best run that is not the fixed schedule; what its rate was and became; what trials took."""
+    """What came out, of the best run that is not the fixed schedule; what its rate was and became;
+    what a trial took."""
     candidates = [one for one in shown if not one.run.is_fixed] or list(shown)
     best = min(candidates, key=lambda one: float("inf") if one.run.validation is None else one.run.validation)
     validation, ended = best.run.validation, best.run.end is not None
@@ -138,7 +151,8 @@ def _card(one: _Shown) -> str:
     facts = {"controller": one.controller, "peak rate": number(one.yours)}
     if not run.is_fixed:
         facts["peak rate"] += f" → {number(one.yours * one.correction)}" if one.correction != 1 else ", kept"
-        facts |= {"beside the run": one.cost[0], "averaging": "" if end is None else f"{end['converge_percent']:.1f} % of the time"}
+        averaging = "" if end is None else f"{end['converge_percent']:.1f} % of the time"
+        facts |= {"besides": one.cost[0], "averaging": averaging}
     facts |= {"replicas": str(run.config.get("replicas", "")), "time": "" if end is None else f"{end['seconds']:.1f} s"}
     facts["steps"] = f"{number(one.steps)} of {number(run.config['steps'])}" + (", not ended" if end is None else "")
     loss = "no finite loss" if run.validation is None else f"{run.validation:.4f}"
@@ -174,6 +188,8 @@ def _losses(shown: Sequence[_Shown], end: float) -> str:
             Series(f"{one.name}, training", one.colour, _smoothed(points, _width(points, 7))),
             Series(f"{one.name}, validation", one.colour, marks, "dots"),
         ]
+        if moved := _moves(one):
+            series.append(Series(f"{one.name}, rate moved", one.colour, moved, "marks"))
         tables += table(f"{one.name}: training loss", ["step", "loss"], [p[:2] for p in points])
         tables += table(f"{one.name}: validation loss", ["step", "loss"], [p[:2] for p in marks])
     scale = linear(framed)
@@ -181,7 +197,14 @@ def _losses(shown: Sequence[_Shown], end: float) -> str:
     says = "Lower is better: training loss as a running mean over what was recorded (pale), and validation loss (dots)."
     says += f" {above} training losses lie above the frame." if above else ""
     says += f" {gaps} losses are not finite: gaps." if gaps else ""
-    return figure("Loss", says, series, scale, end, "nats per byte", tables)
+    return figure("Loss", says, series, scale, until(end), "nats per byte", tables)
+
+
+def _moves(one: _Shown) -> list[Point]:
+    """Where a search has moved the rate: the first steps recorded with another correction."""
+    train = one.run.of("train") if one.run.trials else []
+    pairs = pairwise(train)
+    return [(r["step"], None, None) for last, r in pairs if r["correction"] != last["correction"]]
 
 
 def _rates(shown: Sequence[_Shown], end: float) -> str:
@@ -202,65 +225,52 @@ def _rates(shown: Sequence[_Shown], end: float) -> str:
     scale = log([min(known_peaks) / 200, max(known_peaks)] if known_peaks else [])
     says = "The base rate, which all replicas share (solid), is the schedule (dashed) times a correction: where they part, a controller has moved it."
     says += " The end of a schedule leaves the frame." if any(0 < p[1] < scale.low for one in series for p in one.points if p[1]) else ""
-    return figure("Learning rate", says, [*series, *schedules.values()], scale, end, "base rate, log scale", tables)
+    series += schedules.values()
+    unit = "base rate, log scale"
+    return figure("Learning rate", says, series, scale, until(end), unit, tables)
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------------
 
 
 def _belief(one: _Shown) -> Iterator[str]:
-    """What the controller believed: the peak that it holds to be right, its slopes, its trials."""
+    """What the controller went by: its slopes, its trials."""
     trials, end = one.run.trials, one.length
-    peak: list[Point] = [(r["step"], one.yours * r["correction"], one.yours * r["correction"]) for r in one.run.of("train")]
-    found: list[Point] = [(trial.last, *trial.found) for trial in trials if trial.found]
     slopes: list[tuple[float, float, float]] = []
     for record in one.run.cycles:
         slope, error = (next(iter(record[key].values()), None) for key in ("slopes", "errors"))
         if slope is not None and error is not None:
             slopes.append((record["step"], slope, error))
-    if found or one.correction != 1:
-        values = [v for points in (peak, found) for _, low, high in points for v in (low, high) if v is not None]
-        series = [
-            Series("peak in force", one.colour, peak),
-            Series("yours", "ink", [(0, one.yours, one.yours), (end, one.yours, one.yours)], "dashed"),
-        ]
-        series += [Series("best peak by a trial, low to high", one.colour, found, "bars")] * bool(found)
-        says = "The peak of the schedule that the controller holds to be right, beside yours"
-        says += ". A bar is the interval in which a trial found the best one." if found else "."
-        numbers = table("Peak in force", ["step", "peak"], [p[:2] for p in peak])
-        numbers += table("Best peak by trials", ["step", "low", "high"], found) * bool(found)
-        yield figure("The controller's peak rate", says, series, log([*values, one.yours]), end, "peak rate, log scale", numbers)
     if slopes:
         near = 4 * max(sorted(error for _, _, error in slopes)[len(slopes) // 2], 1e-12)
         bands: list[Point] = [(step, slope - error, slope + error) for step, slope, error in slopes]
+        means = _smoothed([(step, slope, slope) for step, slope, _ in slopes], _width(slopes))
         series = [
             Series("± one standard error", one.colour, bands, "band", told=False),
-            Series("slope", one.colour, _smoothed([(step, slope, slope) for step, slope, _ in slopes], _width(slopes))),
+            Series("slope", one.colour, means),
             Series("zero", "ink", [(0, 0.0, 0.0), (end, 0.0, 0.0)], "zero", told=False),
         ]
         sure = sum(abs(slope) > 2 * abs(error) for _, slope, error in slopes)
-        says = "How the loss changes with the rate, ± one standard error: below zero, a higher rate was better. "
-        says += f"In {sure} of {len(slopes)} cycles the slope was more than two errors from zero."
-        says += f" None was measured after step {number(slopes[-1][0])}." if slopes[-1][0] < 0.9 * one.steps else ""
-        says += f" The line is a running mean over {_width(slopes)} cycles." if _width(slopes) > 1 else ""
-        scale = symlog([v for _, low, high in bands for v in (low, high) if v is not None], near)
+        last, width = slopes[-1][0], _width(slopes)
+        says = (
+            "How the loss changes with the rate, ± one standard error: below zero, a higher rate "
+            f"was better. In {sure} of {len(slopes)} cycles the slope was more than two errors from "
+            "zero."
+        )
+        says += f" None was measured after step {number(last)}." if last < 0.9 * one.steps else ""
+        says += f" The line is a running mean over {width} cycles." if width > 1 else ""
+        ends = [v for _, low, high in bands for v in (low, high) if v is not None]
         numbers = table("Slopes", ["step", "slope", "standard error"], slopes)
-        yield figure("Slope of the loss", says, series, scale, end, "d loss / d ln rate, linear near zero and logarithmic beyond", numbers)
-    if trials:
-        yield _trials(trials)
-    elif not slopes:
-        why = "Nothing moves the rate" if one.controller == "none" else "The controller tells no slope and no interval"
+        unit = "d loss / d ln rate, linear near zero and logarithmic beyond"
+        scale = symlog(ends, near)
+        yield figure("Slope of the loss", says, series, scale, until(end), unit, numbers)
+    for step, interval in trials:
+        when = f", step {number(step)}" if len(trials) > 1 else ""
+        yield trial_figure(interval, one.colour, when)
+    if not slopes and not trials:
+        why = "The controller tells no slope and no interval"
+        why = "Nothing moves the rate" if one.controller == "none" else why
         yield f"<p>{why} in this run.</p>"
-
-
-def _trials(trials: Sequence[Trial]) -> str:
-    rows = []
-    for trial in trials:
-        arms = ["broke" if gain is None else f"{gain[0]:+.3f} ± {gain[1]:.3f}".replace("-", "−") for gain in trial.above or ()]
-        told = "\n".join(f"× {number(m)}: {arm}" for m, arm in zip(trial.multiples, arms, strict=False) if m != 1 or arm == "broke")
-        rows.append((f"{number(trial.first)} to {number(trial.last)}", f"{told or 'nothing told'}\n{trial.said}"))
-    says = "Copies of the run trained beside it, at these multiples of its rate. The losses are those less that of the rate in force: below zero is better."
-    return f"<h3>Trials</h3><p>{safe(says)}</p>{table('', ['steps', 'losses, and what followed'], rows, words=True)}"
 
 
 _SIDES = (("lower", "s1", "multiplier below 1"), ("same", "s0", "multiplier 1"), ("higher", "s2", "multiplier above 1"))
@@ -308,7 +318,8 @@ def _replicas(one: _Shown) -> Iterator[str]:
     near = max(values[len(values) // 2] if values else 0.0, 1e-9)
     scale = symlog([-values[-1], values[-1]] if values else [], 4 * near)
     numbers = table("Multiplier and loss of each replica", ["step", "multiplier: loss"], rows, words=True)
-    yield figure("Replicas", says, series, scale, one.length, "loss less the mean, linear near zero and logarithmic beyond", numbers)
+    unit = "loss less the mean, linear near zero and logarithmic beyond"
+    yield figure("Replicas", says, series, scale, until(one.length), unit, numbers)
 
 
 _LOST = {"train": "training loss not finite", "validation": "validation loss not finite"}

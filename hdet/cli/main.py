@@ -124,7 +124,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--schedule-only", action="store_true", help="train with the fixed schedule only")
     what.add_argument(
         "--resume", type=_path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit; "
-        "controller auto gives up a trial that was under way",
+        "controller auto begins a search anew that was under way",
     )  # fmt: skip
     parser.add_argument("--out", type=_path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that is already in --out")

@@ -33,10 +33,12 @@ def run(options: argparse.Namespace) -> int:
     assert ensemble is not None and ensemble.engine.controller is not None
     controller = ensemble.engine.controller
     controller.start(replace(ensemble.run, replicas=config.replicas))
-    told = [record["record"] for record in records]
-    differences = list(replay(controller, told))
+    differences = list(replay(controller, records))
     for difference in differences:
         print(difference)
     if not differences:
-        print(f"{sum(record['evidence'] is not None for record in told)} decisions replayed, all the same to the bit")
+        count = sum(record["record"]["evidence"] is not None for record in records)
+        trials = sum(record.get("trial") is not None for record in records)
+        also = f" and {trials} trial{'s' * (trials > 1)}" * bool(trials)
+        print(f"{count} decisions{also} replayed, all the same to the bit")
     return int(bool(differences))

@@ -11,6 +11,7 @@ from hdet.cli.charts import smooth
 from hdet.cli.html_report import page
 from hdet.cli.job.run_files import REPORT, RunFolderError
 from hdet.cli.runs import RunFiles, find_runs
+from hdet.cli.trial_figure import in_words
 from hdet.owned_folder import atomic_file
 
 if TYPE_CHECKING:
@@ -31,11 +32,14 @@ def run(options: argparse.Namespace) -> int:
     for name, path, example in (("out", picture, REPORT), ("html", options.html, "report.html")):
         if path is not None:
             _check_place(name, path, example)
+    found = trial_lines(runs)
     if options.html is not None:
         write_page(runs, options.html)
     if picture is not None:
         plot(runs, picture)
     print_table(runs)
+    for line in found:
+        print(line)
     for what, path in (("picture", picture), ("page", options.html)):
         if path is not None:
             print(f"{what}: {path}")
@@ -80,6 +84,17 @@ def print_table(runs: Sequence[RunFiles]) -> None:
         shown = ("-" if cost is None else f"{cost:.2f} %" for cost in costs)
         table.add_row(run.name, loss + " (not ended)" * (end is None), time, *shown)
     Console().print(table)
+
+
+def trial_lines(runs: Sequence[RunFiles]) -> list[str]:
+    """What controller auto has found, and what that took. Raises RunFolderError for a damaged
+    record."""
+    lines = []
+    for run in runs:
+        lines += [f"{run.name}: {' '.join(in_words(interval))}" for _, interval in run.trials]
+        cost = run.trial_cost
+        lines += [f"{run.name}: the trial cost as much as {cost:.0f} steps"] * bool(cost)
+    return lines
 
 
 # -- picture ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hdet.cli.job.place import Place, choose_device, join, launched_by_torchrun,
 from hdet.cli.job.processes import WorkerError, Workers
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
 from hdet.cli.job.training import RunSpec, run_alone, train_all
-from hdet.cli.report import plot, print_table
+from hdet.cli.report import plot, print_table, trial_lines
 from hdet.cli.runs import RunFiles, find_runs
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
@@ -212,6 +212,8 @@ def _summarise(specs: Sequence[RunSpec]) -> None:
     plot(runs, picture)
     print()
     print_table(runs)
+    for line in trial_lines(runs):
+        print(line)
     last = specs[-1].folder
     for what, path in (("history", last / HISTORY), ("picture", picture), ("checkpoint", last / CHECKPOINT), ("sample", last / SAMPLE)):
         print(f"{what + ':':<12}{path}")

@@ -46,6 +46,8 @@ class Controller:
     """Does it learn from held-out, unregularised losses alone? Then it may move knobs that are not `valid_on_train_loss`."""
     leaves_schedule = False
     """Does it replace the schedule by values of its own, from its first decision on? Then it can follow no other controller."""
+    search: Any = None
+    """An `AutoLR` that it is, or that it contains: it searches in the first steps, before the first cycle ends."""
     knob_per_group = False
     """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
     state_keys: Mapping[str, Kind] | Sequence[str] = ()

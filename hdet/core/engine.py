@@ -282,6 +282,10 @@ class Engine:
         self.position = 0
         self._plan = self._table = None
 
+    def multiply(self, knob: int, factor: float, peak: float) -> list[str]:
+        """A base value, from the next step on. ``peak``: of the untouched schedule. Returns notes."""
+        return self._apply(knob, Decision(factor=factor), peak, 0)
+
     def restart(self) -> None:
         """Weights were loaded or restored: the controller plans the running cycle anew."""
         if self.controller is not None:

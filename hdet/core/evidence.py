@@ -27,10 +27,6 @@ class Run:
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     local: bool = False
     """Does each replica step with gradients of its own?"""
-    falls_to: Sequence[float | None] = ()
-    """[knob]: the part of its highest value to which the untouched schedule falls in the end; None (and empty) where that is not known."""
-    epochs: float = 0.0
-    """How often the run sees its examples, as far as the loop knows; 0: not known."""
 
     @property
     def total_steps(self) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from ..trial.rule import Trial
 from .controller import Controller
 from .engine import CycleOutcome, ask_and_tell
 from .evidence import Evidence
@@ -36,16 +37,20 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
 
     Args:
         controller: made as the run's was, and started (`Controller.start`) with ``ensemble.run``. It touches no tensor.
-        records: ``record["record"]`` of each history record, in their order (`recorded`; also read from JSON).
+        records: the history records of a run's cycles in their order, also read from JSON. Or
+            ``record["record"]`` of each (`recorded`), which has nothing of an `AutoLR`'s trial.
         state: of the controller, where the run was resumed before the first of them.
     """
     if state is not None:
         controller.load_state_dict(state)
-    for n, record in enumerate(records):
+    for n, line in enumerate(records):
+        record = line.get("record", line)
         moment = Moment(**record["moment"])
         if n == 0 and (state is not None or moment.step):
             controller.restart(moment)
         where = f"cycle {moment.cycle}"
+        if line.get("trial") is not None:
+            yield from _other_interval(f"{where}: what the trial says", line["trial"])
         yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
         if record["restarted"] is not None:
             controller.restart(Moment(**record["restarted"]))
@@ -61,6 +66,14 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
         yield from _differs(f"{where}: end", _plain(said.end), record["end"])
         if len(asked) != len(record["answers"]):
             yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
+
+
+def _other_interval(what: str, then: Mapping[str, Any]) -> Iterator[str]:
+    """What a trial says of a run of that length, and what was recorded
+    (`hdet.trial.rule.RateInterval.to_dict`)."""
+    now = Trial.from_dict(then["trial"]).interval(then["total_steps"]).to_dict()
+    kept = ("suggestion", "low", "high")
+    yield from _differs(what, *({key: of[key] for key in kept} for of in (now, then)))
 
 
 class _NotAskedError(Exception):

@@ -42,6 +42,7 @@ class SequentialController(Controller):
         self.judges_held_out = first.judges_held_out and then.judges_held_out
         self.knob_per_group = first.knob_per_group and then.knob_per_group
         self.leaves_schedule = first.leaves_schedule  # the second does not
+        self.search = first.search or then.search
         self.handed_over = False
         """Does ``then`` decide from now on?"""
 
@@ -113,6 +114,9 @@ class Shadow(RuledController):
         self.name, self.knob_per_group = f"shadow of {controller.name}", controller.knob_per_group
         self.leaves_schedule = self.plans_lengths = False
         self.judges_held_out = True  # it moves nothing, so nothing has to be judged
+        self.search = controller.search
+        if self.search is not None:
+            self.search.obeyed = False
         self.decisions: Sequence[Decision] = ()
         """By knob, what was decided last; not carried out."""
 
@@ -126,7 +130,8 @@ class Shadow(RuledController):
 
     def plan(self, now: Moment) -> Plan:
         wanted = super().plan(now)
-        return Plan(measure=wanted.measure, snapshots=wanted.snapshots)  # to measure with, not to go back to
+        # Snapshots are to measure with, not to go back to. A run that would have had an AutoLR is not one of replicas that differ.
+        return Plan(measure=wanted.measure, snapshots=wanted.snapshots, spread=wanted.spread or self.search is None)
 
     def learn(self, evidence: Evidence) -> Learning:
         learned = yield from learning_of(self.rule, evidence)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import SCALED, converge, losses_anew, needs_closure, require, states, step
+from .common import converge, losses_anew, require, states, step, wants_trial
 
 __all__ = ["Prepared", "prepare"]
 
@@ -39,13 +39,12 @@ def prepare(
         accelerator: which has prepared model and optimizer.
         ensemble: of the optimizer inside the prepared one. Its scheduler may be a prepared one, which steps as often as accelerate lets it, or
             torch's, which steps once; with a prepared one pass ``total_steps``, the optimizer's.
-        model: the prepared one; for an `AutoLR`, as is ``losses``.
+        model: the prepared one; for the trial of an `AutoLR`, as is ``losses``.
         losses: ``losses(model, batch)`` -> the losses of a batch anew, with a graph, shape (examples,) or one number.
 
     Raises:
-        TypeError: no Ensemble; or ``model`` and ``losses`` are missing.
-        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR, or with local gradients and a prepared
-            scheduler.
+        TypeError: no Ensemble; or ``losses`` without a ``model``.
+        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with local gradients and a prepared scheduler.
     """
     if not isinstance(ensemble, Ensemble):
         raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
@@ -54,12 +53,12 @@ def prepare(
         raise ValueError(
             "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare before, and make the Ensemble then"
         )
-    if needs_closure(ensemble.engine.controller):
-        controller = f"the controller {ensemble.engine.controller_name!r}"
-        if losses is None or model is None:
-            raise TypeError(f"{controller} scores batches: pass prepare(accelerator, ensemble, model, losses)")
-        if accelerator.scaler is not None:
-            raise ValueError(f"{controller} {SCALED} mixed_precision='bf16' in the place of 'fp16'")
+    if losses is not None and model is None:
+        raise TypeError("losses computes the losses of a model: pass prepare(accelerator, ensemble, model, losses)")
+    if wants_trial(ensemble.engine.controller):
+        search = ensemble.engine.controller.search  # type: ignore[union-attr]
+        search.scaler = search.scaler or accelerator.scaler
+        search.before_step = search.before_step and partial(unscaled, accelerator, search.before_step)
     look_again(own[0])
     return Prepared(accelerator, ensemble, model, losses)
 
@@ -132,15 +131,14 @@ class Prepared:
                 stacklevel=2,
             )
 
-    def _anew(self, batches: list[Any]) -> torch.Tensor:
+    def _anew(self, batches: list[Any]) -> torch.Tensor | None:
         accelerator, model, losses = self.accelerator, self.model, self.losses
         assert losses is not None
         return losses_anew(
             batches,
             lambda batch: losses(model, batch).mean() / accelerator.gradient_accumulation_steps,
-            backward=lambda loss: loss.backward(),
+            backward=lambda loss: (loss if accelerator.scaler is None else accelerator.scaler.scale(loss)).backward(),
             no_sync=lambda: accelerator.no_sync(model),
-            clip=lambda: None,  # AutoLR(before_step=...): the loop's own
         )
 
     def _before_save(self, models: Any, weights: Any, folder: str) -> None:
@@ -164,6 +162,15 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     found: torch.optim.Optimizer = optimizer
     return found
+
+
+def unscaled(accelerator: Any, call: Callable[[], object]) -> None:
+    """``call()``, which may clip gradients that the GradScaler scales no more, as those of an arm: accelerate's clipping would unscale them."""
+    accelerator.unscale_gradients = lambda optimizer=None: None
+    try:
+        call()
+    finally:
+        del accelerator.unscale_gradients
 
 
 def look_again(prepared: Any) -> None:

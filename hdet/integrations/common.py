@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,11 @@ from torch.optim import Optimizer
 
 from ..core.controller import Controller
 from ..ensemble import Ensemble
+from ..trial.auto import AutoLR
 
 __all__ = [
-    "SCALED", "attributes_kept", "check_settings", "converge", "inside", "load", "losses_anew", "make", "needs_closure", "numbers", "require", "states", "step",
+    "attributes_kept", "check_settings", "converge", "inside", "load", "losses_anew", "make", "numbers", "require", "states", "step", "wants_trial",
+    "with_controller",
 ]  # fmt: skip
 
 
@@ -52,26 +55,34 @@ def make(
     tell: Callable[[str], object],
     first: bool,
     states: Sequence[Mapping[str, Any]] = (),
-    no_copies: Mapping[str, bool],
+    no_copies: Mapping[str, bool] | None = None,
+    clip: Callable[[], object] | None = None,
+    scaler: Any = None,
 ) -> list[Ensemble]:
     """An Ensemble for each optimizer. What they need is checked before there is any.
 
     Args:
-        settings: of each Ensemble, the framework's defaults among them. The controller and the replicas may be functions of ``model``.
+        settings: of each Ensemble, the framework's defaults among them. The controller and the replicas may be functions of ``model``. Where
+            nothing says what is searched, an `AutoLR` looks how far the first steps move the weights, which costs nothing.
         tell: the framework's log.
         first: is this the process whose ``log`` is called?
         states: what was saved of each, or nothing.
-        no_copies: why no copies of this run can be trained, which an `AutoLR` does, and whether it is so.
+        no_copies: why no copies of this run can be trained, which the trial of an `AutoLR` does, and whether it is so.
+        clip: what the framework does between backward and step, also in an arm.
+        scaler: the run's GradScaler, by which the closure's backward pass is scaled, too.
 
     Raises:
         ValueError: one controller for several optimizers; a controller that trains copies, where that cannot be; states of other optimizers.
     """
     several = f"trains copies of a run with one optimizer, and there are {len(optimizers)}: {_ONE}"
     found = [_asked(of, model, len(optimizers)) for of in settings]
-    for controller in (of["controller"] for of in found if needs_closure(of.get("controller"))):
-        for why, wrong in {several: len(optimizers) > 1, **no_copies}.items():
+    for controller in (of["controller"] for of in found if wants_trial(of.get("controller"))):
+        for why, wrong in {several: len(optimizers) > 1, **(no_copies or {})}.items():
             if wrong:
-                raise ValueError(f"the controller {controller.name!r} {why}")
+                raise ValueError(f"AutoLR {why}")
+        own = controller.search.before_step
+        controller.search.before_step = partial(_in_turn, clip, own) if clip and own else own or clip
+        controller.search.scaler = controller.search.scaler or scaler
     ensembles = [
         Ensemble(optimizer, **{**of, "log": of.get("log") if first else None}) for optimizer, of in zip(optimizers, found, strict=True)
     ]
@@ -81,15 +92,26 @@ def make(
     return ensembles
 
 
-_ONE = "train all parameters with one, or use a controller that compares replicas, such as hdet.SoftmaxController"
-SCALED = "trains copies of the run, whose gradients no GradScaler looks after: use"
-"""Of an AutoLR under float16; what follows is how the framework calls bfloat16."""
+_ONE = "train all parameters with one, or leave the controller out"
+_SEARCHED = ("controller", "knobs", "sync", "design")
+"""Settings that say what is searched."""
+
+
+def _in_turn(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
+def with_controller(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where nothing says what is searched, with an `AutoLR` that makes no trial."""
+    return settings if settings.keys() & set(_SEARCHED) else {**settings, "controller": lambda model: AutoLR(model, budget=0)}
 
 
 def _asked(settings: Mapping[str, Any], model: nn.Module, optimizers: int) -> dict[str, Any]:
     """Functions of the model are asked now."""
     if optimizers > 1 and isinstance(settings.get("controller"), Controller):
         raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
+    settings = with_controller(settings)
     asked = {name: settings[name](model) for name in ("controller", "replicas") if callable(settings.get(name))}
     return {**settings, **asked}
 
@@ -112,38 +134,36 @@ def inside(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def needs_closure(controller: object) -> bool:
-    """Will it ask for losses of the current batch, by which copies of the run train? What is no controller an Ensemble refuses."""
-    return isinstance(controller, Controller) and any(measurement.needs_closure for measurement in controller.measurements.values())
+def wants_trial(controller: object) -> bool:
+    """May it train copies of the run, for which it asks for losses of the current batch? What is no controller an Ensemble refuses."""
+    return isinstance(controller, Controller) and controller.search is not None and controller.search.budget != 0
 
 
 def losses_anew(
     parts: Sequence[Any],
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_of: Callable[[Any], torch.Tensor | None],
     *,
     backward: Callable[[torch.Tensor], object],
     no_sync: Callable[[], AbstractContextManager[Any]],
-    clip: Callable[[], object],
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """The closure of a step of micro-batches: its loss, computed again. While an arm trains, its gradients too, as the framework makes them.
 
     Args:
         parts: the micro-batches.
-        loss_of: the loss of one of them, with a graph; the sum over all is what the step trains on.
+        loss_of: the loss of one of them, with a graph, or None for one that is left out; the sum over all is what the step trains on.
         backward: what the framework does with such a loss.
         no_sync: around all micro-batches but the last: gradients are all-reduced once.
-        clip: what the framework does between backward and step.
     """
-    total = torch.zeros(())
+    total: torch.Tensor | None = None
     for number, part in enumerate(parts, 1):
         waits = torch.is_grad_enabled() and number < len(parts)
         with no_sync() if waits else nullcontext():
             loss = loss_of(part)
+            if loss is None:
+                continue
             if torch.is_grad_enabled():
                 backward(loss)
-        total = total.to(loss.device) + loss.detach()
-    if torch.is_grad_enabled():
-        clip()
+        total = loss.detach() if total is None else total + loss.detach()
     return total
 
 

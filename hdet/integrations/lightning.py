@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from ..ensemble import Ensemble
-from .common import SCALED, attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
+from .common import attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetCallback"]
 
@@ -40,7 +39,7 @@ class HdetCallback(_Callback):
 
     Raises:
         TypeError: a setting that an Ensemble does not have.
-        ValueError: when training begins: DeepSpeed or another strategy without replicas; with an AutoLR: several optimizers, float16, manual
+        ValueError: when training begins: DeepSpeed or another strategy without replicas; with the trial of an AutoLR: several optimizers, manual
             optimization without ``losses``, ReduceLROnPlateau.
     """
 
@@ -67,21 +66,27 @@ class HdetCallback(_Callback):
                 "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for all ranks: there are no replicas. Use 'ddp'"
             )
         steps = trainer.estimated_stepping_batches
+        several = len(trainer.optimizers)
+        if several > 1 and trainer.max_steps > 0:  # Lightning counts the steps of each
+            steps = min(steps, -(-trainer.max_steps // several))
         length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
         self.ensembles = make(
             trainer.optimizers,
-            [{**length, "epochs": _epochs(trainer), **self.settings}] * len(trainer.optimizers),
+            [{**length, **self.settings}] * several,
             pl_module,
             tell=pytorch.utilities.rank_zero_info,
             first=trainer.is_global_zero,
             states=self._states,
             no_copies={
-                f"{SCALED} 'bf16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
                 "scores batches, and a training_step that optimizes by hand cannot: pass losses=": self.losses is None
                 and not pl_module.automatic_optimization,
                 "trains copies of the run to the end of their schedule, and ReduceLROnPlateau has none, but steps by a metric: use a schedule of "
                 "steps": any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs),
             },
+            clip=lambda: pl_module.configure_gradient_clipping(
+                trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            ),
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
         self._states, self._batches, self._steps = [], [], trainer.global_step
         self._converge_before_saves(trainer)
@@ -102,7 +107,13 @@ class HdetCallback(_Callback):
     # -- a step ------------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._exploring.close()  # the module's own hook may have skipped the rest of an epoch
         self._exploring.enter_context(inside(ensemble.explore() for ensemble in self.ensembles))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._exploring.close()
+        if pl_module.automatic_optimization:  # of a step that was not finished Lightning clears the gradients
+            self._batches = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()
@@ -110,7 +121,8 @@ class HdetCallback(_Callback):
         if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
             for ensemble in self.ensembles:
                 ensemble.observe(loss.detach() * trainer.accumulate_grad_batches)
-        self._batches.append((batch, batch_idx))
+        if batch is not None:
+            self._batches.append((batch, batch_idx))
         if trainer.global_step == self._steps:  # it accumulates
             return
         self._steps = trainer.global_step
@@ -120,26 +132,26 @@ class HdetCallback(_Callback):
         for name, value in numbers(*self.ensembles, values=True).items():
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar="/corrections/" in name)
 
-    def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
+    def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor | None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         with attributes_kept(module), _silent(module):
             return losses_anew(
                 batches,
-                lambda part: self._loss_of(trainer, module, *part) / trainer.accumulate_grad_batches,
-                backward=module.backward,
+                lambda part: self._loss_of(trainer, module, *part),
+                backward=lambda loss: module.backward(loss if scaler is None else scaler.scale(loss)),
                 no_sync=getattr(trainer.strategy, "block_backward_sync", nullcontext),
-                clip=lambda: module.configure_gradient_clipping(
-                    trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-                ),
             )
 
-    def _loss_of(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+    def _loss_of(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        """Of a micro-batch, its part of the step's. None: ``training_step`` leaves it out."""
+        parts = trainer.accumulate_grad_batches
         if self.losses is not None:
             with trainer.precision_plugin.train_step_context():
-                return self.losses(module, batch).mean()
+                return self.losses(module, batch).mean() / parts
         given = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
         output = trainer.strategy.training_step(*given.values())
-        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
-        return loss
+        loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        return None if loss is None else loss / parts
 
     # -- where others look -------------------------------------------------------------------------------------------------
 
@@ -161,17 +173,6 @@ class HdetCallback(_Callback):
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
-
-
-def _epochs(trainer: Any) -> float:
-    """How often the run sees its examples; not known without a loader that has a length."""
-    loader = trainer.train_dataloader
-    try:
-        batches = len(loader) if isinstance(loader, DataLoader) else 0
-    except TypeError:  # of an IterableDataset
-        batches = 0
-    steps = trainer.estimated_stepping_batches
-    return steps * trainer.accumulate_grad_batches / batches if batches and steps < float("inf") else 0.0
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 from ..ensemble import Ensemble
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import check_settings, converge, inside, load, make, numbers, require, states, step
+from .common import check_settings, converge, inside, load, make, numbers, require, states, step, with_controller
 
 __all__ = ["Wrapped", "wrap"]
 
@@ -58,6 +58,7 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
             the rate decays; one controller for several optimizers; with an AutoLR: several optimizers, float16.
     """
     check_settings(settings)
+    settings = dict(with_controller(settings))  # before there is a sync, which is not the user's
     members = _members(optimizer)
     if scheduler.lr_decay_style != "constant" and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
         raise ValueError(

@@ -171,6 +171,7 @@ class _Driver:
             tell=_LOG.info,
             first=dist.get_rank() == 0,
             states=torch.load(io.BytesIO(self._state), weights_only=True) if self._state else (),
+            clip=self._clip,
             no_copies={
                 f"asks for a batch's losses without gradients, and {owner.__name__}.{', '.join(own)} is not the Trainer's, which hdet knows: "
                 "use a controller that compares replicas, such as hdet.SoftmaxController": bool(own),
@@ -212,16 +213,21 @@ class _Driver:
     def _anew(self, parts: list[Any]) -> torch.Tensor:
         """The closure: the step's loss anew, with gradients where they are on, as the Trainer makes them."""
         trainer = self.trainer
-        dims, parameters = trainer.parallel_dims, [p for part in trainer.model_parts for p in part.parameters()]
+        dims = trainer.parallel_dims
         with attributes_kept(trainer):
             total = losses_anew(
                 parts,
                 self._loss_of,
                 backward=lambda loss: None,  # has happened
                 no_sync=nullcontext,  # torchtitan reduces the gradients of each micro-batch
-                clip=lambda: _utils.clip_grad_norm_(parameters, trainer.config.training.max_norm, foreach=True, ep_enabled=dims.ep_enabled),
             )
+        assert total is not None
         return total * (dims.dp_replicate * dims.dp_shard * dims.cp)  # ranks' means are averaged, and these are parts of a sum
+
+    def _clip(self) -> None:
+        trainer = self.trainer
+        parameters = [p for part in trainer.model_parts for p in part.parameters()]
+        _utils.clip_grad_norm_(parameters, trainer.config.training.max_norm, foreach=True, ep_enabled=trainer.parallel_dims.ep_enabled)
 
     def _loss_of(self, part: tuple[Any, Any, torch.Tensor]) -> torch.Tensor:
         """Of a micro-batch, anew; with its gradients, where they are on."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from .accelerate import look_again, torch_optimizer
-from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
+from .accelerate import look_again, torch_optimizer, unscaled
+from .common import attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetMixin", "HdetTrainer"]
 
@@ -37,7 +37,8 @@ class HdetMixin(_Any):
     Args:
         ensemble: settings of the `hdet.Ensemble`, such as ``controller``, ``sync``, ``knobs``. ``controller`` and ``replicas`` may be
             functions of the model, as the Trainer calls it: ``hdet.AutoLR``, ``lambda model: hdet.Shadow(hdet.AutoLR(model))``.
-            ``log`` is called on the first process only. None: the Ensemble's own, which spreads the rate.
+            ``log`` is called on the first process only. None: how far the first steps move the weights is looked at, and a rate that is
+            wrong by a factor of ten or more is moved, at no cost; ``{"controller": hdet.AutoLR}`` makes a trial.
         args, kwargs: the Trainer's own.
 
     A loss is the Trainer's own: `compute_loss`, with its accumulation, tokens, label smoothing and autocast, also where it is computed anew for an
@@ -46,7 +47,7 @@ class HdetMixin(_Any):
 
     Raises:
         TypeError: a setting that an Ensemble does not have; a class with HdetMixin behind the Trainer.
-        ValueError: DeepSpeed, or another set-up without replicas; a scheduler that needs a metric; float16 with an AutoLR.
+        ValueError: DeepSpeed, or another set-up without replicas; a scheduler that needs a metric.
     """
 
     lr_scheduler: Any  # the Trainer's
@@ -187,20 +188,21 @@ class _Driver:
         trainer = self.trainer
         [ensemble] = make(
             [torch_optimizer(trainer.optimizer)],
-            [{"scheduler": self.scheduler, "total_steps": self.total_steps, "epochs": self._epochs(), **trainer._hdet_settings}],
+            [{"scheduler": self.scheduler, "total_steps": self.total_steps, **trainer._hdet_settings}],
             model,
             tell=_LOG.info,
             first=trainer.is_world_process_zero(),
             states=[] if self._state is None else [self._state],
-            no_copies={f"{SCALED} bf16=True in the place of fp16": getattr(trainer.accelerator, "scaler", None) is not None},
+            clip=self._clip,
+            scaler=getattr(trainer.accelerator, "scaler", None),
         )
         look_again(trainer.optimizer)
         return ensemble
 
-    def _epochs(self) -> float:
-        """Of the run; not known of a data set without a length, to which the Trainer gives more of them than there are steps."""
-        epochs: float = self.trainer.state.num_train_epochs
-        return epochs if epochs <= self.total_steps else 0.0
+    def _clip(self) -> None:
+        trainer = self.trainer
+        if trainer.args.max_grad_norm > 0:
+            unscaled(trainer.accelerator, lambda: trainer._clip_grad_norm(self.model))
 
     # -- the batches of a step -----------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class _Driver:
         if self._recording:
             self._parts.append((copy.copy(inputs), self._items))
 
-    def _losses(self) -> torch.Tensor:
+    def _losses(self) -> torch.Tensor | None:
         """The closure: the step's loss anew, with gradients where they are on."""
         trainer, model = self.trainer, self.model
         with attributes_kept(trainer):
@@ -233,7 +235,6 @@ class _Driver:
                 self._loss_of,
                 backward=trainer.accelerator.backward,
                 no_sync=lambda: trainer.accelerator.no_sync(model=model),
-                clip=lambda: trainer.args.max_grad_norm > 0 and trainer._clip_grad_norm(model),
             )
 
     def _loss_of(self, part: tuple[Any, Any]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ from ..core.clock import Clock
 from ..core.plan import Question
 from ..replicas import Replicas
 
-__all__ = ["Closure", "Measurement", "Watched"]
-
-Closure = Callable[[], Any]
-"""Computes the current batch's losses anew: shape (examples,), or one number."""
+__all__ = ["Measurement", "Watched"]
 
 
 @dataclass(frozen=True)
@@ -39,22 +36,11 @@ class Watched:
     """[local replica][knob]: rho of the running cycle."""
     copied: bool
     """Does the optimizer have copies of the model's parameters, which follow them (`Ensemble`'s ``refresh``)?"""
-    snapshots: Any = None
-    """Those that the plan keeps, by name: ``take(name)``, ``restore(name)``; ``fresh``: the names of those that hold what this cycle began with."""
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside it ``optimizer.step()`` is the optimizer's own, which no cycle counts."""
-    local: bool = False
-    """Does each replica step with gradients of its own?"""
-    peaks: Callable[[], Sequence[Sequence[float]]] = tuple
-    """[knob][cell]: the highest base value of the run, with the correction in force."""
 
 
 class Measurement:
-    """Measures during the cycles whose plan names it. Only `beside`, `measure` and what is inside `answering` may communicate, on all ranks
+    """Measures during the cycles whose plan names it. Only `measure` and what is inside `answering` may communicate, on all ranks
     alike."""
-
-    needs_closure = False
-    """Does it ask for losses of the current batch? Then every ``ensemble.step`` of such a cycle needs ``closure=...``."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -73,10 +59,6 @@ class Measurement:
     def restart(self) -> None:
         """Parameters were loaded or restored: drop what is under way."""
 
-    def beside(self, closure: Closure) -> None:
-        """After each step of the cycle, at its values, with its gradients still there. What is trained here beside the
-        run leaves no trace in it. It may communicate, on all ranks alike."""
-
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""
 
@@ -90,7 +72,7 @@ class Measurement:
         return [list(row) for row in rows]
 
     @contextmanager
-    def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
+    def answering(self) -> Iterator[Callable[[Question], Any]]:
         """At a cycle's end: a function that answers questions by plain numbers, the same on every rank. Weights, buffers and random states may
         be other ones inside, and are afterwards what they were. Raises ValueError if it answers no such questions."""
         raise ValueError(f"{type(self).__name__} answers no questions")

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 from ..core.schema import Number
 from .torch_schedulers import StandIn, twin_on
 
-__all__ = ["RATE", "falls_to", "highest_factors", "rehearse"]
+__all__ = ["RATE", "highest_factors", "rehearse"]
 
 POINTS = 1000
 """in which a function of the step alone is looked at"""
@@ -50,26 +50,6 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     steps = sorted({*_places(0, total_steps), *range(min(total_steps, 100)), total_steps})
     highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
     return [factor if factor > 0 else 1.0 for factor in highest]
-
-
-def falls_to(scheduler: Any, total_steps: int, in_steps: bool) -> list[float] | None:
-    """[group]: the part of its highest rate to which a schedule falls in the end: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
-    places of the run; None for a scheduler that cannot be asked for them. ``in_steps``: is it known to be stepped in each step? Else, in epochs perhaps,
-    it is the lowest part after the highest one that counts."""
-    scheduler = _torch_in(scheduler)
-    try:
-        asked: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no optimizer steps
-            rates = [_rates_at(asked, step) for step in _places(0, total_steps, 100)]
-    except Exception:  # noqa: BLE001 - somebody's own class, or functions that know fewer steps
-        return None
-    parts = []
-    for of_group in zip(*rates, strict=True):
-        highest = max(of_group)
-        falls = max(of_group[-2:]) if in_steps else min(of_group[of_group.index(highest) :])
-        parts.append(max(0.0, falls / highest) if highest > 0 else 0.0)
-    return parts
 
 
 def _rates_at(scheduler: Any, step: int) -> list[float]:

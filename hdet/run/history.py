@@ -28,6 +28,7 @@ def cycle_record(
     notes: Sequence[str],
     probe_ms: float,
     converge_ms: float,
+    trial: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. Keys:
 
@@ -38,6 +39,7 @@ def cycle_record(
     - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);
     - record: all that the controller was asked and told, and what it said (`hdet.core.replay.recorded`), from which `replay` decides again;
+    - trial: what an `AutoLR` has measured in this cycle (`hdet.trial.rule.RateInterval.to_dict`); None: nothing;
     - converge_ms, probe_ms (milliseconds on this rank; a line search counts as a probe), notes (text).
     """
 
@@ -64,6 +66,7 @@ def cycle_record(
         "diverged_total": engine.diverged_total,
         "converge_ms": converge_ms,
         "probe_ms": probe_ms,
+        "trial": trial,
         "notes": [*notes, *outcome.notes],
         "record": recorded(moment, plan, outcome, engine.moment if rolled_back else None),
     }

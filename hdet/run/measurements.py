@@ -11,12 +11,10 @@ from torch import nn
 
 from ..core.engine import Engine
 from ..core.plan import Question
-from ..measure.measurement import Closure, Measurement, Watched
+from ..measure.measurement import Measurement, Watched
 from .cycle_stats import CycleStats
 
 __all__ = ["Panel"]
-
-COMPUTES = "It computes the losses of the batch anew, such as closure=lambda: losses_of(model, batch)"
 
 
 class Panel:
@@ -59,33 +57,6 @@ class Panel:
         for name, measurement in self._used(self._engine.step + self._steps_left):
             measurement.on_cycle_start(self._engine.plan.measure[name])
 
-    def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a closure that is none, and for a step without one where it is needed; in the first step also where it will be."""
-        if closure is not None and not callable(closure):
-            raise TypeError(
-                f"closure must be a function, got {type(closure).__name__}: {COMPUTES}. A loop with accelerate steps what "
-                "hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses) gives, with the batch"
-            )
-        if closure is not None or (self._engine.step and not self._engine.plan.measure):
-            return
-        controller = self._engine.controller
-        first = self._engine.step == 0 and controller is not None and not controller.idle
-        asked = self._all.items() if first else self._named()
-        if any(measurement.needs_closure for _, measurement in asked):
-            raise TypeError(
-                f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...). {COMPUTES}"
-            )
-
-    def beside(self, closure: Closure | None) -> None:
-        """A step is done, and not counted yet; its values are still in force."""
-        if not self._engine.plan.measure:
-            return
-        for name, measurement in self._used(self._engine.step + self._steps_left):
-            if measurement.needs_closure:
-                assert closure is not None, "check_closure comes first"
-                with self._during(name):
-                    measurement.beside(closure)
-
     def sample(self) -> None:
         """A step is done and counted."""
         if not self._engine.plan.measure:
@@ -123,7 +94,7 @@ class Panel:
         return found
 
     @contextmanager
-    def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
+    def answering(self) -> Iterator[Callable[[Question], Any]]:
         """While the controller learns: a function that has its questions answered."""
         with ExitStack() as stack:
             ready: dict[str, Callable[[Question], Any]] = {}
@@ -133,7 +104,7 @@ class Panel:
                     raise ValueError(f"the controller {self._engine.controller_name!r} asks {question!r}, which its plan does not measure")
                 if question.measurement not in ready:
                     stack.enter_context(self._during(question.measurement))
-                    ready[question.measurement] = stack.enter_context(self._all[question.measurement].answering(closure))
+                    ready[question.measurement] = stack.enter_context(self._all[question.measurement].answering())
                 return ready[question.measurement](question)
 
             yield answer

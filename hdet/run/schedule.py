@@ -18,7 +18,7 @@ from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
 from ..replicas.layout import brief
-from .forecast import RATE, falls_to, highest_factors, rehearse
+from .forecast import RATE, highest_factors, rehearse
 from .torch_schedulers import REMEDY, TorchSchedulers, position
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -234,28 +234,6 @@ class Schedule:
             ]
             for knob in self.knobs
         ]
-
-    def falls_to(self) -> list[float | None]:
-        """[knob]: the part of its highest value to which the untouched schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None where
-        that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves. Megatron's leaves both ends in the groups."""
-        told = (
-            []
-            if self.total_steps is None
-            else [falls_to(one, self.total_steps, in_steps=self.scheduler is not None) for one in self._others.present()]
-        )
-        known = [parts for parts in told if parts is not None]
-        if len(known) == 1:
-            return self._by_knob(known[0])
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        parts = [
-            float(group["min_lr"]) / float(group["max_lr"]) for group in groups if group.get("min_lr") is not None and group.get("max_lr")
-        ]
-        return self._by_knob(parts if len(parts) == len(groups) > 0 else None)
-
-    def _by_knob(self, by_group: Sequence[float] | None) -> list[float | None]:
-        """[knob]: what is known of the rate of its first group; None of other knobs than rates."""
-        rates = (knob.indices[0] if isinstance(knob, GroupKnob) and knob.key == "lr" else None for knob in self.knobs)
-        return [None if by_group is None or index is None else by_group[index] for index in rates]
 
     def highest(self) -> list[float]:
         """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""

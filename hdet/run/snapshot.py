@@ -17,7 +17,17 @@ from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, 
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
 
-__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "Snapshots", "keeps_codes", "keeps_weights", "reset_moments", "state_tensors"]
+__all__ = [
+    "CycleStarts",
+    "GroupNumbers",
+    "Snapshot",
+    "Snapshots",
+    "keeps_codes",
+    "keeps_weights",
+    "optimizers_in",
+    "reset_moments",
+    "state_tensors",
+]
 
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
@@ -40,6 +50,22 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those that it is made of, whatever the attribute is called: a wrapper's, SAM's base optimizer, a list of parts. Those
+    that hand on the state of another one count once."""
+    found: list[Optimizer] = []
+    waiting = [optimizer]
+    while waiting:
+        one = waiting.pop(0)
+        if any(one is other or one.state is other.state for other in found):
+            continue
+        found.append(one)
+        for value in vars(one).values():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            waiting += [inner for inner in held if isinstance(inner, Optimizer)]
+    return found
 
 
 def keeps_weights(optimizer: Optimizer) -> bool:
@@ -122,7 +148,8 @@ class GroupNumbers:
 
 
 class Snapshot:
-    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of an optimizer's state.
+    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of an optimizer's state, and that of optimizers
+    inside of it.
 
     Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
     host's, pinned for CUDA. `take` and `restore` are one pass over them each.
@@ -132,8 +159,7 @@ class Snapshot:
         self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
         self._buffers = None if model is None else BufferCopies(model, self._on_host)
         self._copies: list[Copy] = []
-        self._state: dict[Any, dict[str, Any]] = {}
-        self._groups = GroupNumbers(optimizer)
+        self._states: list[tuple[Optimizer, dict[Any, dict[str, Any]], GroupNumbers]] = []
         self.taken = False
 
     def forget(self) -> None:
@@ -147,21 +173,29 @@ class Snapshot:
         self._copies = [Copy(tensor, self._on_host, old) for tensor, old in zip(self._tensors, befores, strict=True)]
         if self._buffers is not None:
             self._buffers.take()
-        state = self._optimizer.state
-        held = {key: state[owner] for key, owner, _ in _owners(self._optimizer) if owner in state and state[owner] != {}}
-        self._state = keep(held, self._on_host, self._state)
-        self._groups = GroupNumbers(self._optimizer)
+        before = {id(optimizer): state for optimizer, state, _ in self._states}
+        self._states = [
+            (one, keep(_held(one), self._on_host, before.get(id(one))), GroupNumbers(one)) for one in optimizers_in(self._optimizer)
+        ]
         self.taken = True
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put it back, in place. State that was made since (an optimizer makes it in its first step) is as before the first step."""
+    def restore(self, keep_new_buffers: bool = False) -> None:
+        """Put it back, in place. State that was made since (an optimizer makes it in its first step) is as before the first step; buffers that
+        were made since are gone, unless they are to be kept."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.put(tensor)
         if self._buffers is not None:
-            self._buffers.put_back()
-        _put_back(self._optimizer, self._state, weights=True)
-        self._groups.put_back()
+            self._buffers.put_back(keep_new_buffers)
+        for optimizer, state, numbers in self._states:
+            _put_back(optimizer, state, weights=True)
+            numbers.put_back()
+
+
+def _held(optimizer: Optimizer) -> dict[Any, Any]:
+    """What an optimizer's state has, by `_owners`' keys."""
+    state = optimizer.state
+    return {key: state[owner] for key, owner, _ in _owners(optimizer) if owner in state and state[owner] != {}}
 
 
 class CycleStarts:

@@ -78,8 +78,11 @@ class Copy:
         room: torch.Tensor | None = before.values if isinstance(before, Copy) else None
         if room is None or room.shape != own.shape or room.dtype != own.dtype or (room.device != own.device and not on_host):
             elsewhere = on_host and own.device.type != "cpu"
-            # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours in memory
-            room = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
+            if type(own) not in (torch.Tensor, nn.Parameter):  # a subclass knows how to copy itself, and may have no empty_like
+                room = own.detach().to("cpu", copy=True) if elsewhere else own.detach().clone()
+            else:
+                # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours in memory
+                room = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 
@@ -149,11 +152,11 @@ class BufferCopies:
         }
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """In place, whatever tensor is in a buffer's place by now. Buffers that were not there are gone."""
+    def put_back(self, keep_new: bool = False) -> None:
+        """In place, whatever tensor is in a buffer's place by now. Buffers that were not there are gone, or with ``keep_new`` left alone."""
         assert self._kept is not None, "take comes first"
         for module, name, buffer in places(self._model):
-            if (module, name) not in self._kept:
-                del module._buffers[name]
-            else:
+            if (module, name) in self._kept:
                 module._buffers[name] = put(buffer, self._kept[module, name])
+            elif not keep_new:
+                del module._buffers[name]

@@ -30,6 +30,16 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module that there was is in its mode, training or eval, again."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        _restore(modes)
+
+
+@contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside; afterwards module modes, buffers and random states (`random_states_kept`) are exactly as before.
 

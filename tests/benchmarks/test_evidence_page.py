@@ -34,13 +34,9 @@ def test_the_page_has_the_tables_that_the_report_prints() -> None:
 
 
 def test_the_pages_have_what_was_measured_of_auto_lr() -> None:
-    tables = auto_report.report(
-        auto_report.of_files(*(str(ROOT / name) for name in (auto_report.RESULTS, auto_report.fixed_rates.RESULTS)))
-    )
+    found = auto_report.report(*(auto_report.read(str(ROOT / name)) for name in (auto_report.RESULTS, auto_report.fixed_rates.RESULTS)))
     pages = [(ROOT / page).read_text(encoding="utf-8") for page in auto_report.PAGES]
-    assert set(auto_report.SECTIONS) < set(tables)
-    assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables)
-    assert [written(page, tables) for page in pages] == pages, "python -m benchmarks.evidence.auto_report --write"
+    assert [written(page, found) for page in pages] == pages, "python -m benchmarks.evidence.auto_report --write"
 
 
 def test_the_page_has_what_was_measured_on_a_gpu() -> None:

@@ -19,7 +19,7 @@ from benchmarks.evidence.problems import recsys
 from benchmarks.evidence.report.page import page, read
 
 STEPS = 6
-DIGITS = replace(problems.PROBLEMS["digits"], steps=STEPS)
+DIGITS = replace(problems.PROBLEMS["cnn-digits"], steps=STEPS)
 
 
 class Counted:
@@ -90,7 +90,7 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: p
     log = SimpleNamespace(sample=lambda size, at, *, seed, stream, index: asked.append((at, stream)))
     monkeypatch.setattr(recsys, "LOG", log)
     for step in (0, 400, 800):
-        problems.PROBLEMS["recsys"].spare(0, step, 7)
+        problems.PROBLEMS["recommender-clicks"].spare(0, step, 7)
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
 
 
@@ -101,18 +101,18 @@ def found(name: str, best: int, untrained: float = 2.0) -> list[dict[str, Any]]:
     """The lines that the search asks for, one call of `next_exponents` after the other, where the loss is lowest at 2^best."""
     records: list[dict[str, Any]] = []
     for _ in range(20):  # it ends earlier
-        for exponent in hero.next_exponents(methods.METHODS[name], hero.means(records, "digits", name, 600)):
+        for exponent in hero.next_exponents(methods.METHODS[name], hero.means(records, "cnn-digits", name, 600)):
             loss = None if exponent > best + 2 else 0.1 * abs(exponent - best)
-            line = {"benchmark": "hero-find", "problem": "digits", "method": name, "exponent": exponent, "steps": 600}
-            records += [{**line, "seed": seed, "validation": loss, "untrained": untrained} for seed in hero.find_seeds("digits")]
+            line = {"benchmark": "hero-find", "problem": "cnn-digits", "method": name, "exponent": exponent, "steps": 600}
+            records += [{**line, "seed": seed, "validation": loss, "untrained": untrained} for seed in hero.find_seeds("cnn-digits")]
     return records
 
 
 @pytest.mark.parametrize("best", [-11, -4, -1, 0, 3, 6])
 def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
     records = found("onecycle", best)
-    assert hero.best_rate(records, "digits", "onecycle", 600) == 1e-2 * 2.0**best
-    assert hero.best_rate(records, "digits", "hdet-softmax", 600) == 1e-2 * 2.0**best  # borrowed
+    assert hero.best_rate(records, "cnn-digits", "onecycle", 600) == 1e-2 * 2.0**best
+    assert hero.best_rate(records, "cnn-digits", "hdet-softmax", 600) == 1e-2 * 2.0**best  # borrowed
     exponents = {record["exponent"] for record in records}
     assert {best - 1, best, best + 1} <= exponents and len(exponents) <= 14
 

@@ -11,4 +11,4 @@ def test_quick_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(outer, "WORKERS", 2)
     outer.main(["--quick"])
     printed = capsys.readouterr().out
-    assert "| workload | start | seed | probe | probe's correction |" in printed and "| small | 2^0 | 0 | 0." in printed
+    assert "| workload | start | seed | probe | probe's correction |" in printed and "| mlp-breast-cancer | 2^0 | 0 | 0." in printed

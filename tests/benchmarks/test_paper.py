@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(method: str, steps: int = STEPS, rate: float = RATE) -> dict[str, Any]:
-    return paper.run("paper", "recsys", method, 1.0, rate, 0, steps)
+    return paper.run("paper", "recommender-clicks", method, 1.0, rate, 0, steps)
 
 
 def plain(steps: int = STEPS) -> float:

@@ -15,7 +15,7 @@ from benchmarks.evidence.report.tables import standard_error
 Losses = dict[int, list[float | None]]
 
 
-def lines(method: str, losses: Losses, problem: str = "digits", **more: Any) -> list[Record]:
+def lines(method: str, losses: Losses, problem: str = "cnn-digits", **more: Any) -> list[Record]:
     """A line for each start and seed; an untrained model has 2.0, the best rate is 0.01."""
     return [
         {
@@ -27,7 +27,7 @@ def lines(method: str, losses: Losses, problem: str = "digits", **more: Any) -> 
 
 
 def curve(losses: Losses) -> Curve:
-    return curves(lines("onecycle", losses))["digits"]["onecycle"]
+    return curves(lines("onecycle", losses))["cnn-digits"]["onecycle"]
 
 
 def test_sensitivity_is_over_starts_even_in_the_logarithm() -> None:
@@ -44,7 +44,7 @@ def test_sensitivity_is_over_starts_even_in_the_logarithm() -> None:
 def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
     records = lines("onecycle", {0: [0.5, None, 9.0]})
     records[1]["untrained"] = 2.5
-    found = curves(records)["digits"]["onecycle"]
+    found = curves(records)["cnn-digits"]["onecycle"]
     assert found.scores(0) == [0.5, 2.5, 2.0] and found.mean(0) == pytest.approx(5 / 3)
     assert found.failed == 2
     assert standard_error(found.scores(0)) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
@@ -57,7 +57,7 @@ def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
     short = lines("onecycle", {0: [0.1], 3: [0.1]}, steps=40)
     old = [{**line, "rate": line["rate"] * 2} for line in lines("onecycle", {0: [0.2], 2: [0.2]})]
     again = lines("onecycle", {0: [0.3]})
-    found = curves([*short, *old, *again, *lines("onecycle", {0: [0.4, 0.6]}), *lines("wsd", {0: [0.7]}, steps=40)])["digits"]
+    found = curves([*short, *old, *again, *lines("onecycle", {0: [0.4, 0.6]}), *lines("wsd", {0: [0.7]}, steps=40)])["cnn-digits"]
     assert list(found) == ["onecycle"]
     assert {e: found["onecycle"].scores(e) for e in found["onecycle"].starts} == {0: [0.4, 0.6]}
 
@@ -71,7 +71,7 @@ def write(path: Path, records: list[Record], tail: str = "") -> str:
 
 
 def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "digits"}, {"benchmark": "weather"}]
+    records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "cnn-digits"}, {"benchmark": "weather"}]
     first = write(tmp_path / "a.jsonl", records, tail='{"benchmark": "her')  # a benchmark is just writing
     second = write(tmp_path / "b.jsonl", lines("hdet-softmax", {0: [0.4]}))
     main([first, second])

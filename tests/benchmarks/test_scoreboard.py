@@ -12,17 +12,17 @@ import torch
 from benchmarks.evidence import scoreboard
 from benchmarks.evidence.workloads import WORKLOADS
 
-PROBLEM = replace(WORKLOADS["small"].problem, steps=40)
+PROBLEM = replace(WORKLOADS["mlp-breast-cancer"].problem, steps=40)
 
 
-def line(method: str, validation: float | None, points: list[list[float]], workload: str = "vit") -> dict[str, Any]:
+def line(method: str, validation: float | None, points: list[list[float]], workload: str = "vit-digits") -> dict[str, Any]:
     return {"method": method, "workload": workload, "seed": 0, "steps": 100, "validation": validation, "untrained": 3.0, "points": points}
 
 
 def test_the_profile_says_who_is_there_first_and_who_never_is() -> None:
     lines = [line("greedy", None, [[10, 2.0]]), line("nadamw", 1.0, [[0, 3.0], [50, 1.04]]), line("adamw", 1.03, [[60, 1.2]])]
     text = scoreboard.table(lines)
-    assert "| vit | 0.0 | 1.5 | 100.0 |" in text and "| *worst* | **0.0** | **1.5** | **100.0** |" in text
+    assert "| vit-digits | 0.0 | 1.5 | 100.0 |" in text and "| *worst* | **0.0** | **1.5** | **100.0** |" in text
     # 98 % of two nats: 1.04. It takes nadamw 50 steps, adamw all of its 100, and greedy never comes there.
     assert "| nadamw | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |" in text
     assert "| adamw | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 | 1.00 |" in text
@@ -30,7 +30,7 @@ def test_the_profile_says_who_is_there_first_and_who_never_is() -> None:
 
 
 def test_where_nobody_has_learned_anything_all_of_it_is_missing() -> None:
-    assert "| vit | 100.0 | 100.0 |" in scoreboard.table([line("adamw", 3.0, []), line("greedy", 3.5, [])])
+    assert "| vit-digits | 100.0 | 100.0 |" in scoreboard.table([line("adamw", 3.0, []), line("greedy", 3.5, [])])
 
 
 def test_the_range_test_suggests_a_rate_at_which_the_loss_falls() -> None:
@@ -42,9 +42,9 @@ def test_the_range_test_suggests_a_rate_at_which_the_loss_falls() -> None:
 
 @pytest.mark.parametrize("method", ["schedule-free", "prodigy", "nadamw"])
 def test_looking_on_the_way_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = scoreboard.run(method, "small", seed=0, steps=40)
+    looked = scoreboard.run(method, "mlp-breast-cancer", seed=0, steps=40)
     monkeypatch.setattr(scoreboard, "POINTS", 1)
-    alone = scoreboard.run(method, "small", seed=0, steps=40)
+    alone = scoreboard.run(method, "mlp-breast-cancer", seed=0, steps=40)
     assert len(looked["points"]) == 40 and len(alone["points"]) == 1 and looked["validation"] == alone["validation"]
 
 

@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny problem in the place of digits."""
     problem = tiny(80)
     for module in (signals, horizon, hero):
-        monkeypatch.setitem(module.PROBLEMS, "digits", problem)
+        monkeypatch.setitem(module.PROBLEMS, "cnn-digits", problem)
     signals.untrained.cache_clear()
     yield problem
     signals.untrained.cache_clear()

@@ -19,6 +19,7 @@ from ..limits import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 CLI_WITH_FAULTS = "import sys; from hdet.cli.job import processes; processes.WORKER = (sys.executable, '-m', 'tests.cli.faulty_worker'); "
 CLI_WITH_FAULTS += "from hdet.cli.main import main; raise SystemExit(main())"
+TOO_LOW = 1e-5
 
 
 @dataclass
@@ -37,8 +38,11 @@ def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
 
 
 def auto(data: Path, replicas: int = 2) -> list[str]:
-    """For controller auto, with a budget for one trial: steps 20 to 50, right after the warm-up, at the end of which the rate is raised."""
-    return [*tiny(data, replicas, steps=200), "--pct-start", "0.1", "--controller", "auto", "--budget", "0.5"]
+    """For controller auto, with a budget for a trial in steps 1 to 56, at whose end the rate is
+    raised."""
+    settings = {"max-lr": TOO_LOW, "pct-start": 0.1, "controller": "auto", "budget": 0.99}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [*tiny(data, replicas, steps=200), *words]
 
 
 KINDS: dict[str, Callable[[Path], list[str]]] = {

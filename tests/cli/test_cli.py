@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("no_processes")
             ["--coresident", "--controller", "auto"],
             ["coresident is True: it must be left out with controller auto", "pass replicas 1 and batch_size 4\n"],
         ),
-        (["--controller", "auto", "--budget", "1"], ["budget is 1.0: it must lie between 0 and 1"]),
+        (["--controller", "auto", "--budget", "1"], ["budget is 1.0: it must lie in [0, 1)"]),
     ],
 )
 def test_wrong_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from contextlib import suppress
@@ -16,16 +15,20 @@ from hypothesis import strategies as st
 from hdet.cli.html_report import page
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_history, truncate_history
-from hdet.cli.report import plot, print_table
+from hdet.cli.report import plot, print_table, trial_lines
 from hdet.cli.runs import RunFiles
+from hdet.trial.rule import Arm, Trial
 
 from .harness import one_line
 
-TOLD = {"measured": {"trials": [[0.0, 5.0, 5.1, 4.9, 5.0, 4.8, 4.7, *[5.0] * 3 * 8, 1.0, 0.0, 6.0]]}}
-TRIAL = {"trial": 1, "multiples": [0.5, 1.0, 2.0], "steps": 16, "scores": 2}
+TRIAL = Trial(
+    rate=0.1,
+    arms=(Arm(0.0125, (5.0, 5.1), 0.01), Arm(0.1, (4.0, 4.1), 0.1), Arm(0.8)),
+    first_losses=(5.5, 5.6),
+)
 CYCLE = {
     "multipliers": {"lr": [0.9, 1.1]}, "losses": [5.0, 5.1], "probe": None, "left_out": [], "rolled_back": False, "notes": ["a note"],
-    "record": {"moment": {"step": 0}, "plan": {"measure": {"trials": TRIAL}}, "evidence": TOLD},
+    "trial": TRIAL.interval(2000).to_dict(),
 }  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "train": {"event": "train", "step": 3, "loss": 5.5, "lr": 0.1, "correction": 1.0},
@@ -65,6 +68,7 @@ def looked_at(folder: Path) -> RunFiles | None:
         print_table([read])
         with suppress(RunFolderError):
             page([read]).encode()
+            trial_lines([read])
     return read
 
 
@@ -94,17 +98,44 @@ def test_what_is_accepted_can_be_drawn(tmp_path: Path, event: str, data: st.Data
 
 
 @fuzz
-@given(
-    path=st.sampled_from(["multipliers", "record", "record.plan", "record.plan.measure.trials", "record.evidence.measured"]), data=st.data()
-)
+@given(path=st.sampled_from(["", "multipliers", "trial", "trial.trial", "trial.trial.arms.0"]), data=st.data())
 def test_any_value_in_what_a_page_reads_of_a_cycle(tmp_path: Path, path: str, data: st.DataObject) -> None:
-    record = copy.deepcopy(GOOD["cycle"])
+    record = json.loads(json.dumps(GOOD["cycle"]))
     inner = record
-    for key in path.split("."):
-        inner = inner[key]
-    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(values | st.lists(st.lists(st.floats(-10, 10), max_size=4), max_size=3))
+    for key in filter(None, path.split(".")):
+        inner = inner[int(key) if key.isdigit() else key]
+    keys = [key for key in inner if key not in ("event", "step", "slopes", "errors")]
+    drawn = values | st.lists(st.floats(-10, 10) | st.floats(), max_size=4) | st.floats(1e-100, 1e100)
+    inner[data.draw(st.sampled_from(sorted(keys)))] = data.draw(drawn)
     read = looked_at(run_of(tmp_path, lines_of(GOOD["train"], record, GOOD["end"])))
     assert read is not None, "no other report reads it"
+
+
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "no dict": ("", []), "a rate of 0": ("rate", 0), "no end": ("high", ...), "a low below 0": ("low", -1.0),
+    "no trial": ("trial", None), "no arms": ("trial.arms", []), "a loss of no number": ("trial.first_losses", [None]),
+    "an arm without losses": ("trial.arms.0.losses", ...), "a displacement below 0": ("trial.arms.1.displacement", -0.1),
+    "no list of losses": ("trial.arms.0.losses", "x"), "a flag of another kind": ("trial.pretrained", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_trial_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    path, value = DAMAGES[how]
+    record = json.loads(json.dumps(GOOD["cycle"]))
+    *way, last = ["trial", *filter(None, path.split("."))]
+    inner = record
+    for key in way:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner[last] = value
+    if value is ...:
+        del inner[last]
+    run_of(tmp_path, lines_of(GOOD["train"], record, GOOD["end"]))
+    with pytest.raises(RunFolderError, match="line 2 of history .* has a wrong trial, .*: remove that line"):
+        _ = RunFiles.read(tmp_path).trials
+    for page_too in ([], ["--html", str(tmp_path / "page.html")]):
+        assert "line 2" in one_line(capsys, "report", str(tmp_path), *page_too)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted((CONFIG, HISTORY))
 
 
 @fuzz

@@ -16,23 +16,51 @@ from typing import Any
 
 import pytest
 
-from hdet.cli.charts import COLUMNS, HEIGHT, ROWS, WIDTH, Point, Series, chart, linear, log, number, symlog, thin
+from hdet.cli.charts import (
+    COLUMNS,
+    HEIGHT,
+    ROWS,
+    WIDTH,
+    Point,
+    Series,
+    chart,
+    linear,
+    log,
+    number,
+    symlog,
+    thin,
+    until,
+)
 from hdet.cli.html_report import OPEN, page
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.run_files import CONFIG, HISTORY
 from hdet.cli.main import main
-from hdet.cli.runs import RunFiles, Trial, find_runs
-from hdet.core.rules.trial.scores import WITHIN
+from hdet.cli.runs import RunFiles, find_runs
+from hdet.trial.rule import Arm, Trial
 
-from .harness import ROOT, Finished, one_line
+from .harness import ROOT, one_line
+from .test_runs import Straight
 
 HOSTILE = "lr: <script>alert(1)</script> & \"quoted\" \x07 <img src='http://example.org/x.png'>"
-TRIAL = {"trial": 1, "multiples": [0.125, 1.0, 4.0], "steps": 28, "scores": 3}
-LOSSES = [3.0, 3.1, 3.2, 2.0, 2.2, 2.1, 1.0, 1.1, 1e30]
+FIRST = (4.0,) * 28
+TRIAL = Trial(  # higher is better, until it breaks
+    rate=2e-4,
+    arms=(
+        Arm(2.5e-5, (3.9, 4.1) * 14, 0.01), Arm(2e-4, (2.9, 3.1) * 14, 0.08),
+        Arm(1.6e-3, (1.9, 2.1) * 14, 0.5), Arm(1.28e-2),
+    ),
+    first_losses=FIRST,
+)  # fmt: skip
+OWN = Trial(rate=2e-4, arms=(Arm(2e-4, displacement=0.001),))
 
 
 def write(
-    folder: Path, controller: str = "probe", replicas: int = 4, cycles: int = 40, loss: Callable[[int], float | None] | None = None
+    folder: Path,
+    controller: str = "probe",
+    replicas: int = 4,
+    cycles: int = 40,
+    loss: Callable[[int], float | None] | None = None,
+    trial: Trial | None = None,
 ) -> Path:
     """A run as `hdet train` would have recorded it, of made-up numbers; ``controller`` "fixed": of the fixed schedule."""
     draw, correction, records = random.Random(0), 1.0, list[dict[str, Any]]()
@@ -49,27 +77,16 @@ def write(
                 if controller in ("auto", "none")
                 else [0.7 + 0.6 * ((r + cycle) % replicas) / max(1, replicas - 1) for r in range(replicas)]
             )
-            moved = probed and 5 <= cycle < 9
+            moved = probed and 5 <= cycle < 9 or trial is not None and cycle == 5
             correction *= 1.5 if moved else 1.0
             slope = {"lr": -0.3 / (cycle + 1) if probed and cycle < 20 else None}
-            told = {
-                "moment": {"step": step - 10},
-                "plan": {"measure": {"trials": TRIAL} if controller == "auto" and cycle in (2, 3) else {}},
-            }
-            told["evidence"] = {
-                "measured": {"trials": [[0.0, *LOSSES, *[5.0] * 3 * 14, 1.0, 0.0, 6.0]]} if controller == "auto" and cycle == 3 else {}
-            }
             losses = [None if value is None else value + 0.02 * (1 - m) for m in rho]
-            note = (
-                "lr: best peak 0.0002 to 0.0008: in 28 steps 0.0003 was the best, 0.0004 was in force, kept"
-                if controller == "auto" and cycle == 3
-                else ""
-            )
             records.append({
                 "event": "cycle", "cycle": cycle, "step": step, "slopes": slope, "errors": {"lr": 0.02 if slope["lr"] else None},
                 "multipliers": {"lr": rho}, "losses": losses, "probe": losses if probed and cycle < 20 else None,
                 "left_out": [2] if probed and cycle == 7 else [], "rolled_back": probed and cycle == 11,
-                "notes": [note] * bool(note) + [HOSTILE] * (probed and cycle == 12), "record": told,
+                "notes": [HOSTILE] * (probed and cycle == 12),
+                "trial": trial.interval(10 * cycles).to_dict() if trial and cycle == 5 else None,
             })  # fmt: skip
         if cycle % (cycles // 10) == 0 or cycle == cycles - 1:
             records.append({"event": "validation", "step": step, "loss": value, "batches": 3})
@@ -95,7 +112,8 @@ def broken(cycle: int) -> float | None:
 KINDS: dict[str, Callable[[Path], Path]] = {
     "fixed": lambda folder: write(folder, "fixed"),
     "probe": lambda folder: write(folder),
-    "auto": lambda folder: write(folder, "auto", replicas=1),
+    "auto": lambda folder: write(folder, "auto", replicas=1, trial=TRIAL),
+    "first steps": lambda folder: write(folder, "auto", replicas=1, trial=OWN),
     "softmax": lambda folder: write(folder, "softmax"),
     "alike": lambda folder: write(folder, "none"),
     "one replica": lambda folder: write(folder, "none", replicas=1),
@@ -200,7 +218,10 @@ def test_the_outcome_comes_first(runs: Path) -> None:
     ("kind", "says"),
     [
         ("fixed", "stayed on its schedule, whose peak is 0.0003. No compute went into trials"),
-        ("auto", "Trials cost as much as 87 steps, 21.8 % of the run"),  # 3 arms of 28 steps and 3 scores
+        # Three arms of 28 steps, one of 7, and 28 scores of four.
+        ("auto", "The trial cost as much as 128 steps, 32.1 % of the run"),
+        ("first steps", "No compute went into trials"),
+        ("first steps", "The first 28 steps, without a trial, moved the weights by 0.001 of their size"),
         ("softmax", "The controller tells no slope and no interval"),
         ("one replica", "Nothing moves the rate in this run"),
         ("one replica", "One replica, or no losses of several"),
@@ -233,38 +254,100 @@ def test_numbers_are_those_of_the_history(runs: Path) -> None:
     assert page_of(runs / "probe")[0].table("Multiplier and loss")[0] == ["10", ", ".join(f"{number(m)}: {number(x)}" for m, x in pairs)]
 
 
-def test_trials_are_told_beside_the_rate_in_force(runs: Path) -> None:
-    read, _ = page_of(runs / "auto")
-    [trial] = RunFiles.read(runs / "auto").trials
-    assert (trial.first, trial.last, trial.found, trial.cost) == (20, 40, (0.0002, 0.0008), 87)
-    assert trial.above is not None and trial.above[0] == pytest.approx((1.0, 0.1 / math.sqrt(3))) and trial.above[2] is None
-    [row] = next(rows for _, table in read.tables if (rows := [row for row in table if row and row[0] == "20 to 40"]))
-    assert row[1].startswith("× 0.125: +1.000 ± 0.058\n× 4: broke\nlr: best peak 0.0002 to 0.0008")
-    assert read.table("Best peak by trials") == [["40", "0.0002", "0.0008"]]
+def changed(trial: Trial, arms: tuple[Arm, ...]) -> Trial:
+    return Trial(trial.rate, arms, trial.first_losses)
 
 
-@pytest.mark.parametrize("scores", [3, 0])
-def test_what_stands_behind_the_losses_is_none_of_them(scores: int) -> None:
-    """How far an arm went, and the part of the data that a step takes; after a scan with two arms they would be a score of each. A judge's scores
-    follow on no step of the run."""
-    plan = {"trial": 2, "multiples": [0.125, 1.0], "steps": 28, "scores": scores}
-    told = {"moment": {"step": 0}, "plan": {"measure": {"trials": plan}}}
-    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, *[5.0] * 2 * 14, 1.0, 0.0, 6.0]]}}
-    trial = Trial.read([{"step": 40, "notes": [], "record": told}])
-    assert trial.above == [pytest.approx((1.0, 0.0)), pytest.approx((0.0, 0.0))] and trial.cost == 2 * (28 + 1)
+SCORES = {2e-4: (2.9, 3.1) * 14, 1.6e-3: (2.91, 3.11) * 14}
+TRIALS: dict[str, tuple[Trial, list[str]]] = {
+    "raised": (TRIAL, ["Your rate, 0.0002, learned less than higher rates: it went to 0.000", "from 0.000",
+                       "Broke, or stopped for being far behind: 0.013."]),
+    "tied": (changed(TRIAL, tuple(Arm(rate, losses, 0.1) for rate, losses in SCORES.items())),
+             ["Your rate, 0.0002: inside the interval.", "All rates tied.", "from 4e-05 up to 0.032"]),
+    "open": (changed(TRIAL, tuple(Arm(rate, losses) for rate, losses in SCORES.items())),
+             ["No lower rate was ruled out; no higher rate was ruled out."]),
+    "nothing learned": (changed(TRIAL, tuple(Arm(rate, FIRST, 0.1) for rate in SCORES)),
+                        ["No rate has learned anything: only how far the weights moved counts."]),
+    "broken": (changed(TRIAL, tuple(Arm(rate) for rate in SCORES)),
+               ["every rate that was tried broke. What followed is among the events.", "0.0002, 0.0016."]),
+    "too far": (changed(TRIAL, (*TRIAL.arms[:3], Arm(1.28e-2, (70.0, 70.2) * 14, 9.0))),
+                ["Above the frame: the loss at 0.013."]),
+    "own": (OWN, ["hardly moves the weights: it went to", "from 0.004 up to 0.4", "0.001 of their size"]),
+}  # fmt: skip
 
 
-def test_a_real_run_costs_what_its_controller_says(straight: Callable[[str], tuple[Path, Finished]]) -> None:
-    folder, _ = straight("auto")
+@pytest.mark.parametrize("kind", TRIALS)
+def test_a_trial_is_told_in_words(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the page, and by the report of a terminal."""
+    trial, says = TRIALS[kind]
+    run = write(tmp_path / "run", "auto", replicas=1, trial=trial)
+    read, _ = page_of(run)
+    said = read.words("p")
+    assert main(["report", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert all(words in said for words in says), said
+    assert all(words in out for words in says if "frame" not in words), out
+    assert ("the trial cost" in out) == (kind != "own")
+
+
+def test_losses_are_drawn_over_rates(runs: Path) -> None:
+    read, text = page_of(runs / "auto")
+    [drawn] = re.findall(r'<svg[^>]*aria-label="Loss over rate.*?</svg>.*?</div></div>', text, re.DOTALL)
+    interval = TRIAL.interval(400)
+    paths = dict(re.findall(r'<path class="([^"]*)" d="([^"]*)"/>', drawn))
+    labels = [float(label) for label in re.findall(r'left:[\d.]+%">([^<]*)<', drawn)]
+    assert labels == sorted(labels) and {1e-4, 1e-3, 1e-2} <= set(labels)
+    places = [float(at) for at in re.findall(r'left:([\d.]+)%"', drawn)]
+
+    def rate(x: str) -> float:
+        """By two labels."""
+        (a, b), (p, q) = (math.log(labels[0]), math.log(labels[-1])), (places[0], places[-1])
+        return math.exp(a + (100 * int(x) / WIDTH - p) / (q - p) * (b - a))
+
+    near = pytest.approx
+    dots, bars = re.findall(r"M(\d+) (\d+)h0", paths["dots s1"]), re.findall(r"M(\d+) (\d+)V(\d+)", paths["bars s1"])
+    assert [rate(x) for x, _ in dots] == [near(arm.rate, rel=0.02) for arm in TRIAL.arms[:3]]
+    assert all(int(top) < int(middle) < int(low) for (_, middle), (_, top, low) in zip(dots, bars, strict=True))
+    assert [rate(x) for x in re.findall(r"M(\d+) 0V", paths["marks ink"])] == [near(2e-4, rel=0.02)]
+    assert [rate(x) for x in re.findall(r"M(\d+) 0V", paths["marks s1"])] == [near(interval.suggestion, rel=0.02)]
+    span = re.findall(r"M(\d+) 0H(\d+)V", paths["span s1"])[0]
+    assert [rate(x) for x in span] == [near(end, rel=0.02) for end in (interval.low, interval.high)]
+    assert "dotted ink" in paths and "<title>rate 0.0002\nloss after the trial: 3\nbefore training: 4</title>" in drawn
+    said = read.words("li")
+    assert f"now: {number(interval.suggestion)}" in said and "yours: 0.0002" in said and "auto, rate moved" in said
+    assert read.table("Losses after the trial")[-1] == ["0.0128", "-", "-", "-"]
+    [loss] = re.findall(r'<svg[^>]*aria-label="Loss: .*?</svg>', text, re.DOTALL)
+    assert f'<path class="marks s1" d="M{round(WIDTH * 0.985 * 70 / 400)} 0V' in loss
+
+
+def test_an_open_end_is_the_edge_of_the_chart(tmp_path: Path) -> None:
+    arms = tuple(Arm(rate, losses) for rate, losses in SCORES.items())
+    _, text = page_of(write(tmp_path / "run", "auto", replicas=1, trial=changed(TRIAL, arms)))
+    [(left, right)] = re.findall(r'class="span s1" d="M(\d+) 0H(\d+)V', text)
+    assert int(left) == 0 and int(right) > WIDTH
+
+
+def test_each_of_several_trials_has_a_figure(runs: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(runs / "auto", tmp_path / "run")
+    records = [json.loads(line) for line in (run / HISTORY).read_text().splitlines()]
+    cycles = [record for record in records if record["event"] == "cycle"]
+    cycles[8]["trial"] = cycles[5]["trial"]
+    (run / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
+    read, _ = page_of(run)
+    assert "Loss over rate, step 60" in read.words("h3") and "Loss over rate, step 90" in read.words("h3")
+    assert "as much as 257 steps" in read.words("p")
+
+
+def test_a_real_run_is_told_as_its_controller_tells_it(straight: Straight) -> None:
+    folder, finished = straight("auto")
     state = load_checkpoint(folder)["ensemble"]["controller_state"]
-    run = RunFiles.read(folder)
-    assert run.trials and sum(trial.cost for trial in run.trials) == pytest.approx(state["spent"])
-    now, edge = state["peaks"][-1][1], state["edge"]
-    low = now / 2**WITHIN
-    assert state["said"] and now < edge, "its highest arm was the best, and higher was not tried"
-    assert [trial.found for trial in run.trials if trial.found] == [(float(f"{low:.2g}"), float(f"{edge:.2g}"))]
+    [(step, interval)] = RunFiles.read(folder).trials
+    assert step == 56 and interval.trial.interval(200) == interval and state["done"]
+    # Arms that stop do so at the looks after 7, 14 or 21 steps.
+    assert RunFiles.read(folder).trial_cost == pytest.approx(state["cost"], abs=5 * 14)
     read, _ = page_of(folder)
-    assert f"to a peak of {number(state['peaks'][-1][1])}" in read.words("p")
+    assert f"it went to {interval.suggestion:.2g}" in read.words("p") and "Loss over rate" in read.words("h3")
+    assert f"it went to {interval.suggestion:.2g}" in finished.out
 
 
 def test_events_are_in_order_of_time_and_escaped(runs: Path, tmp_path: Path) -> None:
@@ -298,7 +381,7 @@ def test_runs_of_other_lengths_are_not_compared_in_silence(runs: Path, tmp_path:
     assert re.search(said, read.words("h1")), read.words("h1")
     assert all(f"schedule of {steps} steps, peak 0.0003" in read.words("li") for steps in (400, 800))
     ends = [re.findall(r"<span[^>]*>(\d+)</span>", plot)[-1] for plot in re.findall(r'<div class="across".*?</div>', text)]
-    assert ends == ["800", "800", *["800"] * 3, *["400"] * 3], "all runs twice, then each run's own"
+    assert ends == ["800", "800", *["800"] * 2, *["400"] * 2], "all runs twice, then each run's own"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +418,7 @@ def test_the_command_writes_a_page_and_a_picture_on_demand(runs: Path, tmp_path:
     [
         ({"notes": "x"}, "wrong notes"),
         ({"multipliers": {"lr": ["x"]}}, "wrong multipliers"),
-        ({"record": 3}, "wrong record"),
+        ({"trial": 3}, "wrong trial"),
         ({"losses": 1}, "wrong losses"),
     ],
 )
@@ -387,7 +470,7 @@ def test_thinning_loses_no_extreme_and_no_gap() -> None:
 def test_a_gap_is_a_gap_and_a_lone_point_is_seen() -> None:
     def path(*values: float | None) -> str:
         points: list[Point] = [(step, value, value) for step, value in enumerate(values)]
-        drawn = chart("t", "d", [Series("s", "s1", points)], linear([0.0, 1.0]), 4)
+        drawn = chart("t", "d", [Series("s", "s1", points)], linear([0.0, 1.0]), until(4))
         found = re.search(r'class="line s1" d="([^"]*)"', drawn)
         assert found
         return found[1]
@@ -399,7 +482,7 @@ def test_a_gap_is_a_gap_and_a_lone_point_is_seen() -> None:
 
 
 def test_points_lie_where_the_labels_say() -> None:
-    drawn = chart("t", "d", [Series("s", "s1", [(0, 0.0, 0.0), (1, 1.0, 1.0), (4, 0.5, 0.5)])], linear([0.0, 1.0]), 4)
+    drawn = chart("t", "d", [Series("s", "s1", [(0, 0.0, 0.0), (1, 1.0, 1.0), (4, 0.5, 0.5)])], linear([0.0, 1.0]), until(4))
     points = re.search(r'class="line s1" d="M(\d+) (\d+) (\d+) (\d+) (\d+) (\d+)"', drawn)
     assert points
     across = {label: float(at) for at, label in re.findall(r'left:([\d.]+)%">([^<]*)<', drawn)}
@@ -456,7 +539,7 @@ MEASURE = """<script>addEventListener("load", () => {
   const told = [...document.querySelectorAll("iframe")].map(frame => {
     const page = frame.contentDocument, charts = [...page.querySelectorAll(".plot > svg")].map(svg => {
       const {x, y, width, height} = svg.getBoundingClientRect();
-      const drawn = [...svg.querySelectorAll("path:not(.grid, .pale, .band)")].filter(path => path.getAttribute("d"));
+      const drawn = [...svg.querySelectorAll("path:not(.grid, .pale, .band, .span)")].filter(path => path.getAttribute("d"));
       return {box: [x, y, width, height], colours: drawn.map(path => path.classList[1])};
     });
     const height = page.documentElement.scrollHeight;

@@ -39,7 +39,8 @@ def test_every_decision_is_made_again(runs: dict[str, Path], controller: str, ca
     assert main(["replay", str(runs[controller])]) == 0
     out, err = capsys.readouterr()
     count = len(decided(runs[controller]))
-    assert count >= 4 and out == f"{count} decisions replayed, all the same to the bit\n" and err == ""
+    trials = " and 1 trial" * (controller == "auto")
+    assert count >= 4 and out == f"{count} decisions{trials} replayed, all the same to the bit\n" and err == ""
     assert sorted(path.name for path in runs[controller].iterdir()) == sorted((CONFIG, HISTORY))
 
 
@@ -49,7 +50,20 @@ def rewritten(run: Path, folder: Path, records: list[dict[str, Any]]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("key", ["suggestion", "low", "high"])
+def test_a_trial_that_says_something_else_is_printed(
+    runs: dict[str, Path], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = read_history(runs["auto"] / HISTORY)
+    [cycle] = [record for record in records if record.get("trial")]
+    cycle["trial"][key] *= 1 + 1e-15
+    assert main(["replay", str(rewritten(runs["auto"], tmp_path / "run", records))]) == 1
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"cycle {cycle['cycle']}: what the trial says differ") and len(out.splitlines()) == 1
+    assert f'"{key}": {cycle["trial"][key]}' in out
+
+
+@pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "auto"])
 def test_a_difference_is_printed(runs: dict[str, Path], controller: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = read_history(runs[controller] / HISTORY)
     cycle = next(r for r in records if r["event"] == "cycle" and any(d["factor"] != 1 for d in r["record"]["decisions"]))

@@ -14,14 +14,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.data import load_corpus
 from hdet.cli.job.place import Place, join
 from hdet.cli.job.processes import Workers
 from hdet.cli.job.run_files import read_history
-from hdet.cli.job.training import RunSpec, train_all
+from hdet.cli.job.training import Run, RunSpec, train_all
 from hdet.cli.main import main
 
 from ..limits import HANG_S
-from .harness import KINDS, ROOT, Finished, auto, run_cli, tiny, wait_until_gone
+from .harness import KINDS, ROOT, TOO_LOW, Finished, auto, run_cli, tiny, wait_until_gone
 
 Straight = Callable[[str], tuple[Path, Finished]]
 TIMES = {"converge_ms", "probe_ms", "seconds", "probe_percent", "converge_percent"}
@@ -149,27 +150,31 @@ def test_one_process_uses_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_trials_raise_a_rate_that_is_far_too_low(straight: Straight) -> None:
     folder, finished = straight("auto")
-    assert "all train alike: trials of other rates" in finished.out and "differ by design" not in finished.out
+    assert "all replicas train alike; a trial in the first 56 steps" in finished.out
+    assert "differ by design" not in finished.out
     cycles = events(folder, "cycle")
     assert all(record["multipliers"]["lr"] == [1.0, 1.0] for record in cycles)
     (tried,) = [record for record in cycles if record["notes"]]
-    assert "best peak" in tried["notes"][0] and tried["corrections"]["lr"] > 1 and tried["step"] - cycles[tried["cycle"] - 1]["step"] >= 28
+    found = tried["trial"]
+    assert tried["step"] == 56 and tried["notes"][0].endswith("learned less than higher rates")
+    assert tried["corrections"]["lr"] == pytest.approx(found["suggestion"] / TOO_LOW) and found["low"] > 10 * TOO_LOW
+    assert [record["trial"] for record in cycles if record is not tried] == [None] * (len(cycles) - 1)
     # Cycles are many: those with nothing to say are not shown.
     lines = [line for line in finished.out.splitlines() if " x " in line and "/50" in line]
-    assert any("best peak" in line for line in lines) and len(lines) < len(cycles)
+    assert any("learned less" in line for line in lines) and len(lines) < len(cycles)
 
 
 def test_the_correction_is_the_one_in_force(straight: Straight) -> None:
-    """A rise comes by and by; the report divides by it to draw the schedule as it was."""
+    """The report divides by it to draw the schedule as it was."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=200, pct_start=0.1, cycle_momentum=False), [0.0]
+    schedule, rates = OneCycleLR(optimizer, TOO_LOW, total_steps=200, pct_start=0.1, cycle_momentum=False), [0.0]
     for step in range(200):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         if step < 199:
             schedule.step()
     records = events(straight("auto")[0], "train")
-    assert len({record["correction"] for record in records}) > 3
+    assert [record["correction"] > 1 for record in records] == [record["step"] > 56 for record in records]
     for record in records:
         assert record["lr"] / record["correction"] == pytest.approx(rates[record["step"]]), record
 
@@ -178,29 +183,61 @@ def test_one_process_is_enough(text_folder: Path, tmp_path: Path) -> None:
     finished = run_cli("train", *auto(text_folder, 1), "--out", str(tmp_path))
     assert finished.code == 0 and finished.err == "", finished.err
     assert "1 replica x 2 windows of 16 bytes, one process on the CPU" in finished.out
-    assert any("best peak" in note for record in events(tmp_path, "cycle") for note in record["notes"])
+    assert any("learned less" in note for record in events(tmp_path, "cycle") for note in record["notes"])
+
+
+def test_a_short_run_looks_at_its_own_first_steps(text_folder: Path, tmp_path: Path) -> None:
+    finished = run_cli("train", *auto(text_folder, 1), "--budget", "0", "--out", str(tmp_path))
+    assert finished.code == 0 and "only how far the first 28 steps move the weights" in finished.out
+    (tried,) = [record for record in events(tmp_path, "cycle") if record["trial"]]
+    assert tried["step"] == 28 and tried["corrections"]["lr"] > 1
+    assert "The first 28 steps, without a trial, moved the weights by" in finished.out
+    assert "the trial cost" not in finished.out
+
+
+def test_a_search_that_was_under_way_begins_again(text_folder: Path, tmp_path: Path) -> None:
+    settings = {"max_lr": TOO_LOW, "steps": 200, "sync_interval": 4, "checkpoint_interval": 8}
+    model = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 2, "validation_batches": 3}
+    config = TrainConfig(controller="auto", budget=0.99, replicas=1, data=str(text_folder), **settings, **model)
+    shown: list[dict] = []
+
+    def stop(event: dict) -> None:
+        shown.append(event)
+        if event["event"] == "checkpoint" and event["step"] == 16:
+            raise KeyboardInterrupt
+
+    killed = Run(RunSpec(config, tmp_path), load_corpus(config.data), Place(), stop)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert killed.history is not None
+    killed.history.close()
+    with pytest.warns(UserWarning, match="saved during the search, which begins again"):
+        train_all([RunSpec(config, tmp_path, resume=True)], Place(), shown.append)
+    starts = [event["search"] for event in shown if event["event"] == "start"]
+    assert starts[0].startswith("a trial in the first 56") and starts[1].startswith("the search begins again: a trial")
+    assert [record["step"] for record in events(tmp_path, "cycle") if record["trial"]] == [16 + 56]
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("processes", 3), ("coresident", 1), ("auto", 2)])
+@pytest.mark.parametrize(("kind", "workers", "saved"), [("processes", 3, 8), ("coresident", 1, 8), ("auto", 2, 64)])
 def test_killed_run_resumes_bit_for_bit(
-    text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int, capsys: pytest.CaptureFixture[str]
+    text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int, saved: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8."""
+    """kill -9 of the parent four steps after a checkpoint; with controller auto when its search is over."""
     whole, _ = straight(kind)
     folder, pids, scratch = tmp_path / "killed", tmp_path / "pids", tmp_path / "scratch"
     pids.mkdir()
     scratch.mkdir()
-    killed = run_cli("train", *KINDS[kind](text_folder), "--out", str(folder), fault="kill-parent@12", pids=pids, scratch=scratch)
+    killed = run_cli("train", *KINDS[kind](text_folder), "--out", str(folder), fault=f"kill-parent@{saved + 4}", pids=pids, scratch=scratch)
     assert killed.code == -9
     wait_until_gone(pids, expected=workers)
     assert not list(scratch.glob("hdet-*")), "the workers clear up what the parent could not"
-    assert load_checkpoint(folder)["step"] == 8
-    assert max(record["step"] for record in read_history(folder / "history.jsonl")) == 12
+    assert load_checkpoint(folder)["step"] == saved
+    assert max(record["step"] for record in read_history(folder / "history.jsonl")) == saved + 4
     resumed = run_cli("train", "--resume", str(folder))
-    assert resumed.code == 0 and "from step 8" in resumed.out and resumed.err == "", resumed.err
+    assert resumed.code == 0 and f"from step {saved}" in resumed.out and resumed.err == "", resumed.err
     ours, theirs = (read_history(run / "history.jsonl") for run in (folder, whole))
     assert same(ours, theirs)
     assert same(*(torch.load(run / "checkpoint.pt", weights_only=True) for run in (folder, whole)))

@@ -12,13 +12,13 @@ from torch import nn
 
 import hdet
 from hdet.measure import Measurement
-from hdet.measure.measurement import Closure
 from hdet.tensors.eval_mode import eval_mode
+from tests.harness import Batch, losses_of, taught
 
 
 @dataclass(frozen=True)
 class LossAt(hdet.Question):
-    """The current batch's loss with all weights times ``scale``: the mean over replicas."""
+    """The loss with all weights times ``scale``: the mean over replicas, of each on a batch of its own."""
 
     scale: float
 
@@ -26,10 +26,8 @@ class LossAt(hdet.Question):
 class Scaled(Measurement):
     """Answers `LossAt`."""
 
-    needs_closure = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, losses: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
+        self.model, self.losses = model, losses
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -39,8 +37,7 @@ class Scaled(Measurement):
         self._parameters, self._replicas = watched.sets[0], watched.replicas
 
     @contextmanager
-    def answering(self, closure: Closure | None) -> Iterator[Callable[[hdet.Question], Any]]:
-        assert closure is not None
+    def answering(self) -> Iterator[Callable[[hdet.Question], Any]]:
         before = [p.detach().clone() for p in self._parameters]
 
         def put(scale: float) -> None:
@@ -52,7 +49,7 @@ class Scaled(Measurement):
             if not isinstance(question, LossAt):
                 raise ValueError(f"it answers LossAt, got {question!r}")
             put(question.scale)
-            row = closure().double().mean().reshape(1)
+            row = self.losses(self.model, taught(self._replicas.index)).double().mean().reshape(1)
             return float(self._replicas.sum_rows(*[row] * len(self._replicas.local)).mean())
 
         with eval_mode(self.model):
@@ -69,9 +66,9 @@ class Asking(hdet.Controller):
     needs_replicas = False
     measures = ("scaled",)
 
-    def __init__(self, model: nn.Module, freeze_after: float | None = None) -> None:
+    def __init__(self, model: nn.Module, freeze_after: float | None = None, losses: Any = losses_of) -> None:
         super().__init__(freeze_after)
-        self.measurements: Mapping[str, Any] = {"scaled": Scaled(model)}
+        self.measurements: Mapping[str, Any] = {"scaled": Scaled(model, losses)}
 
     def decide(self, evidence: hdet.Evidence) -> Any:
         here = yield LossAt("scaled", 1.0)

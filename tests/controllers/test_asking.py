@@ -11,7 +11,7 @@ import torch
 import hdet
 from hdet.measure import Measurement
 from tests.distributed import run_ranks
-from tests.harness import Run, losses_of, model
+from tests.harness import Run, losses_of, model, taught
 
 from .asking import Asking
 from .runs import run
@@ -21,15 +21,15 @@ def asking(**settings: Any) -> Run:
     return run(Asking, together=1, constant=True, total=60, **settings)
 
 
-def test_answers_are_those_of_the_batch_and_decide() -> None:
+def test_answers_are_those_of_the_weights_and_decide() -> None:
     ran = asking(spread=0.0)
     for _ in range(3):
         ran.steps(10)
         with torch.no_grad():
-            here = float(losses_of(ran.net, ran.data(100 * (ran.index - 1))).double().mean())
+            here = float(losses_of(ran.net, taught(0)).double().mean())
             for p in ran.net.parameters():
                 p.mul_(1.02)
-            larger = float(losses_of(ran.net, ran.data(100 * (ran.index - 1))).double().mean())
+            larger = float(losses_of(ran.net, taught(0)).double().mean())
             for p in ran.net.parameters():
                 p.div_(1.02)
         answers, decision = ran.history["record"]["answers"], ran.history["record"]["decisions"][0]
@@ -47,9 +47,7 @@ def test_an_answer_that_is_missing_in_a_record_is_a_difference() -> None:
 
 
 def two_ranks(rank: int, world: int) -> Any:
-    ran = run(Asking, together=1, rank=rank, constant=True, total=60)
-    ran.closure = lambda data: losses_of(ran.net, data)  # not through DDP, which communicates
-    ran.steps()
+    ran = run(Asking, together=1, rank=rank, constant=True, total=60).steps()
     return ran.weights().tolist(), [record["record"]["answers"] for record in ran.records], ran.ensemble.corrections
 
 
@@ -61,13 +59,6 @@ def test_ranks_get_the_same_answers() -> None:
 def test_a_decision_at_freeze_after_still_asks_and_later_ones_do_not() -> None:
     ran = run(lambda net: Asking(net, freeze_after=0.5), together=1, constant=True, total=60).steps()
     assert [len(record["record"]["answers"]) for record in ran.records] == [2, 2, 2, 0, 0, 0]
-
-
-def test_a_step_without_a_closure_is_refused() -> None:
-    ran = asking()
-    ran.closure = None
-    with pytest.raises(TypeError, match=r"'asking' scores the current batch: call step\(loss, closure=\.\.\.\)"):
-        ran.step()
 
 
 class Other(hdet.Question):
@@ -107,16 +98,16 @@ def test_questions_without_an_answer_are_refused_and_weights_stay(make: Any, mes
     assert torch.equal(ran.weights(), seen[-1])
 
 
-def test_an_error_of_the_closures_own_passes_and_weights_stay() -> None:
-    ran, calls = asking().steps(9), []
+def test_an_error_of_the_losses_passes_and_weights_stay() -> None:
+    calls: list[torch.Tensor] = []
 
-    def closure(data: Any) -> torch.Tensor:
+    def losses(net: Any, data: Any) -> torch.Tensor:
         calls.append(ran.weights())
         if len(calls) == 2:
             raise RuntimeError("mine")
-        return losses_of(ran.net, data)
+        return losses_of(net, data)
 
-    ran.closure = closure
+    ran = run(lambda net: Asking(net, losses=losses), together=1, constant=True, total=60).steps(9)
     with pytest.raises(RuntimeError, match="mine"):
         ran.step()
     assert torch.equal(ran.weights(), calls[0]) and not torch.equal(calls[1], calls[0])

@@ -29,7 +29,6 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         lambda m: probe(m, 10**7, interval=1),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
-    "auto": (lambda m: hdet.AutoLR(m, budget=0.2), {"together": 1, "lr": 1e-4, "total": 1500}),
     "asking": (Asking, {"together": 1}),
     "asking, then probe": (lambda m: hdet.SequentialController(Asking(m, freeze_after=40), probe(m, 10**7)), {"every": 4, "lr": 1e-5}),
     "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7, interval=1)), {"lr": 1e-5}),
@@ -65,7 +64,7 @@ SHOWN = [name for name in MAKES if "shadow" not in name and "taken back" not in 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_run_is_bitwise_the_one_without_it(name: str) -> None:
     make, settings = MAKES[name]
-    plain: dict[str, Any] = {**settings, "total": settings.get("total", 120)}  # trials have to know a long run
+    plain: dict[str, Any] = {"total": 120, **settings}
     ours = run(lambda model: hdet.Shadow(make(model)), **plain)
     alone = run(lambda model: None, **plain)
     assert [float(ours.step()) for _ in range(120)] == [float(alone.step()) for _ in range(120)]

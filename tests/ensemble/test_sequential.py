@@ -74,12 +74,10 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
 
 
 def test_a_controller_that_asks_may_come_first() -> None:
-    """Nobody wants a closure when it has been followed."""
     net = model()
     both = hdet.SequentialController(Asking(net, freeze_after=OVER), Listener())
-    run = Run(net=net, controller=both, closure=True, total=TOTAL, every=EVERY, data=taught).steps(OVER)
+    run = Run(net=net, controller=both, total=TOTAL, every=EVERY, data=taught).steps(OVER)
     assert run.controller.handed_over and len(run.history["record"]["answers"]) == 2
-    run.closure = None
     run.steps()
     assert len(both.then.state_dict()["steps"]) == (TOTAL - OVER) / EVERY
 

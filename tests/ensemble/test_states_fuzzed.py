@@ -106,13 +106,13 @@ CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "hypergradient": lambda net: hdet.HypergradientController(2),
 }
 AUTO: dict[str, Callable[[Any], Any]] = {
-    "auto in a trial": lambda net: hdet.AutoLR(net, budget=0.9),
-    "auto": lambda net: hdet.AutoLR(net, budget=0.9),
-    "auto, then softmax": lambda net: hdet.SequentialController(hdet.AutoLR(net, budget=0.9), hdet.SoftmaxController(decay=None)),
+    "auto in a trial": lambda net: hdet.AutoLR(net, budget=0.99),
+    "auto": lambda net: hdet.AutoLR(net, budget=0.99),
+    "auto, then softmax": lambda net: hdet.SequentialController(hdet.AutoLR(net, budget=0.99), hdet.SoftmaxController(decay=None)),
 }
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"]) for name, build in CONTROLLERS.items()},
-    **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=200) for name, build in AUTO.items()},
+    **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=240) for name, build in AUTO.items()},
     **{name: functools.partial(Run, CONTROLLERS["slope"], build) for name, build in SCHEDULERS.items() if name != "none"},
     "constant rates": functools.partial(Run, CONTROLLERS["rank"], SCHEDULERS["none"]),
     "two rates": functools.partial(Run, CONTROLLERS["slope"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,13 @@ def example(name: str) -> Any:
     return module
 
 
+def correction_in(text: str) -> float:
+    """Of the rate, as an example prints it."""
+    found = re.search(r"correction of the rate: (\S+?)(;|\s|$)", text)
+    assert found is not None, text
+    return float(found[1])
+
+
 def weights(model: torch.nn.Module) -> torch.Tensor:
     """All of them; of a sharded model this rank's."""
     own = [p.detach() for p in model.parameters()]
@@ -86,6 +94,22 @@ class Halved(hdet.Controller):
 
     def report(self) -> str:
         return "halves once"
+
+
+def trial(model: Any) -> hdet.AutoLR:
+    """Of a short run, too."""
+    return hdet.AutoLR(model, budget=0.95)
+
+
+def told(model: Any) -> hdet.Controller:
+    """What it finds is told, and not done."""
+    return hdet.Shadow(trial(model))
+
+
+def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any]:
+    """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the run's own steps there are none), and its scaler."""
+    auto = ensemble.engine.controller
+    return ensemble.corrections["lr"], auto.cost, [arm.losses for arm in auto.interval.trial.arms], auto.scaler
 
 
 class Measured(hdet.Controller):

@@ -13,7 +13,7 @@ from torch import nn
 
 import hdet
 
-from .frameworks import MOVED, Halved, Measured, accelerate_reset, equal, example, needs, on_ranks, weights
+from .frameworks import MOVED, Halved, Measured, accelerate_reset, correction_in, equal, example, needs, on_ranks, weights
 
 needs("accelerate")
 import accelerate
@@ -41,7 +41,7 @@ class Loop:
 
     def __init__(
         self, ensemble: dict[str, Any] | None, *, prepared: bool = True, mixed: str = "no", alone: bool = False, steps: int = STEPS,
-        lr: float = 3e-2, one_cycle: bool = False,
+        lr: float = 3e-2, one_cycle: bool = False, size: int = 4,
     ) -> None:  # fmt: skip
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed)
         if mixed == "fp16":  # a CPU computes in float32 then, without a word; this is what accelerate makes on a GPU
@@ -55,7 +55,7 @@ class Loop:
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * each)
         if one_cycle:
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps * each)
-        loader = torch.utils.data.DataLoader(Numbers(4 * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=4)
+        loader = torch.utils.data.DataLoader(Numbers(size * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=size)
         self.optimizer, self.loader = self.accelerator.prepare(optimizer, loader)
         self.model = model if alone else self.accelerator.prepare(model)  # gradients are local where there is no DDP
         self.scheduler = self.accelerator.prepare(scheduler) if prepared else scheduler
@@ -69,7 +69,8 @@ class Loop:
                 settings["controller"] = hdet.ProbeController(
                     loss, batches, 2, model=self.model, interval=1, rule=hdet.ProbeRule(end=0.0)
                 )  # does not rest
-            if auto is not None:
+            free = settings.pop("free", False)
+            if auto is not None or free:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
             made = hdet.Ensemble(self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings)
             own = () if auto is None else (self.model, losses_of)
@@ -187,21 +188,38 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path
 # -- AutoLR ----------------------------------------------------------------------------------------------------------------
 
 
-def _auto(lr: float, shadow: bool) -> Any:
-    loop = Loop({"auto": 0.6, "sync": hdet.Sync(EVERY)} if not shadow else {"knobs": [hdet.LearningRate(0)]}, steps=200, lr=lr).train(200)
-    return loop.weights[-1], loop.ensemble.corrections["lr"]
+FIRST = 60
+"""The trial is over by then."""
+
+
+def _auto(lr: float, ensemble: dict[str, Any] | None, mixed: str = "no", until: int = FIRST) -> Any:
+    loop = Loop(ensemble, steps=250, lr=lr, mixed=mixed, size=16).train(until)
+    auto = None if ensemble is None else loop.ensemble.engine.controller
+    return loop.weights[-1], 0 if auto is None else loop.ensemble.corrections["lr"], auto and auto.interval, auto and auto.cost
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_auto_lr_with_accumulation_raises_a_rate_that_is_far_too_low_and_leaves_a_good_one(world: int) -> None:
-    low, good, fixed = (on_ranks(_auto, world, lr, shadow) for lr, shadow in ((1e-3, False), (0.1, False), (0.1, True)))
-    assert equal([w for w, _ in low]) and all(correction >= 2 for _, correction in low)
-    assert all(correction == 1 and torch.equal(w, of) for (w, correction), (of, _) in zip(good, fixed, strict=True))
+    low, good, plain = (on_ranks(_auto, world, lr, ensemble) for lr, ensemble in ((1e-4, {"auto": 0.9}), (0.1, {"auto": 0.9}), (0.1, None)))
+    assert equal([w for w, *_ in low]) and all(correction >= 8 for _, correction, *_ in low)
+    assert all(correction == 1 and torch.equal(w, of) for (w, correction, *_), (of, *_) in zip(good, plain, strict=True))
+
+
+def test_without_losses_only_the_runs_own_steps_are_looked_at() -> None:
+    [(ours, correction, found, cost)], [(plain, *_)] = on_ranks(_auto, 1, 0.1, {"free": True}), on_ranks(_auto, 1, 0.1, None)
+    assert torch.equal(ours, plain) and correction == 1 and cost == 0 and [arm.losses for arm in found.trial.arms] == [()]
+
+
+def test_under_float16_a_trial_has_the_accelerators_scaler_and_the_loops_clipping() -> None:
+    [(raised, correction, found, _)] = on_ranks(_auto, 1, 1e-4, {"auto": 0.9}, "fp16", 2 * FIRST)  # many steps are skipped
+    assert correction >= 8 and found.trial.arms[0].losses and raised.isfinite().all()
+    [(ours, correction, *_)], [(plain, *_)] = (on_ranks(_auto, 1, 0.1, of, "fp16", 2 * FIRST) for of in ({"auto": 0.9}, None))
+    assert correction == 1 and torch.equal(ours, plain)
 
 
 def _anew() -> Any:
     """The closure of a step with a rate of 0, and what the step itself has had."""
-    loop = Loop({"auto": 0.6}, lr=0.0)
+    loop = Loop({"auto": 0.9}, lr=0.0)
     batches = [batch for batch, _ in zip(loop.loader, range(PARTS), strict=False)]
     loop.train(1)
     model = loop.model
@@ -360,23 +378,20 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         ):
             hdet.Ensemble(loop.optimizer, total_steps=STEPS)
         bare = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
-        with pytest.raises(TypeError, match="got list.*A loop with accelerate steps what hdet.integrations.accelerate.prepare"):
+        with pytest.raises(TypeError, match="closure must be a function, got list"):
             bare.step(1.0, [torch.ones(1)])
         bare.close()
         strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         with pytest.raises(ValueError, match="has not prepared the Ensemble's optimizer: call accelerator.prepare before"):
             prepare(loop.accelerator, strange)
         auto = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
-        with pytest.raises(TypeError, match="'auto' scores batches: pass prepare\\(accelerator, ensemble, model, losses\\)"):
-            prepare(loop.accelerator, auto)
+        with pytest.raises(TypeError, match="losses of a model: pass prepare\\(accelerator, ensemble, model, losses\\)"):
+            prepare(loop.accelerator, auto, losses=losses_of)
         with pytest.raises(TypeError, match="call step\\(loss, batch\\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
-        loop.accelerator.scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(ValueError, match="no GradScaler looks after: use mixed_precision='bf16'"):
-            prepare(loop.accelerator, auto, loop.model, losses_of)
 
 
 def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
     with accelerate_reset():
         example("accelerate_loop").main(200)
-    assert "correction of the rate: 2" in capsys.readouterr().out
+    assert correction_in(capsys.readouterr().out) >= 2

@@ -13,8 +13,10 @@ from torch import nn
 
 import hdet
 from hdet.core.sequential import SequentialController, Shadow
-from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, needs_closure, numbers, require, states, step
+from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, numbers, require, states, step, wants_trial
+from hdet.trial.rule import SCORES, STEPS
 
+from ..trial.common import ALL, auto_run
 from .frameworks import MEASURED, MOVED, Halved, Measured
 
 
@@ -37,13 +39,35 @@ def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     [made] = ensembles(model, 1, functions)
     auto = made.engine.controller
     assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [model]
-    assert needs_closure(auto) and needs_closure(Shadow(auto)) and not needs_closure(controller) and not needs_closure(None)
+    assert wants_trial(auto) and wants_trial(Shadow(auto)) and not wants_trial(controller) and not wants_trial(None)
     with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
         check_settings({"every": 3})
     with pytest.raises(TypeError, match="controller must be an object of a class from hdet.Controller, got 'auto': pass hdet.AutoLR"):
         ensembles(model, 1, {"controller": "auto"})
     with pytest.raises(TypeError, match="no setting 'optimizer'"):
         check_settings({"optimizer": None})
+
+
+def test_where_nothing_says_what_is_searched_the_first_steps_are_looked_at() -> None:
+    model, scaler, clip = nn.Linear(1, 1), torch.amp.GradScaler("cpu"), lambda: None
+    for settings in ({}, {"seed": 1, "total_steps": 9000}):
+        for free in ensembles(model, 2, settings, scaler=scaler, clip=clip, no_copies={"is bad": True}):
+            auto = free.engine.controller
+            assert isinstance(auto, hdet.AutoLR) and auto.budget == 0 and not wants_trial(auto) and "only how far" in auto.report()
+            assert auto.scaler is None and auto.before_step is None
+    for name, value in {"controller": None, "knobs": [hdet.LearningRate()], "sync": hdet.Sync(2), "design": "permutation"}.items():
+        [given] = ensembles(model, 1, {name: value})
+        assert given.engine.controller is None, name
+
+
+def test_a_trial_has_the_frameworks_scaler_and_its_clipping_before_the_users_own_step() -> None:
+    model, scaler, called = nn.Linear(1, 1), torch.amp.GradScaler("cpu"), []
+    for own, expected in ((None, ["clip"]), (lambda: called.append("own"), ["clip", "own"])):
+        controller = lambda module, own=own: hdet.AutoLR(module, before_step=own)
+        [made] = ensembles(model, 1, {"controller": controller, "total_steps": 9000}, scaler=scaler, clip=lambda: called.append("clip"))
+        made.engine.controller.before_step()
+        assert made.engine.controller.scaler is scaler and called == expected
+        called.clear()
 
 
 def ensembles(model: nn.Module, optimizers: int, settings: dict[str, Any], **others: Any) -> list[hdet.Ensemble]:
@@ -67,8 +91,8 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
         ensembles(model, 1, settings, states=states)
     for count, controller, others, message in (
         (2, Halved(), {}, "several optimizers, each with a controller of its own: pass a function"),
-        (2, hdet.AutoLR, {}, "'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"),
-        (1, hdet.AutoLR, {"no_copies": {"is good": False, "is bad": True}}, "the controller 'auto' is bad"),
+        (2, hdet.AutoLR, {}, "AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"),
+        (1, hdet.AutoLR, {"no_copies": {"is good": False, "is bad": True}}, "AutoLR is bad"),
     ):
         with pytest.raises(ValueError, match=message):
             ensembles(model, count, {"controller": controller, "total_steps": 9000}, **others)
@@ -114,15 +138,19 @@ def test_losses_anew_are_summed_and_synchronised_once() -> None:
 
     def losses() -> torch.Tensor:
         return losses_anew(
-            [1.0, 2.0, 3.0], lambda part: part * weight, backward=lambda loss: (seen.append(float(loss.detach())), loss.backward()),
-            no_sync=no_sync, clip=lambda: seen.append("clip"),
+            parts, lambda part: part and part * weight, backward=lambda loss: (seen.append(float(loss.detach())), loss.backward()), no_sync=no_sync,
         )  # fmt: skip
 
+    parts: list[float | None] = [1.0, 2.0, 3.0]
     assert float(losses()) == 12 and float(weight.grad) == 6 and not losses().requires_grad
-    assert seen[:8] == ["no sync", 2.0, "sync", "no sync", 4.0, "sync", 6.0, "clip"]
+    assert seen[:7] == ["no sync", 2.0, "sync", "no sync", 4.0, "sync", 6.0]
     seen.clear()
     with torch.no_grad():
         assert float(losses()) == 12 and not seen
+        parts = [None, 2.0]
+        assert float(losses()) == 4
+        parts = [None]
+        assert losses() is None
 
 
 def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
@@ -141,3 +169,29 @@ def test_controllers_made_of_others_report_what_those_do() -> None:
     auto = hdet.AutoLR(nn.Linear(1, 1))
     assert SequentialController(Halved(), auto).report() == f"halves once; then: {auto.report()}" and auto.report()
     assert SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["of all arms", "of those that diverge"])
+def test_batches_without_a_loss_are_left_out_of_a_trial(broken: bool) -> None:
+    """As a training_step leaves them out, which returns None for reasons of its own, or because a loss is not finite."""
+    run, left_out = auto_run(0.03), []
+
+    def closure(data: Any) -> Any:
+        losses = run.losses(data)
+        if run.index in (3, 40) if not broken else float(losses.detach().mean()) > 3:
+            left_out.append(run.index)
+            return None
+        return losses
+
+    run.closure = closure
+    found = run.steps(ALL).controller.interval
+    assert left_out and not found.moves
+    assert {len(arm.losses) for arm in found.trial.arms} == {0, SCORES if broken else SCORES - 1}  # 0: of rates that are far too high
+
+
+def test_a_trial_without_any_loss_is_refused_by_name() -> None:
+    for at in (1, STEPS):
+        run = auto_run(0.03)
+        run.closure = lambda data, run=run, at=at: run.losses(data) if run.index < at else None
+        with pytest.raises(ValueError, match="returned no losses on any rank: return them"):
+            run.steps(ALL)

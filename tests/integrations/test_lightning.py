@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,21 @@ from torch import nn
 import hdet
 
 from ..distributed import RankError
-from .frameworks import MEASURED, MOVED, Halved, Measured, equal, example, needs, on_ranks, weights
+from .frameworks import (
+    MEASURED,
+    MOVED,
+    Halved,
+    Measured,
+    correction_in,
+    equal,
+    example,
+    looked_at,
+    needs,
+    on_ranks,
+    told,
+    trial,
+    weights,
+)  # fmt: skip
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -22,6 +35,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 HdetCallback = hdet.integrations.lightning.HdetCallback
 STEPS, EVERY, PARTS = 12, 5, 2
+LOOKED, TRIED, FIRST = 30, 220, 60
+"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -103,6 +118,14 @@ class Seen(pl.Callback):
             self.validated.append(weights(pl_module))
 
 
+class Stop(pl.Callback):
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.at
+
+
 class Kept(pl.loggers.logger.DummyLogger):
     """A logger that keeps what it is told."""
 
@@ -114,9 +137,9 @@ class Kept(pl.loggers.logger.DummyLogger):
         self.lines.append(dict(metrics))
 
 
-def loader(seed: int, steps: int, world: int) -> Any:
-    x = torch.randn(4 * PARTS * steps * world, 6, generator=torch.Generator().manual_seed(seed))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+def loader(seed: int, steps: int, world: int, size: int = 4) -> Any:
+    x = torch.randn(size * PARTS * steps * world, 6, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size)
 
 
 def fit(
@@ -127,9 +150,11 @@ def fit(
     resume: str | None = None,
     saves: Any = None,
     make: Any = HdetCallback,
+    stop: int | None = None,
+    size: int = 4,
     **settings: Any,
 ) -> Any:
-    """``ensemble``: None without the callback. Adds what was seen to the trainer."""
+    """``ensemble``: None without the callback; ``stop``: after so many steps. Adds what was seen to the trainer."""
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -140,14 +165,15 @@ def fit(
         settings = {"accumulate_grad_batches": PARTS, "gradient_clip_val": 0.5, **settings}
     callback = None if ensemble is None else make(**ensemble)
     seen, kept = Seen(), Kept()
-    callbacks = [seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else [])]
+    callbacks = [seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else []), Stop(stop)]
+    settings = {"max_steps": steps, **settings}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, max_steps=steps, callbacks=callbacks, logger=kept,
+        accelerator="cpu", devices=world, callbacks=callbacks, logger=kept,
         default_root_dir=folder, enable_checkpointing=saves is not None, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         **settings,
     )  # fmt: skip
     torch.manual_seed(1)
-    trainer.fit(module, loader(0, steps, world), loader(1, 1, world), ckpt_path=resume)
+    trainer.fit(module, loader(0, steps, world, size), loader(1, 1, world), ckpt_path=resume)
     trainer.seen, trainer.kept, trainer.hdet = seen, kept, callback
     return trainer
 
@@ -172,32 +198,23 @@ def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, kind:
         assert torch.equal(a, b) and lines_a == lines_b and rates_a == rates_b and (len(rates_a) == STEPS or kind == "manual")
 
 
-class Endless(torch.utils.data.IterableDataset[Batch]):
-    def __iter__(self) -> Iterator[Batch]:
-        return ((torch.ones(6), torch.ones(1)) for _ in range(1000))
+def _looked_at(folder: str, ensemble: dict[str, Any] | None, lr: float) -> Any:
+    trainer = fit(folder, ensemble, module=Net(lr, LOOKED))
+    lines = [{key: value for key, value in line.items() if "hdet" not in key} for line in trainer.kept.lines]
+    return (
+        weights(trainer.lightning_module),
+        [line for line in lines if line.keys() - {"epoch"}],
+        trainer.hdet and looked_at(trainer.hdet.ensemble),
+    )
 
 
-@pytest.mark.parametrize(
-    ("data", "epochs"),
-    [
-        (lambda: loader(0, 4, 1), STEPS / 4),
-        (lambda: torch.utils.data.DataLoader(Endless(), batch_size=4), 0),
-        (lambda: [loader(0, 4, 1), loader(1, 4, 1)], 0),  # of which of them?
-    ],
-)
-def test_controllers_are_told_how_often_the_run_sees_its_examples(tmp_path: Path, data: Any, epochs: float) -> None:
-    class Of(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch if isinstance(batch[0], torch.Tensor) else batch[0], batch_idx)
-
-        def train_dataloader(self) -> Any:
-            return data()
-
-    callback = HdetCallback(knobs=[hdet.LearningRate(0)])
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    length = {"max_steps": STEPS, "accumulate_grad_batches": PARTS}
-    pl.Trainer(accelerator="cpu", callbacks=[callback], default_root_dir=tmp_path, **quiet, **length).fit(Of())
-    assert callback.ensemble is not None and callback.ensemble.run.epochs == epochs
+@pytest.mark.parametrize("world", [1, 2])
+def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(tmp_path: Path, world: int) -> None:
+    plain, ours = (on_ranks(_looked_at, world, str(tmp_path), ensemble, 0.1) for ensemble in (None, {}))
+    for (a, lines_a, _), (b, lines_b, found) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and lines_a == lines_b and found == (1.0, 0.0, [()], None)
+    for *_, (correction, *_) in on_ranks(_looked_at, world, str(tmp_path), {}, 1e-5):
+        assert correction > 10
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -267,6 +284,8 @@ FP16: dict[str, dict[str, Any] | None] = {
     "spread": SPREAD,
     "probe": {**SPREAD, "controller": _probe},
     "outer": {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())},
+    "trial": {"controller": trial},
+    "told": {"controller": told},
 }
 
 
@@ -280,8 +299,8 @@ class Alone(pl.strategies.DDPStrategy):
 class Overflows(Net):
     """Of the second rank alone, in the third step, where that is asked for."""
 
-    def __init__(self, alone: bool) -> None:
-        super().__init__()
+    def __init__(self, alone: bool, **settings: Any) -> None:
+        super().__init__(**settings)
         self.alone, self.skipped, self.counted = alone, [], []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
@@ -299,13 +318,16 @@ class Overflows(Net):
             self.counted.append(0 if ensemble is None else ensemble.engine.step)
 
 
-def _float16(folder: str, kind: str, alone: bool = False) -> Any:
-    module = Overflows(alone)
+def _float16(folder: str, kind: str, alone: bool = False, **of: Any) -> Any:
+    module = Overflows(alone, **of)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
     trainer = fit(folder, FP16[kind], module=module, plugins=[plugin], **({"strategy": Alone()} if alone else {}))
     lines = [{key: value for key, value in line.items() if "hdet" not in key} for line in trainer.kept.lines]
     lines = [line for line in lines if line.keys() - {"epoch"}]
+    if kind in ("trial", "told"):
+        assert trainer.hdet.ensemble.engine.controller.search.scaler is scaler
+        return weights(module), trainer.hdet.ensemble.corrections["lr"]
     return trainer.seen.later, weights(module), module.skipped, module.counted, (lines, trainer.seen.rates)
 
 
@@ -315,6 +337,13 @@ def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(
         (_, last, skipped, _, log), (_, same, also, counted, again) = plain, still
         assert torch.equal(last, same) and skipped == also and log == again and len(skipped) == STEPS
         assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+
+
+def test_under_float16_a_trial_has_lightnings_scaler_and_its_clipping(tmp_path: Path) -> None:
+    _, correction = _float16(str(tmp_path), "trial", lr=1e-4, steps=TRIED)
+    assert correction >= 8
+    (same, _), (_, plain, *_) = (_float16(str(tmp_path), kind, lr=0.1, steps=TRIED) for kind in ("told", "plain"))
+    assert torch.equal(same, plain)
 
 
 @pytest.mark.parametrize("kind", ["spread", "probe", "outer"])
@@ -376,35 +405,28 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path
 
 
 def _auto(folder: str, lr: float, controller: Any, losses: bool) -> Any:
-    module = Net(lr=lr, steps=200, schedule="lambda")
+    module = Net(lr=lr, steps=TRIED, schedule="lambda")
     ensemble = {"controller": controller, "sync": hdet.Sync(EVERY), **({"losses": losses_of} if losses else {})}
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     try:
-        trainer = fit(folder, ensemble, module=module)
+        trainer = fit(folder, ensemble if controller else None, module=module, stop=FIRST, size=16)
     finally:
         logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
-    assert module.calls == 200 * PARTS and "log" not in vars(module)
+    assert module.calls == FIRST * PARTS and "log" not in vars(module)
     logged = [line["loss"] for line in trainer.kept.lines if "loss" in line]
-    return weights(module), trainer.hdet.ensemble.corrections["lr"], [line for line in lines if line.startswith("hdet")], logged
-
-
-def auto(module: Any) -> Any:
-    return hdet.AutoLR(module, budget=0.6)
-
-
-def shadow(module: Any) -> Any:
-    return hdet.Shadow(auto(module))
+    correction = trainer.hdet.ensemble.corrections["lr"] if controller else 1.0
+    return weights(module), correction, [line for line in lines if line.startswith("hdet")], logged
 
 
 @pytest.mark.parametrize(("world", "losses"), [(1, False), (2, False), (1, True)])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log(tmp_path: Path, world: int, losses: bool) -> None:
-    found = on_ranks(_auto, world, str(tmp_path), 1e-3, auto, losses)
-    assert equal([w for w, *_ in found]) and all(correction >= 2 for _, correction, *_ in found)
+    found = on_ranks(_auto, world, str(tmp_path), 1e-4, trial, losses)
+    assert equal([w for w, *_ in found]) and all(correction >= 8 for _, correction, *_ in found)
     lines = found[0][2]
-    assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.001, now" in line for line in lines)
+    assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any("learning rate 0.0001 -> " in line for line in lines)
 
 
 def test_what_a_controller_measures_is_logged_and_its_moves_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,18 +450,84 @@ def test_auto_lr_refuses_a_scheduler_that_steps_by_a_metric(tmp_path: Path) -> N
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation"}}
 
-    with pytest.raises(ValueError, match="'auto' trains copies.*ReduceLROnPlateau has none.*use a schedule of steps"):
+    with pytest.raises(ValueError, match="AutoLR trains copies.*ReduceLROnPlateau has none.*use a schedule of steps"):
         fit(str(tmp_path), {"controller": hdet.AutoLR}, module=Plateau())
     assert fit(str(tmp_path), {**SPREAD, "controller": Halved()}, module=Plateau()).hdet.ensemble.corrections["lr"] == 0.5
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_trials_leave_no_trace_in_the_run(tmp_path: Path, world: int) -> None:
-    plain = on_ranks(_auto, world, str(tmp_path), 3e-2, None, False)
-    ours = on_ranks(_auto, world, str(tmp_path), 3e-2, shadow, False)
+    plain = on_ranks(_auto, world, str(tmp_path), 0.1, None, False)
+    ours = on_ranks(_auto, world, str(tmp_path), 0.1, told, False)
     for (a, *_, logged), (b, *_, also) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and logged == also and len(logged) >= 200
-    assert any("best peak" in line for line in ours[0][2])
+        assert torch.equal(a, b) and logged == also and len(logged) >= FIRST
+    assert any("good rates for" in line for line in ours[0][2])
+
+
+class LeavesOut(Net):
+    """Some batches, and the rest of an epoch."""
+
+    def __init__(self, nones: Any, ends: Any = (), **settings: Any) -> None:
+        super().__init__(**settings)
+        self.nones, self.ends = nones, ends
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.nones else loss
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if (self.trainer.current_epoch, batch_idx) in self.ends else None
+
+
+# A step of which one micro-batch is left out, one without any, and one of those that score.
+@pytest.mark.parametrize("nones", [(6, 10, 11, 81), (10, 11, *range(70, 74))])
+def test_batches_that_training_step_leaves_out_are_left_out_of_trials(tmp_path: Path, nones: Any) -> None:
+    plain, ours = (fit(str(tmp_path), of, module=LeavesOut(nones, lr=0.1, steps=TRIED), stop=FIRST) for of in (None, {"controller": told}))
+    found = ours.hdet.ensemble.engine.controller.search.interval
+    assert torch.equal(*(weights(of.lightning_module) for of in (plain, ours))) and ours.global_step == FIRST
+    assert max(len(arm.losses) for arm in found.trial.arms) == (28 if nones[0] == 6 else 26) and found.trial.has_learned
+    free = fit(str(tmp_path), {}, module=LeavesOut(nones, lr=0.1, steps=TRIED), stop=FIRST)
+    assert torch.equal(*(weights(of.lightning_module) for of in (plain, free))) and looked_at(free.hdet.ensemble)[:2] == (1.0, 0.0)
+
+
+def test_an_epoch_whose_rest_is_skipped_is_over_for_hdet_too(tmp_path: Path) -> None:
+    """In the middle of a step, whose first micro-batch counts in no other."""
+    seen: list[int] = []
+
+    class Counts(HdetCallback):
+        def _anew(self, trainer: Any, module: Any, batches: Any) -> Any:
+            seen.append(len(batches))
+            return super()._anew(trainer, module, batches)
+
+    def run(ensemble: Any) -> Any:
+        module = LeavesOut((), ((0, 7), (1, 12)), lr=0.1, steps=TRIED)
+        return fit(str(tmp_path), ensemble, module=module, stop=FIRST, make=Counts, limit_train_batches=60)
+
+    plain, ours = run(None), run({"controller": told})
+    assert torch.equal(*(weights(of.lightning_module) for of in (plain, ours))) and set(seen) == {PARTS}
+    assert ours.hdet.ensemble.engine.step == ours.global_step == plain.global_step == FIRST
+    assert run({"knobs": [hdet.LearningRate(0)]}).global_step == FIRST
+
+
+@pytest.mark.parametrize(("batches", "parts", "epochs", "steps"), [(7, 2, 3, -1), (7, 3, 3, 8), (5, 8, 4, -1)])
+def test_the_runs_length_is_the_steps_that_lightning_makes(tmp_path: Path, batches: int, parts: int, epochs: int, steps: int) -> None:
+    of = {"limit_train_batches": batches, "accumulate_grad_batches": parts, "max_epochs": epochs, "max_steps": steps}
+    trainer = fit(str(tmp_path), {}, **of)
+    ensemble = trainer.hdet.ensemble
+    assert ensemble.run.clock.total_steps == ensemble.engine.step == trainer.global_step > 0
+
+
+def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: Path) -> None:
+    class Both(Gan):
+        """Both in each batch."""
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, 1)
+
+    trainer = fit(str(tmp_path), {}, module=Both())
+    assert trainer.global_step == STEPS
+    for ensemble in trainer.hdet.ensembles:
+        assert ensemble.run.clock.total_steps == ensemble.engine.step == STEPS / 2 and ensemble.engine.controller.budget == 0
 
 
 def _anew(folder: str) -> Any:
@@ -457,11 +545,12 @@ def _anew(folder: str) -> Any:
                 found["gradient"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()]).clone()
                 pl_module.zero_grad()
                 found["anew"] = self._anew(trainer, pl_module, found["batches"])
+                self.ensemble.engine.controller.before_step()
                 found["again"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()])
                 with torch.no_grad():
                     found["scored"] = self._anew(trainer, pl_module, found["batches"])
 
-    fit(folder, {}, module=module, make=Closed)
+    fit(folder, {"controller": hdet.AutoLR}, module=module, make=Closed)
     return found, module.calls
 
 
@@ -475,8 +564,8 @@ def test_losses_and_gradients_are_computed_anew_as_lightning_has_made_them(tmp_p
 # -- refusals ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["deepspeed", "scaler", "manual", "several", "unknown", "one for several"])
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["deepspeed", "manual", "several", "unknown", "one for several"])
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str) -> None:
     if case == "unknown":
         with pytest.raises(TypeError, match="no setting 'controler' here"):
             HdetCallback(controler=None)
@@ -485,7 +574,6 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypa
         return
     messages = {
         "deepspeed": "DeepSpeed's, which keeps one copy of the optimizer's state for all ranks",
-        "scaler": "no GradScaler looks after: use 'bf16-mixed'",
         "manual": "optimizes by hand cannot: pass losses=",
         "several": "one optimizer, and there are 2",
         "one for several": "several optimizers, each with a controller of its own: pass a function",
@@ -495,8 +583,6 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypa
     if case == "manual":
         module.automatic_optimization = False
     strategy = type("DeepSpeedStrategy", (pl.strategies.SingleDeviceStrategy,), {})(device="cpu") if case == "deepspeed" else "auto"
-    if case == "scaler":
-        monkeypatch.setattr(pl.plugins.Precision, "scaler", torch.amp.GradScaler("cpu"), raising=False)
     before = weights(module)
     with pytest.raises(ValueError, match=messages[case]):
         fit(str(tmp_path), settings, module=module, strategy=strategy)
@@ -504,8 +590,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypa
 
 
 def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    example("lightning_module").main(200)
-    assert "correction of the rate: 2" in capsys.readouterr().out
+    example("lightning_module").main(100)
+    assert correction_in(capsys.readouterr().out) >= 2
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------------
@@ -560,10 +646,6 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
     assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, auto, strict=True))
 
 
-TRIED, FIRST = 200, 60
-"""Steps of a run, which is stopped when its first trial is over."""
-
-
 class NumberedShards(Sharded):
     """Trains on the batch of its number and its rank, so that a loop by hand can do the same."""
 
@@ -584,12 +666,12 @@ class NumberedShards(Sharded):
         return x, x.sum(1, keepdim=True)
 
 
-LOOKED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
+SEARCHED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
 
 
 def _hsdp(folder: str, lr: float, controller: Any) -> Any:
     module = NumberedShards(lr)
-    ensemble = None if controller is None else {**LOOKED, "controller": controller, "replicas": replicas}
+    ensemble = None if controller is None else {**SEARCHED, "controller": controller, "replicas": replicas}
     strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
     trainer = fit(folder, ensemble, module=module, strategy=strategy)
     # Before the last validation, after which the module stays gathered.
@@ -601,7 +683,7 @@ def _hsdp_by_hand(lr: float, controller: Any) -> Any:
     module.log = lambda *args: None
     module.configure_model()
     [optimizer], [scheduler] = module.configure_optimizers()
-    ensemble = hdet.Ensemble(optimizer, scheduler["scheduler"], **LOOKED, controller=controller(module), replicas=replicas(module))
+    ensemble = hdet.Ensemble(optimizer, scheduler["scheduler"], **SEARCHED, controller=controller(module), replicas=replicas(module))
 
     def losses(step: int) -> torch.Tensor:
         total = torch.zeros(())
@@ -624,12 +706,12 @@ def _hsdp_by_hand(lr: float, controller: Any) -> Any:
 
 
 def test_in_hsdp_auto_lr_finds_to_the_bit_what_it_finds_in_a_loop_by_hand(tmp_path: Path) -> None:
-    by_hand, ours = on_ranks(_hsdp_by_hand, 4, 1e-3, auto), on_ranks(_hsdp, 4, str(tmp_path), 1e-3, auto)
+    by_hand, ours = on_ranks(_hsdp_by_hand, 4, 1e-4, trial), on_ranks(_hsdp, 4, str(tmp_path), 1e-4, trial)
     for (a, correction), (b, same) in zip(by_hand, ours, strict=True):
-        assert torch.equal(a, b) and correction == same >= 2
+        assert torch.equal(a, b) and correction == same >= 8
     assert torch.equal(ours[0][0], ours[2][0]) and torch.equal(ours[1][0], ours[3][0])
 
 
 def test_in_hsdp_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
-    plain, looked = on_ranks(_hsdp, 4, str(tmp_path), 3e-2, None), on_ranks(_hsdp, 4, str(tmp_path), 3e-2, shadow)
+    plain, looked = on_ranks(_hsdp, 4, str(tmp_path), 3e-2, None), on_ranks(_hsdp, 4, str(tmp_path), 3e-2, told)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, looked, strict=True))

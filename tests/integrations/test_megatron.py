@@ -16,7 +16,7 @@ import torch
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, equal, example, launched, needs
+from .frameworks import Halved, correction_in, equal, example, launched, looked_at, needs, told, trial
 
 needs("megatron.core")
 for file in ("megatron_cpu", "megatron_tiny", "megatron_gpt"):
@@ -31,6 +31,8 @@ from megatron_cpu import cpu_for_cuda  # type: ignore[import-not-found]
 
 wrap = hdet.integrations.megatron.wrap
 STEPS, EVERY, PARTS = 12, 5, 2
+LOOKED, TRIED, FIRST = 30, 220, 60
+"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
 
@@ -175,6 +177,18 @@ def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, A
         assert weights == [True] * STEPS and lines and decays
 
 
+def _looked_at(settings: dict[str, Any], lr: float) -> Any:
+    plain, ours = (fresh(of, lr=lr, steps=LOOKED, **settings).train() for of in (None, {}))
+    return torch.equal(plain.flat(), ours.flat()) and plain.lines == ours.lines, looked_at(ours.wrapped.ensemble)
+
+
+@pytest.mark.parametrize(("world", "settings"), [(1, {"bf16": True}), (2, {"pp": 2}), (2, {})])
+def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(world: int, settings: dict[str, Any]) -> None:
+    assert on_megatron(_looked_at, world, settings, 1e-2) == [(True, (1.0, 0.0, [()], None))] * world
+    for same, (correction, *_) in on_megatron(_looked_at, world, settings, 1e-6):
+        assert not same and correction > 10
+
+
 # -- replicas ----------------------------------------------------------------------------------------------------------------
 
 
@@ -298,14 +312,6 @@ def test_losses_and_gradients_are_computed_anew_as_megatron_has_made_them(world:
             assert loss is None and scored is None
 
 
-def auto(model: Any) -> hdet.Controller:
-    return hdet.AutoLR(model, budget=0.6)
-
-
-def shadow(model: Any) -> hdet.Controller:
-    return hdet.Shadow(auto(model))
-
-
 def _auto(settings: dict[str, Any], controller: Any) -> Any:
     lines: list[str] = []
     handler = logging.Handler()
@@ -314,9 +320,7 @@ def _auto(settings: dict[str, Any], controller: Any) -> Any:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=200, **settings).train(
-            until=60
-        )  # the first trial is over by then
+        loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=TRIED, **settings).train(until=FIRST)
     finally:
         log.removeHandler(handler)
     return loop.flat(), 1.0 if controller is None else loop.wrapped.ensemble.corrections["lr"], lines, loop.lines
@@ -324,18 +328,18 @@ def _auto(settings: dict[str, Any], controller: Any) -> Any:
 
 @pytest.mark.parametrize(("world", "settings"), [(2, {"pp": 2})])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so(world: int, settings: dict[str, Any]) -> None:
-    found = on_megatron(_auto, world, {"lr": 1e-4, **settings}, auto)
-    assert all(correction >= 2 for _, correction, *_ in found) and len({correction for _, correction, *_ in found}) == 1
+    found = on_megatron(_auto, world, {"lr": 1e-6, **settings}, trial)
+    assert all(correction >= 8 for _, correction, *_ in found) and len({correction for _, correction, *_ in found}) == 1
     lines = found[0][2]
-    assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.0001, now" in line for line in lines)
+    assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any("learning rate 1e-06 -> " in line for line in lines)
 
 
 def test_trials_leave_no_trace_in_the_run_nor_in_the_models_copies_of_its_masters() -> None:
     plain = on_megatron(_auto, 1, {"bf16": True}, None)
-    ours = on_megatron(_auto, 1, {"bf16": True}, shadow)
+    ours = on_megatron(_auto, 1, {"bf16": True}, told)
     for (a, _, _, lines), (b, correction, _, same) in zip(plain, ours, strict=True):
         assert torch.equal(a, b) and lines == same and correction == 1
-    assert any("best peak" in line for line in ours[0][2])
+    assert any("good rates for" in line for line in ours[0][2])
 
 
 def _example(steps: int) -> str:
@@ -346,8 +350,8 @@ def _example(steps: int) -> str:
     return out.getvalue()
 
 
-def test_the_example_raises_its_rate() -> None:
-    assert "correction of the rate: 2" in on_megatron(_example, 1, 250)[0]
+def test_the_example_runs() -> None:
+    assert correction_in(on_megatron(_example, 1, 60)[0]) >= 1
 
 
 # -- chains, refusals --------------------------------------------------------------------------------------------------------
@@ -377,8 +381,8 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
         assert [step for step in weights if torch.equal(weights[step], others[step])] == [5, 10, 12] and torch.equal(last, also)
         assert kinds == ["ChainedOptimizer", 2] and steps == STEPS
         assert metrics["optimizer 0/hdet/corrections/lr"] == metrics["optimizer 1/hdet/corrections/lr"] == 0.5
-    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
-        on_megatron(_experts, 4, auto)
+    with pytest.raises(RankError, match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
+        on_megatron(_experts, 4, trial)
     with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
         on_megatron(_experts, 4, Halved())
 
@@ -409,7 +413,7 @@ def _refused() -> None:
     ):
         setattr(member.config, name, True)
         with pytest.raises(ValueError, match=message):
-            wrap(*args, controller=auto, total_steps=9)
+            wrap(*args, controller=trial, total_steps=9)
         setattr(member.config, name, False)
     member.__class__ = type("LayerWiseOptimizer", (type(member).__mro__[1],), {name: None for name in type(member).__abstractmethods__} | {
         name: getattr(type(member), name) for name in type(member).__mro__[1].__abstractmethods__

@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, equal, example, launched, needs, weights
+from .frameworks import Halved, equal, example, launched, looked_at, needs, told, trial, weights
 
 needs("torchtitan", "triton")
 for file in ("torchtitan_cpu", "torchtitan_tiny"):  # before torchtitan: the first says that there is no GPU
@@ -35,6 +35,8 @@ from torchtitan.trainer import Trainer
 
 wrap = hdet.integrations.torchtitan.wrap
 STEPS, EVERY = 12, 5
+LOOKED, TRIED, FIRST = 30, 220, 60
+"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
 
@@ -166,6 +168,21 @@ def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, setti
     ours = launched(_plain, world, str(tmp_path / "ours"), world, STILL, settings)
     for (weights_plain, *log_plain), (weights_ours, *log_ours) in zip(plain, ours, strict=True):
         assert torch.equal(weights_plain, weights_ours) and log_plain == log_ours and [len(log) for log in log_plain] == [STEPS, 2]
+
+
+def _looked_at(folder: str, world: int, ensemble: dict[str, Any] | None, lr: float) -> Any:
+    trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=LOOKED)
+    lines = trainer.kept.of("loss_metrics/global_avg_loss", "grad_norm", "lr/AdamW")
+    return weights(trainer.model_parts[0]), lines, ensemble is not None and looked_at(trainer.ensemble)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(tmp_path: Path, world: int) -> None:
+    plain, ours = (launched(_looked_at, world, str(tmp_path), world, ensemble, 1e-2) for ensemble in (None, {}))
+    for (a, lines_a, _), (b, lines_b, found) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and lines_a == lines_b and found == (1.0, 0.0, [()], None)
+    for *_, (correction, *_) in launched(_looked_at, world, str(tmp_path), world, {}, 1e-6):
+        assert correction > 10
 
 
 def _losses(folder: str, world: int, parallel: dict[str, int] | None) -> Any:
@@ -311,6 +328,7 @@ def _closed(folder: str, world: int, settings: dict[str, Any]) -> Any:
     seen = trainer.ntokens_seen
     trainer.optimizers.zero_grad()
     loss = kept[-1]()
+    trainer.hdet._clip()
     again = gradients(trainer)
     with torch.no_grad():
         scored = kept[-1]()
@@ -332,10 +350,6 @@ def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp
     assert sum(float(loss) for _, loss, *_ in found) / world == pytest.approx(found[0][0], rel=1e-6)
 
 
-FIRST = 60
-"""The first trial is over by then."""
-
-
 def _auto(folder: str, world: int, lr: float, controller: Callable[[Any], Any] | None, parallel: Any) -> Any:
     lines: list[str] = []
     handler = logging.Handler()
@@ -346,48 +360,40 @@ def _auto(folder: str, world: int, lr: float, controller: Callable[[Any], Any] |
     log.setLevel(logging.INFO)
     try:
         ensemble = None if controller is None else {**STILL, "controller": controller}
-        trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=200, until=FIRST, parallel=parallel)
+        trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=TRIED, until=FIRST, parallel=parallel)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
     corrections = {} if controller is None else trainer.ensemble.corrections
-    told = [line for line in lines if "hdet" in line or "trials" in line]  # by whomever: torchtitan's logger is the root of all
-    return weights(trainer.model_parts[0]), corrections.get("lr"), told
-
-
-def auto(model: Any) -> hdet.Controller:
-    return hdet.AutoLR(model, budget=0.6)
-
-
-def shadow(model: Any) -> hdet.Controller:
-    return hdet.Shadow(auto(model))
+    said = [line for line in lines if "hdet" in line or "a trial" in line]  # by whomever: torchtitan's logger is the root of all
+    return weights(trainer.model_parts[0]), corrections.get("lr"), said
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, {"data_parallel_shard_degree": 2})])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_torchtitans_log(tmp_path: Path, world: int, parallel: Any) -> None:
-    found = launched(_auto, world, str(tmp_path), world, 1e-4, auto, parallel)
-    assert all(correction >= 2 for _, correction, _ in found) and len({correction for _, correction, _ in found}) == 1
+    found = launched(_auto, world, str(tmp_path), world, 1e-6, trial, parallel)
+    assert all(correction >= 8 for _, correction, _ in found) and len({correction for _, correction, _ in found}) == 1
     lines = found[0][2]
-    assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.0001, now" in line for line in lines)
-    assert sum("trials from step" in line for line in lines) == 1 and len(set(lines)) == len(lines)
+    assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any("learning rate 1e-06 -> " in line for line in lines)
+    assert sum("a trial in the first" in line for line in lines) == 1 and len(set(lines)) == len(lines)
 
 
 def test_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
     plain = launched(_auto, 1, str(tmp_path / "plain"), 1, 1e-2, None, None)
-    ours = launched(_auto, 1, str(tmp_path / "ours"), 1, 1e-2, shadow, None)
+    ours = launched(_auto, 1, str(tmp_path / "ours"), 1, 1e-2, told, None)
     assert all(torch.equal(a, b) and correction == 1 for (a, *_), (b, correction, _) in zip(plain, ours, strict=True))
-    assert any("best peak" in line for line in ours[0][2])
+    assert any("good rates for" in line for line in ours[0][2])
 
 
 def _example() -> Any:
-    trainer = EXAMPLE.tiny_hdet(250, 1).build()
+    trainer = EXAMPLE.tiny_hdet(100, 1).build()
     trainer.train()
     return trainer.ensemble.corrections["lr"]
 
 
 def test_the_example_raises_its_rate() -> None:
     [correction] = launched(_example, 1)
-    assert correction == 2
+    assert correction >= 2
 
 
 # -- configurations, refusals ------------------------------------------------------------------------------------------------
@@ -423,8 +429,8 @@ def test_several_optimizers_have_an_ensemble_each_and_auto_lr_refuses_them(tmp_p
     found = launched(_several, 2, str(tmp_path / "several"), lambda_halved)
     assert equal([w for w, *_ in found])
     assert found[0][1:] == (2, pytest.approx(2), ["optimizer 0/hdet/corrections/lr", "optimizer 1/hdet/corrections/lr"])
-    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
-        launched(_several, 2, str(tmp_path / "auto"), auto)
+    with pytest.raises(RankError, match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
+        launched(_several, 2, str(tmp_path / "auto"), trial)
     with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
         launched(_several, 2, str(tmp_path / "one"), Halved())
 
@@ -445,7 +451,7 @@ class OwnWay(Watched):
 
 
 def _graphs(folder: str) -> None:
-    trainer = wrap(config(folder, 1), controller=auto).build()
+    trainer = wrap(config(folder, 1), controller=trial).build()
     trainer.fwd_bwd_fn = lambda *args: None  # as with CUDA graphs, which a CPU has not
     trainer.train()
 
@@ -466,11 +472,11 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_degree is above 1, .*: set it to 1, and shard over more ranks"):
         wrap(config("unused", 1, parallel={"pipeline_parallel_degree": 2})).build()
     with pytest.raises(
-        RankError, match="'auto' trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable"
+        RankError, match="AutoLR trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable"
     ):
         launched(_graphs, 1, str(tmp_path / "graphs"))
     with pytest.raises(
         RankError, match="OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller that compares"
     ):
-        launched(_own_way, 1, str(tmp_path / "own way"), auto)
+        launched(_own_way, 1, str(tmp_path / "own way"), trial)
     assert launched(_own_way, 1, str(tmp_path / "own way too"), lambda_halved) == [0.5]

@@ -54,4 +54,4 @@ def test_adapters_alone_are_averaged_and_losses_anew_are_not_counted() -> None:
 
 
 def test_the_example_raises_its_rate() -> None:
-    assert example("trl_lora").main(200).ensemble.corrections["lr"] == 2
+    assert example("trl_lora").main(100).ensemble.corrections["lr"] >= 2

@@ -90,7 +90,7 @@ def held_out() -> Batch:
 
 
 DIGITS = Problem(
-    name="digits",
+    name="cnn-digits",
     steps=STEPS,
     batch_size=IMAGES,
     build=build,

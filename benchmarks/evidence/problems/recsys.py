@@ -36,7 +36,7 @@ def held_out() -> Interactions:
 
 
 RECSYS = Problem(
-    name="recsys",
+    name="recommender-clicks",
     steps=STEPS,
     batch_size=INTERACTIONS,
     build=build,

@@ -45,7 +45,7 @@ def held_out() -> list[Batch]:
 
 
 TRANSFORMER = Problem(
-    name="transformer",
+    name="gpt-python",
     steps=STEPS,
     batch_size=WINDOWS,
     build=build,

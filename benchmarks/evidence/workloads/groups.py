@@ -22,4 +22,7 @@ def decaying_matrices(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 def hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
     """Those that Muon trains, and the rest."""
     hidden = hdet.hidden_matrices(model)
-    return [{"params": [p for n, p in model.named_parameters() if hidden(n, p) == use], "use_muon": use} for use in (True, False)]
+    return [
+        {"params": [p for n, p in model.named_parameters() if hidden(n, p) == use], "use_muon": use}
+        for use in (True, False)
+    ]

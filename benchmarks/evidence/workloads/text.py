@@ -1,4 +1,4 @@
-"""English that every Python brings: the reference's topics and the library's docstrings, split into train and validation."""
+"""English text that comes with Python: topics of the reference, docstrings of the library."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ CONTEXT, WINDOWS = 64, 8
 
 @cache
 def english() -> tuple[Tensor, Tensor]:
-    """Training and validation text as uint8. Docstrings keep the side that their module has; of the topics each tenth is held out."""
+    """Training and validation text as uint8.
+
+    Docstrings are in the part of their module; of the topics each tenth is in the validation.
+    """
     corpus = load_corpus()
     train, validation = (
-        [found.group(1) for found in _DOCSTRING.finditer(text.numpy().tobytes())] for text in (corpus.train, corpus.validation)
+        [found.group(1) for found in _DOCSTRING.finditer(text.numpy().tobytes())]
+        for text in (corpus.train, corpus.validation)
     )
     for place, name in enumerate(sorted(topics)):
-        (validation if place % (100 // HELD_OUT_PERCENT) == 0 else train).append(topics[name].encode())
+        (validation if place % (100 // HELD_OUT_PERCENT) == 0 else train).append(
+            topics[name].encode()
+        )
     return _tensor(train), _tensor(validation)
 
 
@@ -42,4 +48,7 @@ def windows(seed: int, step: int, context: int = CONTEXT) -> Batch:
 @cache
 def held_out(context: int = CONTEXT) -> list[Batch]:
     """512 windows that are not trained on."""
-    return [sample_batch(english()[1], 64, context, seed=0, stream="validation", index=i) for i in range(8)]
+    return [
+        sample_batch(english()[1], 64, context, seed=0, stream="validation", index=i)
+        for i in range(8)
+    ]

@@ -46,9 +46,14 @@ class TrainConfig:
     )
     controller: str = _setting(
         "probe",
-        "what moves the base rate: probe, auto (trials beside the run, also with one replica), softmax (as published), or none",
+        "what moves the base rate: probe, auto (finds it in the first steps), softmax (as published), "
+        "or none; one replica is enough for auto",
     )
-    budget: float = _setting(0.03, "part of the run's compute that the trials of controller auto may take")
+    budget: float | None = _setting(
+        None,
+        "part of the run's compute that the trial of controller auto may take, 0 for none; "
+        "default: 0.03, and in runs of 1 000 steps and more one trial in any case",
+    )
     probe_batches: int = _setting(8, "mini-batches that all replicas score at the end of a cycle, for the probe controller")
     average_every: int = _setting(5, "steps between two samples of the cycle average that the probe scores")
     seed: int = _setting(0, "fixes the initial weights, the batches and the assignment of multipliers")
@@ -81,7 +86,8 @@ class TrainConfig:
         one_step = f"must not be exactly one of {self.steps} steps, e.g. {1.5 / self.steps:.2g}"
         yield "pct_start", self.pct_start * self.steps != 1, one_step
         yield "spread", 0 <= self.spread < 1, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread"
-        yield "budget", 0 < self.budget < 1, "must lie between 0 and 1, e.g. 0.03"
+        no_part = "must lie in [0, 1), e.g. 0.03, or 0 for no trial"
+        yield "budget", self.budget is None or 0 <= self.budget < 1, no_part
         yield "weight_decay", self.weight_decay >= 0, "must not be negative, e.g. 0.1"
         yield "seed", 0 <= self.seed < 2**63, "must not be negative, and must be below 2^63"
         yield "data", self.data != "", "must name a folder"
@@ -111,7 +117,7 @@ class TrainConfig:
 
     @property
     def trains_alike(self) -> bool:
-        """Is the rate learned from trials beside the run, by replicas that train alike? Then one is enough."""
+        """Is the rate found in the first steps? Then replicas train alike, and one is enough."""
         return self.mode == "hdet" and self.controller == "auto"
 
     @property

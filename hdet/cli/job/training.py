@@ -67,6 +67,7 @@ def run_alone(spec: RunSpec, corpus: Corpus) -> Run:
     Raises RunFolderError for a checkpoint, and ValueError for a controller, that cannot work in this run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
+        warnings.filterwarnings("ignore", "AutoLR: the checkpoint was saved during the search")
         return Run(spec, corpus, Place(), lambda event: None)
 
 
@@ -134,12 +135,21 @@ class Run:
             path = self.folder / HISTORY
             truncate_history(path, self.step)
             self.history = Recorder(path)
-        self._emit(
-            {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
-        )
+        self._emit({
+            "event": "start", "folder": str(self.folder), "step": self.step,
+            "config": config.to_dict(), "device": self.place.device, "search": self._search(),
+        })  # fmt: skip
         with nullcontext() if self.ensemble is None else self.ensemble.guard():  # a process that is gone is named
             self._train_to_the_end()
         self._finish()
+
+    def _search(self) -> str:
+        """What controller auto is going to do, or has found."""
+        controller = None if self.ensemble is None else self.ensemble.engine.controller
+        search = None if controller is None else controller.search
+        if search is None:
+            return ""
+        return "the search begins again: " * (self.step > 0 and not search.done) + search.report()
 
     def _train_to_the_end(self) -> None:
         config = self.config
@@ -178,7 +188,7 @@ class Run:
         return loss.detach()
 
     def _losses_again(self) -> torch.Tensor:
-        """Losses of the step's own windows, at the weights of an `AutoLR`'s trials."""
+        """Losses of the step's own windows, at the weights of the copies in a trial of `AutoLR`."""
         tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
         return cross_entropy(self.forward(tokens), targets)
 

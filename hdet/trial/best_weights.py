@@ -1,0 +1,96 @@
+"""The weights of a run with the lowest held-out loss, as Keras and Lightning keep them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tensors.buffers import BufferCopies, Copy
+from .arms import Scorer, Searched
+
+__all__ = ["BestWeights"]
+
+TIMES = 60
+"""How often in a run the held-out loss is computed."""
+
+
+class BestWeights:
+    """Evaluates held-out data 60 times in a run and keeps a copy of the best weights and buffers.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)`` -> losses.
+        batches: held-out mini-batches, the same on every rank or each rank's own.
+
+    Raises:
+        TypeError: another kind of ``val_batches``.
+        ValueError: no batch.
+    """
+
+    def __init__(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> None:
+        if not callable(loss_fn) or not hasattr(batches, "__len__"):
+            raise TypeError(
+                "val_batches must be (loss_fn, batches) with loss_fn(model, batch) -> losses and a "
+                f"list of batches, got ({type(loss_fn).__name__}, {type(batches).__name__})"
+            )
+        if not len(batches):
+            raise ValueError("val_batches has no batch")
+        self.loss_fn, self.batches = loss_fn, batches
+        self.loss = math.inf
+        """The lowest held-out loss so far."""
+        self.step = 0
+        """Optimizer steps of the run when it was measured; 0: not yet."""
+        self._steps, self._every = 0, 1
+        self._weights: list[Copy] = []
+
+    def attach(self, run: Searched, total_steps: int | None, place: str) -> None:
+        """Raises ValueError for a run of unknown length."""
+        if total_steps is None:
+            raise ValueError("val_batches needs a run of known length: pass total_steps")
+        self._run, self._on_host = run, place == "host"
+        self._every = max(1, total_steps // TIMES)
+        self._scorer = Scorer(run)
+        self._buffers = BufferCopies(run.module, self._on_host)
+
+    def after_step(self) -> None:
+        self._steps += 1
+        if self._steps % self._every == 0:
+            loss = self._held_out_loss()
+            if loss < self.loss:
+                self.loss, self.step = loss, self._steps
+                old: Sequence[Any] = self._weights or [None] * len(self._run.parameters)
+                pairs = zip(self._run.parameters, old, strict=True)
+                self._weights = [Copy(p, self._on_host, before) for p, before in pairs]
+                self._buffers.take()
+
+    def _held_out_loss(self) -> float:
+        """Mean over batches, over the ranks that see a loss."""
+        run = self._run
+        gradients = [(p, p.grad) for p in (*run.parameters, *run.module.parameters())]
+        closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
+        losses = [self._scorer.loss(closure) for closure in closures]
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        run.forget_gathered()
+        seen = [loss.double().cpu() for loss in losses if loss is not None]
+        row = torch.stack([torch.stack(seen).mean(), torch.ones(())]) if seen else torch.zeros(2)
+        total, ranks = run.replicas.sum_rows(row.double()).sum(0).tolist()
+        return total / ranks if ranks else math.inf
+
+    @torch.no_grad()
+    def restore(self) -> float:
+        """See `AutoLR.restore_best_weights`."""
+        if not self.step:
+            raise ValueError(f"no held-out loss yet: it is computed every {self._every} steps")
+        for parameter, copy in zip(self._run.parameters, self._weights, strict=True):
+            copy.put(parameter)
+        self._buffers.put_back()
+        self._run.forget_gathered()
+        return self.loss
+
+    def __str__(self) -> str:
+        return f"best held-out loss: {self.loss:.4g} at step {self.step} of {self._steps}"

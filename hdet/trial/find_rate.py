@@ -1,0 +1,100 @@
+"""`find_rate`: the trial of `AutoLR`, before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.validate import whole
+from ..replicas import Replicas
+from ..run.cycle_stats import masters_of
+from ..tensors.eval_mode import random_states_kept
+from .arms import Searched
+from .displacement import Displacement
+from .rule import BROKEN, SCORES, STEPS, RateInterval
+from .steps import REPEATS, TrialSteps
+
+__all__ = ["find_rate"]
+
+
+def find_rate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    losses_of: Callable[[nn.Module, Any], Any],
+    batches: Iterable[Any],
+    *,
+    total_steps: int,
+    before_step: Callable[[], object] | None = None,
+    scaler: Any = None,
+    replicas: Replicas | None = None,
+    place: str = "device",
+) -> RateInterval:
+    """Which peak learning rates are good for a run of ``total_steps``.
+
+    What a learning-rate finder is for, but with copies that train for 28 steps each, with rates
+    that fall to zero, and for a run of this length (`hdet.trial.rule`). Model, optimizer and random
+    states are bitwise as before. It takes as long as about 155 training steps.
+
+    Args:
+        model: as the training loop will call it, with its first weights.
+        optimizer: with the peak rate that you would use (of a group, its ``max_lr`` or
+            ``initial_lr`` if a scheduler has put one there).
+        losses_of: ``losses_of(model, batch)`` -> losses, shape (examples,), or their mean.
+        batches: training batches; 56 are taken. On several ranks, each rank's own.
+        total_steps: length of the run in optimizer steps.
+        before_step: called between an arm's backward pass and its step, such as clipping.
+        scaler: a GradScaler, under float16.
+        replicas: who averages gradients; default as of `hdet.Ensemble`.
+        place: "device" or "host", where copies live.
+
+    Raises:
+        ValueError: fewer than 56 batches, or a run whose copies could not be trained.
+
+    Example::
+
+        interval = hdet.find_rate(model, optimizer, losses_of, loader, total_steps=10_000)
+        print(interval)  # good rates: 0.0004 to 0.02; yours: 1e-05 (...): use 0.0012
+        for group in optimizer.param_groups:
+            group["lr"] *= interval.suggestion / interval.rate
+    """
+    whole(total_steps, "total_steps", of="steps")
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if replicas is None:
+        replicas = Replicas.of_shards(trained) or Replicas.default()
+    with random_states_kept(model):
+        taken = list(islice(batches, STEPS + SCORES))
+    if len(taken) < STEPS + SCORES:
+        raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
+    factor, own_rates = 1.0, [_peak(group) for group in optimizer.param_groups]
+    run = Searched(
+        model, optimizer, trained, masters_of(optimizer, trained, 0),
+        lambda: [(number, factor * rate) for number, rate in enumerate(own_rates)], replicas,
+    )  # fmt: skip
+    run.check()
+    first = run.snapshot(place)
+    first.take()
+    trial: Any = None
+    for _ in range(REPEATS + 1):
+        steps = TrialSteps(
+            run, first, Displacement(run.weights, run.names()), before_step, scaler, place
+        )
+        trial = None
+        try:
+            for batch in taken:
+                trial = trial or steps.after_step(partial(losses_of, model, batch))
+        finally:
+            steps.close()
+        if not trial.broke:
+            break
+        factor *= BROKEN
+    return replace(trial, rate=own_rates[0]).interval(total_steps)
+
+
+def _peak(group: Mapping[str, Any]) -> float:
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))

@@ -1,0 +1,39 @@
+"""Runs under an `hdet.AutoLR`, of 1 500 steps, whose best peaks for AdamW are 0.01 to 0.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import hdet
+from hdet.trial.rule import SCORES, STEPS
+from tests.harness import Run, model, taught
+
+ALL = STEPS + SCORES
+"""steps of a trial"""
+
+
+def sgd(parameters: Any, lr: float, weight_decay: float = 0.0) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def auto_run(
+    lr: float = 0.03, rank: int = 0, *, net: nn.Module | None = None, controlled: bool = True, shadow: bool = False,
+    of: dict[str, Any] | None = None, **settings: Any,
+) -> Run:  # fmt: skip
+    """``of``: settings of the AutoLR; ``controlled`` False: without one."""
+
+    def make(model: nn.Module) -> hdet.Controller:
+        auto = hdet.AutoLR(model, **(of or {}))
+        return hdet.Shadow(auto) if shadow else auto
+
+    defaults: dict[str, Any] = {"total": 1500, "every": 100, "spread": 0.0, "data": taught, "closure": True}
+    return Run(rank, net=model() if net is None else net, lr=lr, controller=make if controlled else None, **{**defaults, **settings})
+
+
+def noisy() -> nn.Module:
+    """With buffers and random numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))

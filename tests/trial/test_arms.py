@@ -1,0 +1,223 @@
+"""Arms are what loops by hand would make of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet.trial.arms import Arms
+from hdet.trial.displacement import Displacement
+from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
+from tests.distributed import run_ranks
+from tests.harness import Run, loss_of, losses_of, model, taught
+
+from .common import ALL, auto_run, sgd
+
+RATE = 1e-4
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
+
+
+def by_hand(multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1, clip: float = 1e9) -> Arm:
+    """A loop of its own from the beginning of the run, on the mean gradient of so many ranks."""
+    net = model()
+    own = optimizer(net.parameters(), lr=RATE, weight_decay=0.0)
+    displacement = Displacement(lambda: list(net.parameters()))
+    scheduled = Run(optimizer=optimizer, lr=RATE, total=1500).optimizer.param_groups[0]
+    own.param_groups[0].update({key: value for key, value in scheduled.items() if key not in ("params", "lr")})
+    for i in range(STEPS):
+        own.param_groups[0]["lr"] = RATE * (multiple * arm_factor(i + 1))
+        own.zero_grad()
+        torch.stack([loss_of(net, taught(100 * i + r)) for r in range(ranks)]).mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        own.step()
+    with torch.no_grad():
+        scores = [mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks)) for i in range(STEPS, ALL)]
+    moved = displacement.read(displacement.row(displacement.ratios()).tolist()).median
+    return Arm(RATE * multiple, tuple(scores), moved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str) -> None:
+    run = auto_run(RATE, optimizer=OPTIMIZERS[name]).steps(ALL)
+    trial = run.controller.interval.trial
+    assert trial.arms == tuple(by_hand(multiple, OPTIMIZERS[name]) for multiple in MULTIPLES)
+    with torch.no_grad():
+        assert trial.first_losses == tuple(float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL))
+    assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
+
+
+def between(run: Run, act: Callable[[], object]) -> Run:
+    """``act`` follows each of the loop's backward passes."""
+    plain = run.backward
+    run.backward = lambda report=None: (plain(report), act())[0]  # type: ignore[method-assign]
+    return run
+
+
+def test_arms_are_clipped_as_the_loop_clips() -> None:
+    net = model()
+    clip = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    run = between(auto_run(RATE, net=net, optimizer=sgd, of={"before_step": clip}, shadow=True), clip)
+    found = run.steps(ALL).controller.search.interval.trial.arms
+    assert found == tuple(by_hand(multiple, sgd, clip=0.01) for multiple in MULTIPLES)
+
+
+@pytest.mark.parametrize(("by", "factor"), [(32.0, r"0\.03\d"), (0.05, "(19|20|21)")])
+def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: str) -> None:
+    """As if it took the sum of 32 losses, or clipped gradients."""
+    run = auto_run(RATE, optimizer=sgd)
+    between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)  # type: ignore[union-attr]
+    assert run.controller.done and run.ensemble.corrections == {"lr": 1.0}
+    assert re.search(f"stays .the trial was given up: .* a copy's first step was {factor} times as long", run.ensemble.report())
+
+
+@pytest.mark.parametrize("groups", [None, [1]])
+def test_groups_whose_steps_are_not_alike_are_not_compared(groups: Any) -> None:
+    """One that is warming up, or that is not searched, says nothing of how long an arm's step ought to be."""
+    net = model()
+
+    def optimizer(parameters: Any, **_: Any) -> torch.optim.Optimizer:
+        return sgd([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2e-3}], lr=1e-3)
+
+    def scheduler(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(made, [lambda step: 1.0, lambda step: min(1.0, (step + 1) / 200)])
+
+    run = auto_run(net=net, optimizer=optimizer, scheduler=scheduler, knobs=[hdet.LearningRate(0.0, groups)]).steps(2)
+    assert not run.controller.done
+    assert run.controller._run.names() == ["0.weight", "0.bias", "2.weight", "2.bias"][0 if groups is None else 2 :]
+
+
+def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
+    """As an equation's residual, or a penalty on gradients."""
+
+    def residuals(net: nn.Module, data: Any) -> torch.Tensor:
+        x = data[0].clone().requires_grad_()
+        [slope] = torch.autograd.grad(net(x).sum(), x, create_graph=torch.is_grad_enabled())
+        return (slope - data[1]).square().mean(1)
+
+    runs = [auto_run(RATE, controlled=controlled) for controlled in (True, False)]
+    for run in runs:
+        run.losses = lambda data, run=run: residuals(run.net, data)
+        run.steps(ALL - 1)
+    assert torch.equal(*(run.weights() for run in runs))
+    assert runs[0].steps(1).controller.interval.trial.arms[0].loss > 0
+
+
+@pytest.mark.parametrize(
+    ("closed", "error", "message"),
+    [
+        (lambda losses, own: [losses()], TypeError, "closure returned a list: return a tensor of losses"),
+        (lambda losses, own: losses().detach(), ValueError, "losses without a graph"),
+        (lambda losses, own: losses() and None, ValueError, "is a return missing"),
+        (lambda losses, own: own, ValueError, "the loop's own losses, whose graph is gone"),
+    ],
+)
+def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(closed: Any, error: type[Exception], message: str) -> None:
+    run = auto_run()
+    own = run.losses(taught(0)).mean()
+    own.backward()
+    run.optimizer.step()
+    with pytest.raises(error, match=message):
+        run.ensemble.step(1.0, closure=lambda: closed(lambda: run.losses(taught(0)).mean(), own))
+
+
+@pytest.mark.parametrize("controlled", [True, False])
+@pytest.mark.parametrize("wrong", [torch.ones(3), 3.0])
+def test_a_closure_that_is_no_function_is_refused_by_name(wrong: Any, controlled: bool) -> None:
+    run = auto_run(controlled=controlled)
+    with pytest.raises(
+        TypeError, match=rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: losses_of\(model, batch\)"
+    ):
+        run.ensemble.step(1.0, wrong)
+
+
+def test_a_batch_that_raised_and_was_skipped_is_not_counted() -> None:
+    """Three batches, one of which could not be scored, were taken for three arms that broke."""
+    run, plain = auto_run(RATE), auto_run(RATE)
+    for index in range(ALL + 1):
+        if index == 40:
+            run.closure, closed = (lambda data: 1 / 0), run.closure
+            with pytest.raises(ZeroDivisionError):
+                run.step()
+            run.closure, run.index = closed, index + 1
+        else:
+            run.step()
+    found, usual = run.controller.interval, plain.steps(ALL).controller.interval
+    assert found.suggestion == pytest.approx(usual.suggestion, rel=0.2)
+
+
+def hooked(net: Any) -> torch.optim.Optimizer:
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return torch.optim.SGD(net[2].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda net: torch.optim.SGD(model().parameters(), lr=0.1), "no parameter of the optimizer"),
+        (lambda net: torch.optim.SGD([*net.parameters(), *model().parameters()], lr=0.1), r"nn.ModuleList\(\[encoder, decoder\]\)"),
+        (lambda net: torch.optim.LBFGS(net.parameters()), "LBFGS"),
+        (hooked, "optimizer inside the backward pass"),
+    ],
+)
+def test_runs_of_which_no_copies_can_be_trained_are_refused(optimizer: Any, message: str) -> None:
+    net = model()
+    with pytest.raises(ValueError, match=message):
+        hdet.Ensemble(optimizer(net), total_steps=2000, controller=hdet.AutoLR(net))
+
+
+def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
+    run = auto_run(RATE, rank, ddp=reduce == "ddp")
+    assert isinstance(run.wrapped, DistributedDataParallel) == (reduce == "ddp")
+    if reduce == "by hand":
+        between(run, lambda: [torch.distributed.all_reduce(p.grad.div_(world)) for p in run.net.parameters()])  # type: ignore[union-attr]
+    return run.steps(ALL).controller.interval
+
+
+@pytest.mark.parametrize("reduce", ["ddp", "by hand"])
+def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -> None:
+    one, other = run_ranks(arms_of_ranks, 2, reduce)
+    assert one == other
+    for arm, multiple in zip(one.trial.arms, MULTIPLES, strict=True):
+        hand = by_hand(multiple, ranks=2)
+        assert arm.losses == pytest.approx(hand.losses, rel=1e-4) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
+
+
+def one_breaks(rank: int, world: int) -> Any:
+    """On one rank alone, the losses of the last arm that is left are not finite."""
+    run = auto_run(RATE, rank)
+    losses = run.losses
+    run.closure = lambda data: losses(data) * (float("nan") if rank and run.index > STEPS and not torch.is_grad_enabled() else 1.0)
+    return run.steps(ALL).controller.interval
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_so_on_all() -> None:
+    one, other = run_ranks(one_breaks, 2)
+    assert one == other and one.trial.broke
+
+
+def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
+    run = auto_run(RATE)
+    run.steps(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
+    state, searched = scaler.state_dict(), run.controller._run
+    first = searched.snapshot("device")
+    first.take()
+    arms = Arms(searched, first, scaler=scaler)
+    weights = []
+    for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
+        arm = arms.begin()
+        with arms.run_kept():
+            arms.train(arm, lambda scale=scale: scale * run.losses(taught(0)), 1.0)
+            weights.append(run.weights())
+    arms.close()
+    assert not torch.equal(weights[0], run.weights()) and torch.equal(weights[1], run.weights())
+    assert scaler.state_dict() == state

@@ -1,0 +1,111 @@
+"""`hdet.find_rate`: the trial of an `AutoLR`, before a run, which it does not touch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet.trial.rule import RateInterval
+from tests.distributed import run_ranks
+from tests.ensemble.helpers import same
+from tests.harness import Run, losses_of, model, one_cycle, taught
+
+from .common import ALL, auto_run, noisy, sgd
+
+BATCHES = [taught(100 * number) for number in range(ALL)]
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
+
+
+def found(lr: float, optimizer: Any = torch.optim.AdamW, **settings: Any) -> RateInterval:
+    net = settings.pop("net", None) or model()
+    made = optimizer(net.parameters(), lr=lr, weight_decay=0.0)
+    return hdet.find_rate(net, made, losses_of, settings.pop("batches", BATCHES), **{"total_steps": 1500, **settings})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("lr", [1e-4, 0.03])
+def test_it_finds_what_a_run_on_the_same_batches_finds(lr: float, name: str) -> None:
+    run = auto_run(lr, optimizer=OPTIMIZERS[name], scheduler=None).steps(ALL)
+    assert found(lr, OPTIMIZERS[name]) == run.controller.interval
+
+
+def test_model_optimizer_and_random_states_are_as_they_were() -> None:
+    net = noisy()
+    net[0].eval()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+
+    def batches() -> Iterator[Any]:
+        """Shuffled, as a loader's."""
+        for number in torch.randperm(ALL).tolist():
+            random.random()
+            yield BATCHES[number]
+
+    def state() -> Any:
+        own = {key: value.clone() for key, value in net.state_dict().items()}
+        return own, [p.grad for p in net.parameters()], [m.training for m in net.modules()], torch.get_rng_state(), random.getstate()
+
+    before, groups = state(), json.dumps(optimizer.state_dict()["param_groups"])
+    interval = hdet.find_rate(net, optimizer, losses_of, batches(), total_steps=1500)
+    assert interval.trial.first_losses and same(state(), before)
+    assert not optimizer.state and json.dumps(optimizer.state_dict()["param_groups"]) == groups
+    net.state_dict(), optimizer.state_dict()  # no hook is left
+
+
+def test_moments_that_are_there_are_as_they_were() -> None:
+    run = Run(lr=1e-3, optimizer=sgd, controller=None)
+    for _ in range(3):
+        run.backward()
+        run.optimizer.step()
+    before = [state["momentum_buffer"].clone() for state in run.optimizer.state.values()]
+    hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
+    assert same([state["momentum_buffer"] for state in run.optimizer.state.values()], before) and before
+
+
+def test_a_rate_at_which_all_arms_break_is_looked_at_far_below() -> None:
+    interval = found(1e5, sgd)
+    assert interval.rate == 1e5 and 1e-3 < interval.suggestion < 1 and interval.suggestion <= interval.high < 1e3
+
+
+def of_ranks(rank: int, world: int) -> RateInterval:
+    net = DistributedDataParallel(model())
+    return found(1e-4, net=net, batches=[taught(100 * number + rank) for number in range(ALL)])
+
+
+def test_all_ranks_find_the_same_and_each_brings_its_own_batches() -> None:
+    one, other = run_ranks(of_ranks, 2)
+    halves = [tuple(map(torch.cat, zip(taught(100 * n), taught(100 * n + 1), strict=True))) for n in range(ALL)]
+    alone = found(1e-4, batches=halves)
+    assert one == other and (one.low, one.suggestion) == pytest.approx((alone.low, alone.suggestion), rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [0, ALL - 1])
+def test_too_few_batches_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"batches has {count}, and a trial takes 56"):
+        found(1e-4, batches=iter(BATCHES[:count]))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        one_cycle(0.01, 1500),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100)),
+        lambda optimizer: None,
+    ],
+    ids=["max_lr", "initial_lr", "lr"],
+)
+def test_the_rate_is_a_groups_peak(schedule: Any) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    schedule(optimizer)
+    before = optimizer.param_groups[0]["lr"]
+    interval = hdet.find_rate(net, optimizer, losses_of, BATCHES, total_steps=1500)
+    assert interval.rate == 0.01 and [arm.rate for arm in interval.trial.arms][:2] == [0.01 / 8, 0.01]
+    assert optimizer.param_groups[0]["lr"] == before

@@ -1,0 +1,68 @@
+"""Trials of sharded replicas: decisions are those of one process, whatever a rank holds, and the run does not feel them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hdet
+from hdet.trial.rule import RateInterval
+from tests.distributed import run_ranks
+from tests.layouts.common import batch, full, loss_of, model
+
+from .common import ALL
+
+SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
+
+
+def trained(net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow: bool | None = False) -> tuple[Any, list[torch.Tensor]]:
+    """What is found (nothing without a controller: ``shadow`` None), and the whole weights after each step from a trial's first one on."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    with torch.no_grad():
+        loss_of(net, batch(0, shards[0]))  # an evaluation before, which leaves the parameters of FSDP gathered
+    auto = hdet.AutoLR(net)
+    controller = None if shadow is None else hdet.Shadow(auto) if shadow else auto
+    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.0)], total_steps=1500, replicas=replicas, controller=controller)
+    weights = []
+    for step in range(ALL + 3):
+
+        def losses(step: int = step) -> torch.Tensor:
+            return torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
+
+        losses().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(1.0, closure=losses)
+        weights.append(torch.cat([full(p).flatten() for p in net.parameters()]))
+    return auto.interval, weights
+
+
+def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, RateInterval, list[int]]:
+    found = []
+    for shadow in (False, True, None):
+        shape = SHAPES[name]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+        net = model()
+        fully_shard(net[0], mesh=mesh)
+        fully_shard(net, mesh=mesh)  # its own parameters stay gathered after a forward pass without a backward
+        replicas = None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh)
+        found.append(trained(net, replicas, [rank], shadow))
+    (interval, _), (shadowed, ours), (_, plain) = found
+    return interval, shadowed, [step for step, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: str) -> None:
+    alone, _ = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
+    ranks = run_ranks(on_a_mesh, 4, name)
+    assert alone.moves and len({str(interval) for pair in ranks for interval in pair[:2]}) == 1
+    for interval, shadowed, unequal in ranks:
+        assert interval == shadowed == ranks[0][0] and unequal == []
+        assert [arm.loss for arm in interval.trial.arms] == pytest.approx([arm.loss for arm in alone.trial.arms], rel=1e-9)
+        assert interval.low == pytest.approx(alone.low, rel=1e-6)
+        # Of parts, each of which is one matrix: a median over other numbers than those of one process.
+        assert interval.trial.arms[1].displacement == pytest.approx(alone.trial.arms[1].displacement, rel=0.5)
