@@ -36,7 +36,7 @@ def main(steps: int = 250) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
     # This run is short: its trial may take a larger part of it than by default.
-    controller = hdet.AutoLR(model, budget=0.8, before_step=clip)
+    controller = hdet.AutoLR(model, before_step=clip)
     ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=steps, controller=controller)
     ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
     for batch in loader:

@@ -47,7 +47,7 @@ def main(steps: int = 250) -> None:
         train_dataset=texts(4000, 0),
         eval_dataset=texts(64, 1),
         # This run is short: its trial may take a larger part of it than by default, as in {"controller": hdet.AutoLR}.
-        ensemble={"controller": lambda model: hdet.AutoLR(model, budget=0.8)},
+        ensemble={"controller": hdet.AutoLR},
     )
     trainer.train()
     print(f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss {trainer.evaluate()['eval_loss']:.3f}")

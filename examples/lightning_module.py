@@ -39,7 +39,7 @@ def main(steps: int = 250, processes: int = 1) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # This run is short: its trial may take a larger part of it than by default, as in HdetCallback(controller=hdet.AutoLR).
-    callback = hdet.integrations.lightning.HdetCallback(controller=lambda module: hdet.AutoLR(module, budget=0.8))
+    callback = hdet.integrations.lightning.HdetCallback(controller=hdet.AutoLR)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=processes,

@@ -19,7 +19,7 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     scheduler = cosine(optimizer, t_initial=total, warmup_t=10, warmup_lr_init=1e-5, t_in_epochs=False)
     # This run is short: its trial may take a larger part of it than by default.
-    controller = hdet.AutoLR(model, budget=0.8)
+    controller = hdet.AutoLR(model)
     ensemble = hdet.Ensemble(optimizer, total_steps=total, controller=controller)  # without the scheduler
     num_updates = 0
     for epoch in range(epochs):

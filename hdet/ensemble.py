@@ -407,7 +407,8 @@ class Ensemble:
         controller, report = self.engine.controller, self.report()
         if controller is not None and report not in ("", self._told):
             # whoever shows no INFO would wait for a controller that does nothing from the first step on
-            tell = _LOG.warning if controller.idle and self.engine.step == 0 else self.tell
+            too_short = self._search is not None and self._search.is_too_short
+            tell = _LOG.warning if self.engine.step == 0 and (controller.idle or too_short) else self.tell
             tell(f"hdet, {self.engine.controller_name}: {report}")
         self._told = report
 
@@ -493,7 +494,8 @@ class Ensemble:
         probed = self._now()
         stats = self._gather(rows, compare=compare)
         measured = self._panel.measured(rows, stats)
-        verdict, losses = verdict_on(stats, plan, self.divergence, self.engine.level, self.engine.controller_name)
+        searching = self._search is not None and not self._search.done
+        verdict, losses = verdict_on(stats, plan, self.divergence, self.engine.level, self.engine.controller_name, searching)
         self._notes += verdict.notes
         together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
         averaged = self._now()

@@ -133,8 +133,18 @@ def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: 
         "high": found.high if found is not None and math.isfinite(found.high) else None,
         "reason": "" if found is None else found.reason,
         "cost": 0.0 if controller is None else controller.cost,
+        "trial": None if found is None or level == "free" else _short(found.to_dict()["trial"]),
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
+
+
+def _short(trial: Any) -> Any:
+    """With six digits, for benchmarks.evidence.ablation."""
+    if isinstance(trial, dict):
+        return {name: _short(value) for name, value in trial.items()}
+    if isinstance(trial, (list, tuple)):
+        return [_short(value) for value in trial]
+    return float(f"{trial:.6g}") if isinstance(trial, float) else trial
 
 
 key = identity("workload", "exponent", "seed", "steps", "level", "whole")

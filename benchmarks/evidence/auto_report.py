@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from . import fixed_rates, ranks, seconds
+from .ablation import ablation
 from .auto import NEAR, RESULTS, Compared, compared
 from .report.tables import table, written
 from .runs import Record, read, spaced
@@ -197,6 +198,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
         "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)}) + "\n"
         + harmed(those(lambda run: run.record["workload"] in TEST, runs)),
         "Examples that are seen many times": repeated(records),
+        "Conditions": ablation([line for line in records if line["workload"] in FRESH], fixed),
         "By workload": by_workload(long),
         "More ranks": ranks.table(read(ranks.RESULTS)),
         "Time": seconds.table(read(seconds.RESULTS)),

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ..trial.rule import Trial
 from .controller import Controller
 from .engine import CycleOutcome, ask_and_tell
 from .evidence import Evidence
@@ -49,8 +48,8 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
         if n == 0 and (state is not None or moment.step):
             controller.restart(moment)
         where = f"cycle {moment.cycle}"
-        if line.get("trial") is not None:
-            yield from _other_interval(f"{where}: what the trial says", line["trial"])
+        if line.get("trial") is not None and controller.search is not None:
+            yield from _differs(f"{where}: what the trial says", *controller.search.decided_again(line["trial"]))
         yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
         if record["restarted"] is not None:
             controller.restart(Moment(**record["restarted"]))
@@ -66,14 +65,6 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
         yield from _differs(f"{where}: end", _plain(said.end), record["end"])
         if len(asked) != len(record["answers"]):
             yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
-
-
-def _other_interval(what: str, then: Mapping[str, Any]) -> Iterator[str]:
-    """What a trial says of a run of that length, and what was recorded
-    (`hdet.trial.rule.RateInterval.to_dict`)."""
-    now = Trial.from_dict(then["trial"]).interval(then["total_steps"]).to_dict()
-    kept = ("suggestion", "low", "high")
-    yield from _differs(what, *({key: of[key] for key in kept} for of in (now, then)))
 
 
 class _NotAskedError(Exception):

@@ -112,7 +112,7 @@ class Shadow(RuledController):
         _check("controller", controller)
         super().__init__(controller, controller.measurements)
         self.name, self.knob_per_group = f"shadow of {controller.name}", controller.knob_per_group
-        self.leaves_schedule = self.plans_lengths = False
+        self.leaves_schedule, self.plans_lengths = False, controller.search is not None
         self.judges_held_out = True  # it moves nothing, so nothing has to be judged
         self.search = controller.search
         if self.search is not None:

@@ -108,12 +108,12 @@ class HdetCallback(_Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()  # the module's own hook may have skipped the rest of an epoch
+        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._batches = []  # of a step that was not finished, whose gradients Lightning clears here
         self._exploring.enter_context(inside(ensemble.explore() for ensemble in self.ensembles))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._exploring.close()
-        if pl_module.automatic_optimization:  # of a step that was not finished Lightning clears the gradients
-            self._batches = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()

@@ -122,10 +122,13 @@ class CycleStats(NamedTuple):
 
 
 def verdict_on(
-    stats: Sequence[CycleStats], plan: Plan, divergence: Divergence, level: float | None, controller: str
+    stats: Sequence[CycleStats], plan: Plan, divergence: Divergence, level: float | None, controller: str, searching: bool = False
 ) -> tuple[Verdict, list[float | None]]:
     """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. Raises ValueError if the
-    plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell."""
+    plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell. ``searching``: is an `AutoLR` in its
+    first steps, which takes back what breaks in them?"""
+    if searching:
+        return Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[]), [s.loss for s in stats]
     if plan.judged:
         return judge(divergence, [s.finite for s in stats], [s.raw_loss for s in stats], level), [s.loss for s in stats]
     if all(stat.finite and stat.raw_loss is None for stat in stats):

@@ -89,7 +89,7 @@ class Searched:
         pairs = [
             (n, p) for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]
         ]
-        return [number in numbers and p.requires_grad for number, p in pairs]
+        return [number in numbers and (p.requires_grad or self.has_copies) for number, p in pairs]
 
     def clear_gradients(self) -> None:
         for parameter in (*self.parameters, *self.module.parameters()):

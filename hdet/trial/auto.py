@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -215,8 +214,6 @@ class AutoLR(Controller):
     def _make_steps(self, closure: Closure | None) -> TrialSteps | OwnSteps:
         assert self._run is not None and self._first is not None
         if closure is None or not self._trial_is_affordable:
-            if closure is not None and self.budget != 0 and self._total is not None:
-                logging.getLogger("hdet").warning("hdet, AutoLR: %s", self._plan_in_words())
             return OwnSteps(self._run, self._displacement)
         spread = not self._run.shares_gradients if self.spread_arms is None else self.spread_arms
         return TrialSteps(
@@ -232,9 +229,9 @@ class AutoLR(Controller):
         return affordable or (self.budget is None and self._total >= SHORTEST)
 
     @property
-    def needs_closure(self) -> bool:
-        """Will there be a trial?"""
-        return not self.done and self._trial_is_affordable
+    def is_too_short(self) -> bool:
+        """Is the run too short for the trial that was not forbidden?"""
+        return self.budget != 0 and self._total is not None and not self._trial_is_affordable
 
     def _decide(self, trial: Trial) -> Move:
         steps, first = self._steps, self._first
@@ -257,8 +254,6 @@ class AutoLR(Controller):
         self.done = not (lowers and unsure)
         self._repeats += not self.done
         self._close()
-        if not self.done:  # the first weights are in place again
-            self._first = first
         return Move(factor if self.obeyed else 1.0, lowers, note, found.to_dict())
 
     def _note(self, factor: float) -> str:
@@ -373,6 +368,13 @@ class AutoLR(Controller):
         if not named:
             return []
         return [f"the median matrix moved by {middle:.2g} of its size, but {', '.join(named[:4])}"]
+
+    @staticmethod
+    def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the rule makes of a recorded trial (`RateInterval.to_dict`), and what it made then:
+        suggestion and ends."""
+        now = Trial.from_dict(then["trial"]).interval(then["total_steps"]).to_dict()
+        return [{key: of[key] for key in ("suggestion", "low", "high")} for of in (now, then)]
 
     # -- state -------------------------------------------------------------------------------------
 

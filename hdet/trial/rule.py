@@ -108,8 +108,10 @@ class Trial:
     @property
     def broke(self) -> bool:
         """Has every arm broken?"""
-        return not self.given_up and all(
-            not arm.losses and arm.displacement is None for arm in self.arms
+        return (
+            len(self.arms) > 1
+            and not self.given_up
+            and all(not arm.losses and arm.displacement is None for arm in self.arms)
         )
 
     def interval(self, total_steps: int) -> RateInterval:

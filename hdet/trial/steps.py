@@ -21,7 +21,8 @@ FORWARD = 1 / 3
 LOOKS = 4
 """How often arms are looked at, which waits for the device."""
 FAR_BEHIND = 0.5
-"""An arm stops if its training loss is above the first one by so much of it."""
+"""An arm stops if its training loss is above the first one, and above the best arm's, by so much of
+it."""
 STRAYED = 4.0
 """Factor by which an arm's first step may be longer or shorter than the run's, at the same rate and
 on the same batch. More says that the closure or before_step does not do what the loop does."""
@@ -166,7 +167,11 @@ class TrialSteps:
         first, *found = self._mean_over_ranks(rows)
         if first is None:
             raise ValueError(NO_LOSSES)
-        for number, losses in self._by_arm(self._live, found, len(window)).items():
+        by_arm = self._by_arm(self._live, found, len(window))
+        # One batch may be easy by chance: what no arm is below does not count as behind.
+        means = [mean(losses) for losses in by_arm.values() if losses]
+        first = max([first, *([min(means)] if means else [])])
+        for number, losses in by_arm.items():
             if not losses:
                 continue
             if max(losses) >= INFINITE or not math.isfinite(sum(losses)):

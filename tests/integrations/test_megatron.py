@@ -182,7 +182,9 @@ def _looked_at(settings: dict[str, Any], lr: float) -> Any:
     return torch.equal(plain.flat(), ours.flat()) and plain.lines == ours.lines, looked_at(ours.wrapped.ensemble)
 
 
-@pytest.mark.parametrize(("world", "settings"), [(1, {"bf16": True}), (2, {"pp": 2}), (2, {})])
+@pytest.mark.parametrize(("world", "settings"), [
+    (1, {"bf16": True}), (2, {"pp": 2}), (2, {}),
+])  # fmt: skip
 def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(world: int, settings: dict[str, Any]) -> None:
     assert on_megatron(_looked_at, world, settings, 1e-2) == [(True, (1.0, 0.0, [()], None))] * world
     for same, (correction, *_) in on_megatron(_looked_at, world, settings, 1e-6):

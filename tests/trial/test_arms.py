@@ -174,7 +174,7 @@ def test_runs_of_which_no_copies_can_be_trained_are_refused(optimizer: Any, mess
 
 
 def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
-    run = auto_run(RATE, rank, ddp=reduce == "ddp")
+    run = auto_run(RATE, rank, ddp=reduce == "ddp", optimizer=sgd)
     assert isinstance(run.wrapped, DistributedDataParallel) == (reduce == "ddp")
     if reduce == "by hand":
         between(run, lambda: [torch.distributed.all_reduce(p.grad.div_(world)) for p in run.net.parameters()])  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     one, other = run_ranks(arms_of_ranks, 2, reduce)
     assert one == other
     for arm, multiple in zip(one.trial.arms, MULTIPLES, strict=True):
-        hand = by_hand(multiple, ranks=2)
+        hand = by_hand(multiple, sgd, ranks=2)  # whose steps are as long as gradients are
         assert arm.losses == pytest.approx(hand.losses, rel=1e-4) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.run.snapshot import optimizers_in
 from hdet.trial.rule import STEPS
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import STOCK, same
@@ -34,9 +33,11 @@ class Made(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
         parts = [torch.optim.AdamW(some, lr=lr) for some in (parameters[:2], parameters[2:])]
         setattr(self, attribute, parts if attribute == "parts" else torch.optim.AdamW(parameters, lr=lr))
+        held = getattr(self, attribute)
+        self.inner = lambda: held if attribute == "parts" else [held]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for inner in optimizers_in(self)[1:]:
+        for inner in self.inner():
             inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
             inner.step()
 
@@ -94,7 +95,8 @@ def copy_of(value: Any) -> Any:
 def state(run: Run) -> Any:
     """All of it, to the bit."""
     own = [copy_of(tensor) for tensor in (*run.net.parameters(), *run.net.buffers(), *(p.grad for p in run.net.parameters()))]
-    held = [copy_of(value) for one in optimizers_in(run.optimizer) for of in one.state.values() for value in of.values()]
+    inner = getattr(run.optimizer, "inner", list)()
+    held = [copy_of(value) for one in (run.optimizer, *inner) for of in one.state.values() for value in of.values()]
     numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     return own, held, [module.training for module in run.net.modules()], numbers
 

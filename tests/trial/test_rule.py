@@ -110,6 +110,7 @@ def test_where_all_arms_broke_the_next_trial_is_far_below() -> None:
     found = trial.interval(1000)
     assert trial.broke and (found.low, found.high, found.suggestion) == (0.0, math.inf, 1 / 64)
     assert found.reason == "every rate that was tried broke"
+    assert not replace(trial, arms=trial.arms[:1]).broke, "the run's own steps, without a matrix"
     given_up = replace(trial, given_up="why")
     assert not given_up.broke and not given_up.interval(1000).moves
     assert given_up.interval(1000).reason == "the trial was given up: why"
