@@ -25,7 +25,7 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp pyproject.toml setup.py CMakeLists.txt $(s
 	touch $@
 
 demo: $(BIN)/hdet.stamp
-	$(BIN)/hdet train --compare --out runs/demo --overwrite
+	$(BIN)/hdet train --compare --controller auto --out runs/demo --overwrite
 
 # Three processes, which wait for others half of the time, a file's tests in one of them; what watches clocks afterwards, alone.
 test: $(BIN)/hdet.stamp

@@ -45,7 +45,7 @@ OTHER: Kinds = {"event": TEXT, "step": NUMBER}
 _ARM = Fields({"rate": POSITIVE, "losses": ListOf(NUMBER), "displacement": Optional(Number(0))})
 _TRIAL = Fields({
     "rate": POSITIVE, "arms": ListOf(_ARM), "first_losses": ListOf(NUMBER), "steps": POSITIVE,
-    "pretrained": FLAG, "uncertainty": POSITIVE, "ceiling": POSITIVE,
+    "pretrained": FLAG, "uncertainty": POSITIVE, "ceiling": POSITIVE, "given_up": TEXT,
 })  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def trial_figure(interval: RateInterval, colour: str, when: str = "") -> str:
     good = f"good rates for {number(interval.total_steps)} steps"
     series = [
         Series(good, colour, at(interval.low, interval.high), "span"),
-        Series("two standard errors", colour, bars, "bars", told=False),
+        Series("three standard errors", colour, bars, "bars", told=False),
         Series("loss after the trial", colour, [(a.rate, a.loss, a.loss) for a in arms], "dots"),
         Series("before training", "ink", [(rate, before, before) for rate in rates], "dotted"),
         Series(f"yours: {number(interval.rate)}", "ink", at(interval.rate), "marks"),
@@ -48,7 +48,7 @@ def trial_figure(interval: RateInterval, colour: str, when: str = "") -> str:
     across = log([min(rates) / 2, 2 * max(rates), interval.suggestion], "rate")
     return figure(
         f"Loss over rate{when}", says, series, linear([*framed, before]), across,
-        "nats per byte ± two standard errors", table("Losses after the trial", heads, rows),
+        "nats per byte ± three standard errors", table("Losses after the trial", heads, rows),
     )  # fmt: skip
 
 

@@ -49,11 +49,11 @@ STEPS, RISE, SCORES = 28, 5, 28
 MULTIPLES = (1 / 8, 1.0, 8.0, 64.0, 512.0)
 """Of the run's rate, at which arms train."""
 
-TIE = 2.0
+TIE = 3.0
 """Standard errors of the best arm's mean loss, within which another arm ties with it."""
 EXPONENT = 0.3
 """The best rate of a run falls with its length to minus this power (0.32 in arXiv 2409.19913)."""
-TOO_LITTLE, TOO_MUCH = 0.02, 2.0
+TOO_LITTLE, TOO_MUCH = 0.01, 2.0
 """Displacements in a trial. Good rates of whole runs move the weights by 0.06 to 1.2 (10 to 90 % of
 workloads)."""
 BROKEN = 1 / 64
@@ -176,8 +176,33 @@ class Trial:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Trial:
         """Of what ``dataclasses.asdict`` gave, also by way of JSON."""
-        arms = [Arm(arm["rate"], tuple(arm["losses"]), arm["displacement"]) for arm in data["arms"]]
-        return Trial(**{**data, "arms": tuple(arms), "first_losses": tuple(data["first_losses"])})
+        arms = tuple(
+            Arm(_number(arm["rate"]), _numbers(arm["losses"]),
+                None if arm["displacement"] is None else _number(arm["displacement"]))
+            for arm in data["arms"]
+        )  # fmt: skip
+        return Trial(
+            _number(data["rate"]), arms, _numbers(data["first_losses"]),
+            steps=int(_number(data["steps"])), pretrained=bool(int(data["pretrained"])),
+            uncertainty=_number(data["uncertainty"]), given_up=_text(data["given_up"]),
+            ceiling=_number(data["ceiling"]),
+        )  # fmt: skip
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{type(value).__name__} in the place of a number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in the place of a text")
+    return value
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(map(_number, values))
 
 
 def _crossing(outside: Arm, inside: Arm, threshold: float) -> float:
@@ -250,8 +275,12 @@ class RateInterval:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RateInterval:
         """Of what `to_dict` gave, also by way of JSON."""
-        high = math.inf if data["high"] is None else data["high"]
-        return RateInterval(**{**data, "high": high, "trial": Trial.from_dict(data["trial"])})
+        return RateInterval(
+            _number(data["rate"]), _number(data["low"]),
+            math.inf if data["high"] is None else _number(data["high"]),
+            _number(data["suggestion"]), _text(data["reason"]), int(_number(data["total_steps"])),
+            Trial.from_dict(data["trial"]),
+        )  # fmt: skip
 
     def plot(self, axes: Any = None) -> Any:
         """Losses over rates with the interval, your rate and the suggestion, by matplotlib.

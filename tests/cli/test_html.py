@@ -263,16 +263,16 @@ TRIALS: dict[str, tuple[Trial, list[str]]] = {
     "raised": (TRIAL, ["Your rate, 0.0002, learned less than higher rates: it went to 0.000", "from 0.000",
                        "Broke, or stopped for being far behind: 0.013."]),
     "tied": (changed(TRIAL, tuple(Arm(rate, losses, 0.1) for rate, losses in SCORES.items())),
-             ["Your rate, 0.0002: inside the interval.", "All rates tied.", "from 4e-05 up to 0.032"]),
+             ["Your rate, 0.0002: inside the interval.", "All rates tied.", "from 2e-05 up to 0.032"]),
     "open": (changed(TRIAL, tuple(Arm(rate, losses) for rate, losses in SCORES.items())),
              ["No lower rate was ruled out; no higher rate was ruled out."]),
     "nothing learned": (changed(TRIAL, tuple(Arm(rate, FIRST, 0.1) for rate in SCORES)),
                         ["No rate has learned anything: only how far the weights moved counts."]),
     "broken": (changed(TRIAL, tuple(Arm(rate) for rate in SCORES)),
-               ["every rate that was tried broke. What followed is among the events.", "0.0002, 0.0016."]),
+               ["every rate that was tried broke", "0.0002, 0.0016."]),
     "too far": (changed(TRIAL, (*TRIAL.arms[:3], Arm(1.28e-2, (70.0, 70.2) * 14, 9.0))),
                 ["Above the frame: the loss at 0.013."]),
-    "own": (OWN, ["hardly moves the weights: it went to", "from 0.004 up to 0.4", "0.001 of their size"]),
+    "own": (OWN, ["hardly moves the weights: it went to", "from 0.002 up to 0.4", "0.001 of their size"]),
 }  # fmt: skip
 
 

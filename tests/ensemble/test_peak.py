@@ -147,7 +147,6 @@ def made(controller: Callable[[Any], hdet.Controller | None], total: int | None,
 
 ENDS: dict[str, Callable[[Any], hdet.Controller]] = {
     "hypergradient": CONTROLLERS["hypergradient"],
-    "shadow of auto": lambda net: hdet.Shadow(hdet.AutoLR(net)),
     "auto, then hypergradient": lambda net: hdet.SequentialController(hdet.AutoLR(net), hdet.HypergradientController()),
 }
 
@@ -168,4 +167,5 @@ def test_no_other_run_is_warned_of() -> None:
         made(ENDS["hypergradient"], 2000)
         made(ENDS["hypergradient"], None)
         made(lambda net: None, 10)
+        made(lambda net: hdet.Shadow(hdet.AutoLR(net)), 300)
         made(lambda net: hdet.AutoLR(net), 300)  # it decides in the first steps, whatever cycles there are

@@ -14,7 +14,7 @@ import torch
 
 import hdet
 from hdet.trial.auto import SHORTEST
-from hdet.trial.rule import BROKEN, STEPS, RateInterval
+from hdet.trial.rule import BROKEN, SCORES, STEPS, RateInterval
 from tests.ensemble.helpers import same
 from tests.harness import Run, batch, loss_of, losses_of, model, taught
 

@@ -10,7 +10,7 @@ import pytest
 
 from hdet.trial.rule import Arm, RateInterval, Trial, arm_factor
 
-BEST = (0.9, 1.1)
+BEST = (14 / 15, 16 / 15)
 """Mean 1, standard error 0.1: arms below 1.2 tie."""
 WORSE = (1.4, 1.4)
 """Half of the way from here to 1 is above 1.2."""
@@ -65,25 +65,25 @@ def test_no_arm_that_has_learned_leaves_both_ends_open(first: float, learned: bo
 @pytest.mark.parametrize(
     ("rate", "to", "reason"),
     [
-        (0.199, 0.5, "hardly moves the weights"), (0.201, 0.201, "inside the interval"), (19.9, 19.9, "inside the interval"),
+        (0.099, 0.5, "hardly moves the weights"), (0.201, 0.201, "inside the interval"), (19.9, 19.9, "inside the interval"),
         (20.1, 2.7, "moves the weights too far"),
     ],
 )  # fmt: skip
-def test_weights_are_to_move_by_2_percent_at_least_and_by_200_at_most(rate: float, to: float, reason: str) -> None:
+def test_weights_are_to_move_by_1_percent_at_least_and_by_200_at_most(rate: float, to: float, reason: str) -> None:
     found = moved(rate).interval(1000)
-    assert (found.low, found.high) == pytest.approx((0.2, 20.0)), "beyond the arms, in proportion"
+    assert (found.low, found.high) == pytest.approx((0.1, 20.0)), "beyond the arms, in proportion"
     assert found.suggestion == pytest.approx(to) and found.reason == reason and found.moves == (rate != to)
 
 
 def test_between_arms_displacements_are_interpolated_in_logarithms() -> None:
     found = Trial(1.0, (Arm(1.0, (), 0.002), Arm(100.0, (), 0.2), Arm(1e4, (), 200.0))).interval(1000)
-    assert found.low == pytest.approx(10.0) and found.high == pytest.approx(100 * 100 ** (1 / 3))
+    assert found.low == pytest.approx(5.0) and found.high == pytest.approx(100 * 100 ** (1 / 3))
 
 
 def test_an_uncertain_displacement_raises_the_high_end_alone() -> None:
     assert moved(30.0, uncertainty=2.0).interval(1000).reason == "inside the interval"
     found = moved(41.0, uncertainty=2.0).interval(1000)
-    assert (found.low, found.high, found.suggestion) == pytest.approx((0.2, 40.0, 2.7))
+    assert (found.low, found.high, found.suggestion) == pytest.approx((0.1, 40.0, 2.7))
 
 
 def test_trained_weights_may_hardly_move_and_go_less_far() -> None:
@@ -128,7 +128,7 @@ def test_an_arms_rate_rises_in_5_of_28_steps_and_falls_to_nothing() -> None:
 
 
 def test_it_says_what_to_do() -> None:
-    assert str(moved(0.05).interval(1000)) == "good rates: 0.2 to 20; yours: 0.05 (hardly moves the weights): use 0.5"
+    assert str(moved(0.05).interval(1000)) == "good rates: 0.1 to 20; yours: 0.05 (hardly moves the weights): use 0.5"
     assert (
         str(by_losses(BEST, TIED).interval(28)) == "good rates: no lower end to no upper end; yours: 1e+02 (inside the interval): keep it"
     )
