@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.trial.rule import Trial
 
 from . import command, fixed_rates
 from .problems import Batch, Problem
@@ -145,6 +146,16 @@ def _short(trial: Any) -> Any:
     if isinstance(trial, (list, tuple)):
         return [_short(value) for value in trial]
     return float(f"{trial:.6g}") if isinstance(trial, float) else trial
+
+
+def of_length(record: Record, steps: int) -> Record:
+    """What the same trial says of a run of another length: its arms would be the same ones."""
+    found = Trial.from_dict(record["trial"]).interval(steps)
+    high = found.high if math.isfinite(found.high) else None
+    return {
+        **record, "steps": steps, "factor": found.suggestion / record["rate"], "low": found.low or None,
+        "high": high, "reason": found.reason,
+    }  # fmt: skip
 
 
 key = identity("workload", "exponent", "seed", "steps", "level", "whole")

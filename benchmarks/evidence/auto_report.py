@@ -16,7 +16,7 @@ from statistics import fmean
 
 from . import fixed_rates, ranks, seconds
 from .ablation import ablation
-from .auto import NEAR, RESULTS, Compared, compared
+from .auto import NEAR, RESULTS, Compared, compared, of_length
 from .report.tables import table, written
 from .runs import Record, read, spaced
 from .workloads import (
@@ -39,6 +39,8 @@ from .workloads import (
 
 PAGES = ("docs/evidence/autolr.md", "docs/results.md")
 LONG = 10_000
+OTHER = (1500, 30_000, 100_000)
+"""Lengths of which the same trials say something, too."""
 OFTEN = {
     *REPEATED, "matrix-factorization-ratings", "embedding-mlp-clicks", "transformer-grammar",
 }  # fmt: skip
@@ -176,7 +178,8 @@ def workloads() -> str:
 
 def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]:
     """Tables by name."""
-    runs = compared(records, fixed)
+    trials = [line for line in records if line["trial"] is not None and not line["whole"] and line["steps"] == LONG]
+    runs = compared([*records, *(of_length(line, steps) for line in trials for steps in OTHER)], fixed)
     fresh = [run for run in runs if run.record["workload"] in FRESH]
 
     def those(of: Callable[[Compared], bool], among: Sequence[Compared] = fresh) -> list[Compared]:
@@ -189,7 +192,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
         "In all": counted({
             "10 000 steps": long,
             **{name: those(lambda run, s=start: run.record["exponent"] == s, long) for start, name in STARTS.items()},
-            **{f"{spaced(steps)} steps": those(lambda run, s=steps: run.record["steps"] == s) for steps in (1500, 30_000, 100_000)},
+            **{f"{spaced(steps)} steps": those(lambda run, s=steps: run.record["steps"] == s) for steps in OTHER},
             **{name: those(lambda run, g=group: run.record["workload"] in g, runs) for name, group in groups.items()},
         }),
         "By field": counted({field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long) for field in FIELDS}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from statistics import mean
@@ -16,10 +17,12 @@ import hdet
 from hdet.trial.arms import Arms
 from hdet.trial.displacement import Displacement
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
+from hdet.trial.steps import PARTS
 from tests.distributed import run_ranks
+from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, sgd
+from .common import ALL, auto_run, noisy, sgd
 
 RATE = 1e-4
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
@@ -188,6 +191,45 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     for arm, multiple in zip(one.trial.arms, MULTIPLES, strict=True):
         hand = by_hand(multiple, sgd, ranks=2)  # whose steps are as long as gradients are
         assert arm.losses == pytest.approx(hand.losses, rel=1e-4) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
+
+
+def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
+    """(what was found, its cost, the correction, is the run the one without it?)"""
+    found = []
+    for controlled in (True, False):
+        net = noisy()
+        wrapped = DistributedDataParallel(net) if ddp else net
+        auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
+        optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+        sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
+        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
+        torch.manual_seed(rank)
+        for index in range(ALL + 2):
+            losses = functools.partial(losses_of, wrapped, taught(100 * index + rank))
+            losses().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(1.0, closure=losses)
+        found.append((net.state_dict(), torch.get_rng_state(), auto, ensemble.corrections["lr"]))
+    (*ours, auto, moved), (*plain, _, _) = found
+    return auto.interval, auto.cost, moved, moved != 1 or same(ours, plain)
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+@pytest.mark.parametrize("ddp", [True, False])
+def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
+    """On its part of the batch; all ranks decide alike, and a run that stays is left as it was."""
+    found = run_ranks(spread_arms, world, 1e-6, ddp)
+    interval, cost, moved, _ = found[0]
+    assert all(other[:3] == found[0][:3] for other in found) and moved > 10
+    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == PARTS
+    assert cost <= STEPS * -(-5 // world) + SCORES * 2, "arms of one replica, and six scores of a third of a step"
+    assert [alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp)] == [True] * world
+
+
+def test_arms_are_spread_only_where_gradients_can_be_left_unreduced() -> None:
+    with pytest.raises(ValueError, match="spread_arms=True needs gradients that a trial can leave unreduced"):
+        auto_run(RATE, of={"spread_arms": True})
 
 
 def one_breaks(rank: int, world: int) -> Any:
