@@ -31,6 +31,7 @@ import hdet
 
 from .harness import emit
 
+RESULTS = "benchmarks/results/first-tries.jsonl"
 STARTS = (0.01, 0.1, 1.0, 10.0, 100.0)
 VALIDATIONS = 40
 POOR, GOOD, WORSE = 20.0, 10.0, 5.0

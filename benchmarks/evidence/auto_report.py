@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from .. import first_tries
 from . import fixed_rates, ranks, seconds
 from .ablation import ablation
 from .auto import NEAR, RESULTS, Compared, compared, of_length
@@ -202,6 +203,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
         + harmed(those(lambda run: run.record["workload"] in TEST, runs)),
         "Examples that are seen many times": repeated(records),
         "Conditions": ablation([line for line in records if line["workload"] in FRESH], fixed),
+        "First tries": "\n".join(first_tries.table(read(first_tries.RESULTS))) + "\n",
         "By workload": by_workload(long),
         "More ranks": ranks.table(read(ranks.RESULTS)),
         "Time": seconds.table(read(seconds.RESULTS)),
