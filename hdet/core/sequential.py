@@ -33,6 +33,8 @@ class SequentialController(Controller):
                 f"the controller {then.name!r} decays from where it takes over, in the place of a schedule whose peak may be still to come: pass "
                 "decay=None"
             )
+        if then.search is not None:
+            raise ValueError("an AutoLR searches in the first steps of a run: pass it as the first controller")
         super().__init__()
         self.first, self.then, self.name = first, then, f"{first.name}, then {then.name}"
         self.measurements = {**first.measurements, **then.measurements}
@@ -42,7 +44,7 @@ class SequentialController(Controller):
         self.judges_held_out = first.judges_held_out and then.judges_held_out
         self.knob_per_group = first.knob_per_group and then.knob_per_group
         self.leaves_schedule = first.leaves_schedule  # the second does not
-        self.search = first.search or then.search
+        self.search = first.search
         self.handed_over = False
         """Does ``then`` decide from now on?"""
 

@@ -128,7 +128,8 @@ def verdict_on(
     plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell. ``searching``: is an `AutoLR` in its
     first steps, which takes back what breaks in them?"""
     if searching:
-        return Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[]), [s.loss for s in stats]
+        finite = [r for r, stat in enumerate(stats) if stat.finite]
+        return Verdict(finite or list(range(len(stats))), roll_back=False, level=None, notes=[]), [s.loss for s in stats]
     if plan.judged:
         return judge(divergence, [s.finite for s in stats], [s.raw_loss for s in stats], level), [s.loss for s in stats]
     if all(stat.finite and stat.raw_loss is None for stat in stats):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..knobs import Bound, GroupKnob
 from ..tensors.dtensor import gradient_norm
 
-__all__ = ["FanOut"]
+__all__ = ["FanOut", "without_hooks"]
 
 
 class FanOut:
@@ -95,15 +95,14 @@ class FanOut:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the optimizer's step is its own: at the values in its groups, and not counted. What follows a step in hooks (an average of
-        weights) is not told of it."""
+        """Inside, the optimizer's step is its own: at the values in its groups, and not counted. Hooks of a step (an average of weights)
+        are not told of it."""
         before, self._stepping = self._stepping, True
-        hooks = self.optimizer._optimizer_step_post_hooks
-        self.optimizer._optimizer_step_post_hooks = type(hooks)()
         try:
-            yield
+            with without_hooks(self.optimizer):
+                yield
         finally:
-            self._stepping, self.optimizer._optimizer_step_post_hooks = before, hooks
+            self._stepping = before
 
     def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._take_writes()
@@ -232,6 +231,17 @@ class FanOut:
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
         _unwrap(self.optimizer)
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, no hook is called before or after a step."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = type(before)(), type(after)()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def _wrap(optimizer: Optimizer) -> None:

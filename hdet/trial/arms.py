@@ -56,6 +56,13 @@ class Searched:
         return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
     @property
+    def leaves_gradients(self) -> bool:
+        """Can a backward pass leave gradients unreduced?"""
+        model = self.model
+        ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        return ddp and not model.find_unused_parameters
+
+    @property
     def rate(self) -> float:
         """The peak of the first group that has one; 0 if all stand still."""
         return next((peak for _, peak in self.peaks() if peak > 0), 0.0)
@@ -209,6 +216,7 @@ class Arms:
         gradients = [
             (p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in held
         ]
+        run.clear_gradients()  # a closure adds to those that are there
         with self.in_place(), self._without_reduction():
             self._now.take()
             try:
@@ -237,22 +245,24 @@ class Arms:
             run.clear_gradients()
             with torch.enable_grad():
                 losses = self._scorer.losses(closure)
-                if losses is not None and losses.requires_grad:
+                left = any(p.grad is not None for p in run.parameters)  # it called backward
+                if losses is not None and losses.requires_grad and not left:
                     self._backward(losses.mean())
-        gradients = [p.grad for p in run.parameters if p.grad is not None]
-        if not gradients and not (may_skip and losses is None):
-            raise ValueError(
-                "the closure gave losses without a graph, and left no gradients: compute the "
-                "losses of the batch again inside it, without no_grad or detach, or call backward "
-                "inside" + (" (it returned None: is a return missing?)" if losses is None else "")
-            )
-        self._average(gradients)
-        if gradients and self._unscale(gradients):
-            if self._before_step is not None:
-                self._before_step()
-            rates = [(group, peak * factor) for group, peak in run.peaks()]
-            with _rates(run.optimizer, rates), run.aside():
-                run.optimizer.step()
+            gradients = [p.grad for p in run.parameters if p.grad is not None]
+            if not gradients and not (may_skip and losses is None):
+                raise ValueError(
+                    "the closure gave losses without a graph, and left no gradients: compute the "
+                    "losses of the batch again inside it, without no_grad or detach, or call "
+                    "backward inside"
+                    + (" (it returned None: is a return missing?)" if losses is None else "")
+                )
+            self._average(gradients)
+            if self._unscale(gradients) and gradients:
+                if self._before_step is not None:
+                    self._before_step()
+                rates = [(group, peak * factor) for group, peak in run.peaks()]
+                with _rates(run.optimizer, rates), run.aside():
+                    run.optimizer.step()
         run.clear_gradients()
         arm.take()
         return mean_loss(losses)
@@ -299,11 +309,13 @@ class Arms:
     @contextmanager
     def _without_reduction(self) -> Iterator[None]:
         """DDP reduces nothing in an arm's backward pass (`_average` does), so that neither its
-        buckets nor the memory of a communication hook see it; and sends no buffers."""
+        buckets nor the memory of a communication hook see it; and sends no buffers. With
+        find_unused_parameters it has to: it remembers which ones were used."""
         model = self.run.model
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
+        if not self.run.leaves_gradients:
             yield
             return
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
         before = model.require_forward_param_sync
         try:
             model.require_forward_param_sync = False
@@ -318,8 +330,10 @@ class Arms:
         if run.replicas.count == 1 or group is None or not run.shares_gradients:
             return
         if self._averages is None:
-            self._averages = isinstance(run.model, nn.parallel.DistributedDataParallel)
-            if not self._averages:
+            self._averages = run.leaves_gradients
+            if not self._averages and not isinstance(
+                run.model, nn.parallel.DistributedDataParallel
+            ):
                 own = gradient_norm(run.parameters).square().reshape(1).to(run.device)
                 squares = run.replicas.sum_rows(own).flatten().tolist()
                 self._averages = max(squares) > 1.002 * min(squares)
@@ -332,10 +346,10 @@ class Arms:
         rank alike: a step that overflows is skipped."""
         if self._scaler is None or not self._scaler.is_enabled():
             return True
-        parts = local_parts(gradients)
-        scale = self._scaler.scale(torch.ones((), device=parts[0].device))
-        torch._foreach_div_(parts, scale)
-        bad = torch.stack([~part.isfinite().all() for part in parts]).any().double().reshape(1)
+        bad = torch.zeros(1, dtype=torch.float64)
+        for part in local_parts(gradients):
+            part.div_(self._scaler.scale(torch.ones((), device=part.device)))
+            bad += float(not part.isfinite().all())
         return not self.run.replicas.sum_rows(bad).sum().item()
 
 

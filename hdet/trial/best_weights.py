@@ -51,6 +51,11 @@ class BestWeights:
         """Raises ValueError for a run of unknown length."""
         if total_steps is None:
             raise ValueError("val_batches needs a run of known length: pass total_steps")
+        if run.has_copies or not run.shares_gradients:
+            raise ValueError(
+                "val_batches keeps the weights of one model: leave it out with local gradients, and "
+                "where the optimizer has parameters of its own (refresh=)"
+            )
         self._run, self._on_host = run, place == "host"
         self._every = max(1, total_steps // TIMES)
         self._scorer = Scorer(run)
@@ -71,6 +76,7 @@ class BestWeights:
         """Mean over batches, over the ranks that see a loss."""
         run = self._run
         gradients = [(p, p.grad) for p in (*run.parameters, *run.module.parameters())]
+        run.clear_gradients()
         closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
         losses = [self._scorer.loss(closure) for closure in closures]
         for parameter, gradient in gradients:

@@ -76,13 +76,14 @@ class Displacement:
         are not finite, and sum and number of the first weights' roughness."""
         if not ratios:
             return torch.zeros(BINS + 3, dtype=torch.float64)
-        found = torch.stack(list(ratios))
-        ours = torch.stack([first.norm() > 0 for first in self._first])
+        device = ratios[0].device  # a model may lie on several
+        found = torch.stack([ratio.to(device) for ratio in ratios])
+        ours = torch.stack([(first.norm() > 0).to(device) for first in self._first])
         finite = ours & found.isfinite()
         bins = ((found.clamp(min=1e-30).log2() - LOWEST) * PER_OCTAVE).nan_to_num().long()
         bins = bins.clamp(0, BINS - 1)
         counts = (bins[:, None] == torch.arange(BINS, device=found.device)) & finite[:, None]
-        rough = torch.stack([_roughness(first) for first in self._first])
+        rough = torch.stack([_roughness(first).to(device) for first in self._first])
         known = rough.isfinite()
         more = torch.stack([(ours & ~finite).sum(), rough.where(known, 0.0).sum(), known.sum()])
         return torch.cat([counts.sum(0), more]).cpu().double()  # some devices have no float64

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from ..core.validate import whole
 from ..replicas import Replicas
 from ..run.cycle_stats import masters_of
+from ..run.fan_out import without_hooks
 from ..tensors.eval_mode import random_states_kept
 from .arms import Searched
 from .displacement import Displacement
 from .rule import BROKEN, SCORES, STEPS, RateInterval
-from .steps import REPEATS, TrialSteps
+from .steps import NOT_THE_RATE, REPEATS, TrialSteps
 
 __all__ = ["find_rate"]
 
@@ -64,6 +65,10 @@ def find_rate(
             group["lr"] *= interval.suggestion / interval.rate
     """
     whole(total_steps, "total_steps", of="steps")
+    if getattr(optimizer, "_hdet_fan_out", None) is not None:
+        raise ValueError(
+            "this optimizer is driven by an Ensemble: call find_rate before it is made"
+        )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     if replicas is None:
         replicas = Replicas.of_shards(trained) or Replicas.default()
@@ -75,8 +80,14 @@ def find_rate(
     run = Searched(
         model, optimizer, trained, masters_of(optimizer, trained, 0),
         lambda: [(number, factor * rate) for number, rate in enumerate(own_rates)], replicas,
+        aside=partial(without_hooks, optimizer),
     )  # fmt: skip
     run.check()
+    rate = run.rate
+    if not rate:
+        raise ValueError(
+            "every parameter group has learning rate 0: set the rate that you would use"
+        )
     first = run.snapshot(place)
     first.take()
     trial: Any = None
@@ -91,9 +102,9 @@ def find_rate(
         finally:
             steps.close()
         if not trial.broke:
-            break
+            return replace(trial, rate=rate).interval(total_steps)
         factor *= BROKEN
-    return replace(trial, rate=own_rates[0]).interval(total_steps)
+    return replace(trial, rate=rate, given_up=NOT_THE_RATE).interval(total_steps)
 
 
 def _peak(group: Mapping[str, Any]) -> float:

@@ -213,10 +213,9 @@ def _crossing(outside: Arm, inside: Arm, threshold: float) -> float:
     return outside.rate * (inside.rate / outside.rate) ** part
 
 
-def arm_factor(position: int, steps: int = STEPS) -> float:
-    """An arm's rate in its step ``position`` (1 to ``steps``), as a part of its peak."""
-    rise = max(1, round(RISE * steps / STEPS))
-    return position / rise if position <= rise else (steps - position + 1) / (steps - rise + 1)
+def arm_factor(position: int) -> float:
+    """An arm's rate in its step ``position`` (1 to `STEPS`), as a part of its peak."""
+    return position / RISE if position <= RISE else (STEPS - position + 1) / (STEPS - RISE + 1)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..run.snapshot import Snapshot
 from .arms import Arms, Closure, Searched
@@ -29,6 +30,7 @@ on the same batch. More says that the closure or before_step does not do what th
 REPEATS = 3
 """How often a trial is repeated at a lower rate after every arm broke. If nothing helps, it is not
 the rate, which goes back to where it was."""
+NOT_THE_RATE = "far lower rates break too: it is not the rate"
 PARTS = 8.0
 """Factor by which the highest rate that ties may be too low, of arms on parts of a batch."""
 INFINITE = 1e30
@@ -61,7 +63,7 @@ class TrialSteps:
         spread: bool = False,
     ) -> None:
         self._run, self._first, self._displacement = run, first, displacement
-        self._spread = spread and run.replicas.count > 1
+        self._spread = spread and run.replicas.count > 1 and can_spread(run, scaler)
         self._parts = run.replicas.count if self._spread else 1
         self._arms = Arms(
             run, first, before_step=before_step, scaler=scaler, place=place,
@@ -77,7 +79,6 @@ class TrialSteps:
         self._scores: list[dict[int, torch.Tensor | None]] = []
         """By batch: losses by arm; that of the first weights is number -1."""
         self._ratios: dict[int, list[torch.Tensor]] = {}
-        self._went: torch.Tensor | None = None
         self.given_up = ""
         """Why the trial says nothing; empty if it does."""
         self.cost = 0.0
@@ -90,7 +91,7 @@ class TrialSteps:
             self._copies = {number: self._arms.begin() for number in self._mine}
         if len(self._trained) < STEPS:
             self._train(closure)
-            if len(self._trained) == 1 and own:
+            if len(self._trained) == 1 and not self._spread:
                 self._compare_steps(own)
             if len(self._trained) % (STEPS // LOOKS) == 0:
                 self._look()
@@ -156,7 +157,17 @@ class TrialSteps:
         losses = {}
         with self._arms.run_kept():
             for number, copy in [(-1, self._first), *((n, self._copies[n]) for n in self._live)]:
-                losses[number] = self._arms.score(copy, closure)
+                try:
+                    losses[number] = self._arms.score(copy, closure)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    if self._scores or self._run.replicas.world_group is not None:
+                        raise
+                    self.given_up = (
+                        f"in eval mode the closure raised {type(error).__name__}: {error}"
+                    )
+                    return
                 self.cost += FORWARD
         self._scores.append(losses)
 
@@ -218,16 +229,21 @@ class TrialSteps:
         return parts[0] if max(parts) <= 1.01 * min(parts) else 0.0
 
     def _compare_steps(self, own: list[torch.Tensor]) -> None:
-        number = self._multiples.index(1.0)
-        with self._arms.run_kept():
-            arm = self._arms.ratios(self._copies[number], self._displacement)
+        """``own``: ratios of the run's step; empty on a rank that cannot compare, which still takes
+        part in the sum."""
+        number, arm, part = self._multiples.index(1.0), list[torch.Tensor](), 0.0
+        if own:
+            with self._arms.run_kept():
+                arm = self._arms.ratios(self._copies[number], self._displacement)
+            part = self._part_in_force()
         rows = [self._displacement.row(ratios) for ratios in (own, arm)]
+        rows.append(torch.tensor([part, float(part > 0)], dtype=torch.float64))
         total = self._run.replicas.sum_rows(torch.cat(rows)).sum(0).tolist()
         width = BINS + 3
         went = [self._displacement.read(total[i : i + width]).median for i in (0, width)]
-        if not all(x and x < 100 for x in went):
+        if not total[-1] or not all(x and x < 100 for x in went):
             return  # bins end at 256
-        wanted = arm_factor(1) / self._part_in_force()
+        wanted = arm_factor(1) / (total[-2] / total[-1])
         far = went[1] / went[0] / wanted  # type: ignore[operator]
         if not 1 / STRAYED < far < STRAYED:
             self.given_up = (
@@ -280,6 +296,13 @@ class TrialSteps:
 
     def close(self) -> None:
         self._arms.close()
+
+
+def can_spread(run: Searched, scaler: Any) -> bool:
+    """Replicas train different numbers of arms, so nothing in a step may communicate."""
+    return scaler is None and not any(
+        isinstance(module, nn.SyncBatchNorm) for module in run.module.modules()
+    )
 
 
 def _float64_on(device: torch.device) -> torch.device:

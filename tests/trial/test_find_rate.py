@@ -64,6 +64,9 @@ def test_moments_that_are_there_are_as_they_were() -> None:
     for _ in range(3):
         run.backward()
         run.optimizer.step()
+    with pytest.raises(ValueError, match="driven by an Ensemble: call find_rate before it is made"):
+        hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
+    run.ensemble.close()
     before = [state["momentum_buffer"].clone() for state in run.optimizer.state.values()]
     hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
     assert same([state["momentum_buffer"] for state in run.optimizer.state.values()], before) and before

@@ -306,3 +306,66 @@ def test_a_scaler_and_what_it_scales_are_left_as_they_were() -> None:
         found.append([state(run), scaler.state_dict()])
         assert not controlled or run.controller.search.interval.trial.arms[1].losses
     assert same(*found) and found[0][1]["scale"] < 2.0**30
+
+
+def random_step(optimizer: Any, *_: Any) -> None:
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("closure_steps_back", [False, True])
+def test_random_numbers_of_steps_and_gradients_of_closures_are_the_runs_own(closure_steps_back: bool) -> None:
+    """An optimizer that rounds stochastically draws random numbers; a closure may call backward itself, and return the loss."""
+    found = []
+    for controlled in (True, False):
+        run = auto_run(1e-3, shadow=True, controlled=controlled, of={"before_step": lambda: random_step(None)})
+        if controlled and closure_steps_back:
+            losses = run.losses
+
+            def closure(data: Any, losses: Any = losses) -> Any:
+                loss = losses(data).mean()
+                if torch.is_grad_enabled():
+                    loss.backward()
+                return loss
+
+            run.closure = closure
+        torch.manual_seed(3)
+        run.steps(ALL + 1)
+        assert not controlled or run.controller.search.interval.trial.first_losses
+        found.append([run.net.state_dict(), torch.get_rng_state()])
+    assert same(*found)
+
+
+def branching(rank: int, world: int) -> bool:
+    """Steps use one of two branches in turn: DDP has to be told, and remembers it from step to step."""
+    ends = []
+    for controlled in (True, False):
+        torch.manual_seed(0)
+        net = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+
+        class Either(nn.Module):
+            def __init__(self, branches: nn.ModuleList) -> None:
+                super().__init__()
+                self.branches, self.use = branches, 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.branches[self.use](x)
+
+        whole = Either(net)
+        ddp = DistributedDataParallel(whole, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        auto = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
+        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=auto, knobs=[hdet.LearningRate(0)])
+        for index in range(ALL + 2):
+            whole.use = index % 2
+            losses = functools.partial(losses_of, ddp, taught(100 * index + rank))
+            optimizer.zero_grad()
+            losses().mean().backward()
+            optimizer.step()
+            ensemble.step(1.0, closure=losses)
+        ends.append(net.state_dict())
+    return same(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_under_ddp_that_finds_unused_parameters_a_trial_leaves_no_trace() -> None:
+    assert run_ranks(branching, 2) == [True, True]
