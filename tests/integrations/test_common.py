@@ -167,7 +167,9 @@ def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
 def test_controllers_made_of_others_report_what_those_do() -> None:
     assert hdet.Controller().report() == "" and Shadow(Halved()).report() == "halves once (told only: nothing is moved)"
     auto = hdet.AutoLR(nn.Linear(1, 1))
-    assert SequentialController(Halved(), auto).report() == f"halves once; then: {auto.report()}" and auto.report()
+    assert SequentialController(auto, Halved()).report() == f"{auto.report()}; then: halves once" and auto.report()
+    with pytest.raises(ValueError, match="AutoLR searches in the first steps of a run: pass it as the first controller"):
+        SequentialController(Halved(), auto)
     assert SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"
 
 
