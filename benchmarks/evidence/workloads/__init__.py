@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import hdet
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+import hdet
 
 from ..problems import PROBLEMS, Batch, Problem
 from . import finetuning, generative, graphs, language, sequences, tables, unseen, vision
