@@ -54,11 +54,23 @@ POINTS = 40
 WITHIN = (1.0, 1.1, 1.25, 1.5, 2.0, math.inf)
 
 Build = Callable[[Problem, nn.Module, int], Parts]
+Make = Callable[[Problem, nn.Module], Optimizer]
 
 
-def annealed(make: Callable[[Any], Optimizer], problem: Problem, model: nn.Module, seed: int) -> Parts:
+def of_groups(kind: Callable[..., Optimizer], **settings: Any) -> Make:
+    """An optimizer over the workload's groups."""
+    return lambda problem, model: kind(problem.groups(model), **settings)
+
+
+def muon(problem: Problem, model: nn.Module) -> Optimizer:
+    """Matrices by Muon, the rest by AdamW, both at the rate of AdamW."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return hdet.FusedMuon(trained, lr=DEFAULT, adamw_lr=DEFAULT, adjust_lr_fn="match_rms_adamw")
+
+
+def annealed(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts:
     """Cosine with 5 % warm-up."""
-    optimizer = make(problem.groups(model))
+    optimizer = make(problem, model)
     return scheduled(problem, model, optimizer, SCHEDULES["cosine"](optimizer, problem.steps))
 
 
@@ -80,7 +92,7 @@ def greedy(problem: Problem, model: nn.Module, seed: int) -> Parts:
 def found_by_range_test(problem: Problem, model: nn.Module, seed: int) -> Parts:
     """The rate that Lightning's lr_find would suggest, then cosine."""
     rate = range_test(problem, copy.deepcopy(model), seed)
-    return annealed(partial(torch.optim.AdamW, lr=rate), problem, model, seed)
+    return annealed(of_groups(torch.optim.AdamW, lr=rate), problem, model, seed)
 
 
 def range_test(problem: Problem, model: nn.Module, seed: int, steps: int = 100, low: float = 1e-8, high: float = 1.0) -> float:
@@ -116,21 +128,25 @@ def schedule_free(problem: Problem, model: nn.Module, seed: int) -> Parts:
     return Parts(optimizer, plain(problem, model), rate=lambda: optimizer.param_groups[0]["lr"], final=final, resume=optimizer.train)
 
 
-def auto(problem: Problem, model: nn.Module, seed: int) -> Parts:
-    """`annealed` AdamW, with an AutoLR around it."""
-    optimizer = hdet.FusedAdamW(problem.groups(model), lr=DEFAULT)
+def auto(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts:
+    """As `annealed`, with an AutoLR around it."""
+    optimizer = make(problem, model)
     scheduler = SCHEDULES["cosine"](optimizer, problem.steps)
     return parts_of(problem, model, optimizer, scheduler, controller_of("trial", model), seed)[0]
 
 
+nadamw = of_groups(torch.optim.NAdam, lr=CALIBRATED, decoupled_weight_decay=True)
 ENTRIES: dict[str, Build] = {
-    "nadamw": partial(annealed, partial(torch.optim.NAdam, lr=CALIBRATED, decoupled_weight_decay=True)),
-    "adamw": partial(annealed, partial(torch.optim.AdamW, lr=DEFAULT)),
+    "nadamw": partial(annealed, nadamw),
+    "adamw": partial(annealed, of_groups(torch.optim.AdamW, lr=DEFAULT)),
+    "muon": partial(annealed, muon),
     "greedy": greedy,
     "lr-find": found_by_range_test,
     "schedule-free": schedule_free,
     "prodigy": lambda problem, model, seed: prodigy(problem, model, 1.0, seed),
-    "autolr": auto,
+    "autolr": partial(auto, of_groups(hdet.FusedAdamW, lr=DEFAULT)),
+    "autolr-nadamw": partial(auto, nadamw),
+    "autolr-muon": partial(auto, muon),
 }
 
 
