@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ from .run.history import cycle_record
 from .run.measurements import Panel
 from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
-from .run.schedule import Schedule, Scheduler
 from .run.snapshot import Snapshots
+from .schedule import Schedule, Scheduler
 from .trial.arms import Closure, Searched
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
@@ -58,8 +57,8 @@ class Ensemble:
 
     Args:
         optimizer: any torch optimizer with all its groups; its parameters are averaged. Co-resident replicas need one of hdet's fused ones.
-        scheduler: a torch scheduler of this optimizer, which the Ensemble steps. None: constant values, or a schedule that you step
-            yourself: torch's at any time, any other inside `rescheduling`.
+        scheduler: a torch scheduler of this optimizer, which the Ensemble steps and nobody else. None: constant values, or a schedule that you
+            step yourself inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]`` (docs/knobs.md).
         design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
             two levels for all knobs together, which tells their effects apart best. Default: orthogonal for 2 to N - 1 knobs.
@@ -73,8 +72,8 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
 
-    Guarantees: between steps param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Values that somebody else
-    writes there are noticed before they are used (`rescheduling`). Only the end of a cycle communicates (one collective of a few numbers per
+    Guarantees: between steps param_groups, and whatever else a knob moves, hold base values, the same on all ranks. A value that somebody else
+    writes there is refused before it is used (`rescheduling`, `set_value`). Only the end of a cycle communicates (one collective of a few numbers per
     replica, then the average) and waits for the device; some kinds of `Sync.converge` communicate earlier. Replicas that cannot differ
     and are bitwise equal are not touched: spread 0 is data-parallel training bit for bit. A collective that fails raises `ReplicaLost`
     on every rank that is left; after it this object refuses to go on.
@@ -170,8 +169,9 @@ class Ensemble:
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it (`hdet.run.history.cycle_record`). None before the first."""
         first, local = self.replicas.local[0], sync.gradients == "local"
-        self._take_writes = partial(self.schedule.take_writes, self.engine)
-        self._fan_out = FanOut(optimizer, self.knobs, first, self._on_cycle_start, skippable=local, take_writes=self._take_writes)
+        self._fan_out = FanOut(
+            optimizer, self.knobs, first, self._on_cycle_start, skippable=local, check_unwritten=self.schedule.check_unwritten
+        )
         self._fan_out.begun = self.engine.step > 0
         self.replicas.attach(optimizer)
         self._begin_cycle()
@@ -200,7 +200,7 @@ class Ensemble:
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no snapshot to go back to.
             ReplicaLost: a collective failed or timed out.
-            ValueError: see `rescheduling`.
+            ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
         self.during.check_whole()
@@ -209,7 +209,7 @@ class Ensemble:
                 f"closure must be a function, got {type(closure).__name__}: it computes the losses of the batch again, such as "
                 "closure=lambda: losses_of(model, batch)"
             )
-        self._take_writes()
+        self.schedule.check_unwritten()
         if loss is not None:
             self.observe(loss)
         self._agree()
@@ -235,7 +235,7 @@ class Ensemble:
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
-            self.schedule.write_changes(self.engine)
+            self.schedule.write(self.engine)
         if ends and self.history is not None:
             for note in self.history["notes"]:
                 self.tell(f"hdet, step {self.engine.step}: {note}")
@@ -310,22 +310,19 @@ class Ensemble:
         """
         if len(self.replicas.local) > 1 and not self.replicas.in_use:
             raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
-        self._take_writes()
+        self.schedule.check_unwritten()
         with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
             self._explored = True
             yield
 
     @contextmanager
     def rescheduling(self) -> Iterator[None]:
-        """Around a schedule that is not torch's (timm's, or a formula in the loop): inside, param_groups and what else a knob moves hold the
-        schedule's own values, without corrections. What stands there at the end becomes the schedule's next values.
-
-        Outside of it, a write between steps is one of two things. A torch scheduler that you step gives the schedule's next value, which is
-        corrected as if the Ensemble had stepped it. **Any other write is the base value in force**: it is not corrected again, and further
-        corrections are relative to it (the first such write is warned of). Where that cannot be told, a ValueError names the scheduler.
+        """Around a schedule that you step yourself (timm's, ReduceLROnPlateau, a formula in the loop): inside, param_groups and what else a knob
+        moves hold the schedule's own values, without corrections. What stands there at the end becomes the schedule's next values. Build such a
+        scheduler before the Ensemble, or inside.
 
         Raises:
-            ValueError: inside itself or `explore`.
+            ValueError: inside itself or `explore`; or somebody has written a value outside.
         """
         self._check_not_exploring("rescheduling")
         with self.schedule.rescheduling(self.engine):
@@ -337,11 +334,32 @@ class Ensemble:
         Raises:
             ValueError: there is no such knob.
         """
-        self._take_writes()
+        self.schedule.check_unwritten()
         for knob in self.knobs:
             if knob.name == name:
                 return knob.value()
         raise ValueError(f"there is no knob {name!r}, only {[knob.name for knob in self.knobs]}")
+
+    def set_value(self, name: str, value: float) -> None:
+        """Set the base value of the knob ``name``, on all ranks alike: its schedule goes on from here, corrected so that it is ``value`` now. Where a
+        knob moves several groups, ``value`` is the first one's, and the others move with it.
+
+        Example::
+
+            ensemble.set_value("lr", 0.5 * ensemble.value("lr"))
+
+        Raises:
+            ValueError: there is no such knob; inside `explore` or `rescheduling`; or no correction leads from the schedule's value to this one
+                (0, or a rate where the schedule is at 0 now).
+        """
+        self._check_not_exploring("set_value")
+        self.schedule.check_at_rest()
+        names = [knob.name for knob in self.knobs]
+        if name not in names:
+            raise ValueError(f"there is no knob {name!r}, only {names}")
+        k = names.index(name)
+        self.engine.set_value(k, float(value), self.knobs[k].uncorrected_value())
+        self.schedule.write(self.engine)
 
     def guard(self) -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward pass) becomes a `ReplicaLost` too."""
@@ -366,7 +384,7 @@ class Ensemble:
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
-        self._take_writes()
+        self.schedule.check_unwritten()
         return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
 
     def report(self) -> str:
@@ -608,7 +626,7 @@ class Ensemble:
         """
         self.during.check_whole()
         self._check_not_exploring("state_dict")
-        self._take_writes()
+        self.schedule.check_unwritten()
         if not self.in_sync and (self.parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
@@ -632,7 +650,6 @@ class Ensemble:
         self.engine.schedule_step = self._schedule_step()
         self.engine.restart()  # the plan in force is that of the state, from here on
         self.schedule.write(self.engine)
-        self.schedule.note()
         self._agreement.reset()
         self._lockstep, self.parted = self.replicas.count == 1, False
         self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))

@@ -23,7 +23,7 @@ from .knobs import LearningRate
 from .knobs.cells import content, put
 from .policies import Sync
 from .replicas import Replicas
-from .run.schedule import plain
+from .schedule import plain
 
 __all__ = ["OneCycleAutoLR"]
 
@@ -196,11 +196,6 @@ class _TorchPart:
 
     def step(self) -> None:
         OneCycleLR.step(self.owner)
-
-    def torch_alone(self) -> OneCycleLR:
-        alone = OneCycleLR.__new__(OneCycleLR)
-        vars(alone).update({name: value for name, value in vars(self.owner).items() if name != "ensemble"})
-        return alone
 
     def state_dict(self) -> dict[str, Any]:
         return self.owner._torch_state()

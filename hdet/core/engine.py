@@ -286,6 +286,17 @@ class Engine:
         """A base value, from the next step on. ``peak``: of the untouched schedule. Returns notes."""
         return self._apply(knob, Decision(factor=factor), peak, 0)
 
+    def set_value(self, knob: int, value: float, scheduled: float) -> None:
+        """Somebody sets a base value: from now on the correction is the one that leads there from ``scheduled``. Raises ValueError if none does."""
+        spec = self.knobs[knob]
+        correction = spec.scale.correction_to(value, scheduled)
+        if not 1 / LARGEST_CORRECTION <= correction <= LARGEST_CORRECTION or spec.scale.hold(value) != value:
+            raise ValueError(f"{spec.name} cannot be set to {value!r} while its schedule is at {scheduled:g}: no correction leads there")
+        if self.held[knob] is None:
+            self.corrections[knob], self.ramps[knob] = correction, (1.0, 0, 0)
+        else:
+            self.held[knob] = value
+
     def restart(self) -> None:
         """Weights were loaded or restored: the controller plans the running cycle anew."""
         if self.controller is not None:

@@ -55,14 +55,12 @@ class Scale:
             return self.hold(value + self.unit * math.log(correction))
         return self.hold(self._moved(value, correction))
 
-    def uncorrected(self, value: Any, correction: float) -> Any:
-        """The schedule's value whose correction gives ``value``; for one outside of the bounds, the bound."""
-        value = self.hold(value)
-        if correction == 1.0:
-            return value
+    def correction_to(self, value: float, scheduled: float) -> float:
+        """The correction by which ``scheduled`` becomes ``value``; NaN if there is none."""
         if self.kind == "linear":
-            return value - self.unit * math.log(correction)
-        return value / correction if self.kind == "log" else 1.0 - (1.0 - value) * correction
+            return _exp((value - scheduled) / self.unit)
+        before, after = (scheduled, value) if self.kind == "log" else (1.0 - value, 1.0 - scheduled)
+        return after / before if before > 0 and after > 0 else math.nan
 
     def fanned(self, value: Any, multiplier: float) -> Any:
         """A replica's value: of the base value and its multiplier."""

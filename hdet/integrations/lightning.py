@@ -26,7 +26,8 @@ class HdetCallback(_Callback):
 
         trainer = Trainer(callbacks=[HdetCallback(controller=hdet.AutoLR)])
 
-    Automatic and manual optimization, one optimizer or several (an Ensemble for each), any schedulers, which Lightning goes on to step. Replicas are
+    Automatic and manual optimization, one optimizer or several (an Ensemble for each), any schedulers, which Lightning goes on to step: a stand-in
+    for each does so inside `hdet.Ensemble.rescheduling`. Replicas are
     averaged before a validation, before a checkpoint and when training ends. The state of the Ensembles is in Lightning's checkpoints.
 
     Args:
@@ -52,6 +53,7 @@ class HdetCallback(_Callback):
         self._batches: list[tuple[Any, int]] = []
         self._exploring = ExitStack()
         self._saves: tuple[Any, Any] | None = None
+        self._schedulers: list[Any] = []
 
     @property
     def ensemble(self) -> Ensemble | None:
@@ -89,6 +91,12 @@ class HdetCallback(_Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
         self._states, self._batches, self._steps = [], [], trainer.global_step
+        for config in trainer.lr_scheduler_configs:
+            for ensemble in self.ensembles:
+                if ensemble.optimizer is config.scheduler.optimizer:
+                    ensemble.schedule.stepped_elsewhere.append(config.scheduler)
+                    config.scheduler = _Rescheduled(config.scheduler, ensemble)
+        self._schedulers = trainer.lr_scheduler_configs
         self._converge_before_saves(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -100,6 +108,9 @@ class HdetCallback(_Callback):
 
     def _release(self) -> None:
         self._exploring.close()
+        for config in self._schedulers:
+            config.scheduler = getattr(config.scheduler, "hdet_inner", config.scheduler)
+        self._schedulers = []
         if self._saves is not None:
             del self._saves[0].save_checkpoint
             self._saves = None
@@ -173,6 +184,22 @@ class HdetCallback(_Callback):
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
+
+
+class _Rescheduled:
+    """In the place of a scheduler that Lightning, or a module that optimizes by hand, steps."""
+
+    def __init__(self, inner: Any, ensemble: Ensemble) -> None:
+        self.hdet_inner, self._ensemble = inner, ensemble
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        with self._ensemble.rescheduling():
+            self.hdet_inner.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "hdet_inner":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.hdet_inner, name)
 
 
 @contextmanager

@@ -42,7 +42,6 @@ class Bound:
 
     Between steps a cell holds the base value: the schedule's own, corrected. `show_schedule` restores the schedule's value before the
     scheduler steps, so that recursive schedulers never compound a correction. Inside `fanned_out` the cell holds the replica's value.
-    `written` lists the cells that somebody else has written between steps; `Schedule.take_writes` decides what that means.
 
     Args:
         name: unique in a run.
@@ -89,16 +88,14 @@ class Bound:
         self._check_first()
         self.rho = 1.0
         """This replica's multiplier in the running cycle."""
-        self.in_use = False
+        self.is_lent = False
         """Do the cells hold a replica's value now?"""
         self.base: float | None = None
         """Off the schedule, the value that it was left with, as `write` was told."""
         self.left: list[Any] = list(self.scheduled)
         """[cell]: what `write` has left there."""
         self._correction = 1.0  # what it was told
-        self.settled = False
-        """Do the cells hold what `rewrite` would leave there, unless somebody else has written since?"""
-        self._neutral = False  # the base values are the schedule's own
+        self._is_neutral = False  # the base values are the schedule's own
         peaks = [self.peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
@@ -134,7 +131,11 @@ class Bound:
         """The untouched schedule's value, of the first cell; waits for the device if it is a CUDA tensor."""
         return float(self.scheduled[0])
 
-    def see_schedule(self) -> None:
+    def uncorrected_value(self) -> float:
+        """What a correction of 1 would leave in the first cell."""
+        return self.scheduled_value()
+
+    def note_highest(self) -> None:
         """A step was made at these values. Waits for no device."""
         now = self.scheduled[0]
         self.highest = now.clamp(min=self.highest) if isinstance(now, torch.Tensor) else max(self.highest, now)
@@ -154,35 +155,29 @@ class Bound:
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def show_schedule(self) -> None:
-        """Put the scheduler's own values back into the cells, except where somebody else has set another since."""
-        self.settled = False
-        if self._neutral:  # they are there
-            return
-        theirs = self.written()
-        for i, cell in enumerate(self.cells):
-            if i not in theirs:
-                cell.set(self.scheduled[i])
+        """Put the schedule's own values into the cells."""
+        if not self._is_neutral:  # else they are there
+            for cell, value in zip(self.cells, self.scheduled, strict=True):
+                cell.set(value)
 
     def take_schedule(self) -> None:
-        """Remember what the scheduler has written."""
-        values = self._values()
-        self.scheduled = [content(value) for value in values]
-        if self._neutral:
-            self.left, self._marks, self.settled = list(self.scheduled), [_mark(value) for value in values], True
+        """What stands in the cells are the schedule's next values. `write` follows."""
+        self.scheduled = [content(value) for value in self._values()]
+
+    def load(self, scheduled: Sequence[float], highest: float) -> None:
+        """Continue at these values of the schedule. `write` follows."""
+        self.scheduled, self.highest = [float(x) for x in scheduled], float(highest)
+        self._is_neutral = False
 
     def write(self, correction: float, base: float | None = None) -> None:
         """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
-        self._correction, self.base = correction, base
-        self.rewrite()
-
-    def rewrite(self) -> None:
-        """Repeat the last `write`, after something else has changed."""
+        was_neutral, self._correction, self.base = self._is_neutral, correction, base
         self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
-        for cell, value in zip(self.cells, self.left, strict=True):
-            cell.set(value)
+        self._is_neutral = not self.scale.bounded and all(left is own for left, own in zip(self.left, self.scheduled, strict=True))
+        if not (was_neutral and self._is_neutral):
+            for cell, value in zip(self.cells, self.left, strict=True):
+                cell.set(value)
         self._remember_marks()
-        self._neutral = not self.scale.bounded and all(base is own for base, own in zip(self.left, self.scheduled, strict=True))
-        self.settled = True
 
     def _base_of(self, i: int, scheduled: Any) -> Any:
         if self.base is not None:
@@ -192,37 +187,28 @@ class Bound:
     def _correction_of(self, i: int) -> float:
         return self._correction
 
-    # -- what somebody else writes -----------------------------------------------------------------------------------------
+    def find_foreign_write(self) -> int | None:
+        """The first cell that holds another value than `write` has left; None while a replica's values are in the cells.
 
-    def written(self) -> list[int]:
-        """The cells that hold what somebody else has written since `write`. None of them while a replica's values are in use."""
-        return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self.is_ours(i, cell.get())]
-
-    def differs(self, i: int, written: Any) -> bool:
-        """Does the base value of cell ``i`` differ from the schedule's? Then ``written`` may be meant as either of them."""
-        if self.base is not None or self._correction_of(i) != 1.0:
-            return True
-        return self.scale.bounded and (self.left[i] != self.scheduled[i] or self.scale.hold(written) != written)
-
-    def take_base(self, i: int, value: Any) -> None:
-        """``value`` is the base value of cell ``i``: the schedule's is the one whose correction gives it. `rewrite` follows."""
-        self.scheduled[i] = self.scale.uncorrected(content(value), self._correction_of(i))
-
-    def is_ours(self, i: int, value: Any) -> bool:
-        """Is this what `write` left? Of tensors the values are compared only if the version counter has moved: reading one waits for the device.
-
-        A buffer of the model may have been averaged over the replicas, and the mean of equal values can differ by some ulps.
+        Of tensors the values are compared only if the version counter has moved: reading one waits for the device. A buffer of the model may have
+        been averaged over the replicas, and the mean of equal values can differ by some ulps.
         """
-        mark = _mark(value)
-        if mark == self._marks[i]:
-            return True
-        if not isinstance(value, torch.Tensor) or not close(value, self.left[i]):
-            return False
-        self._marks[i] = mark
-        return True
+        if self.is_lent:
+            return None
+        for i, (value, mark) in enumerate(zip(self._values(), self._marks, strict=True)):
+            now = _mark(value) if isinstance(value, torch.Tensor) else value
+            if now != mark:
+                if not isinstance(value, torch.Tensor) or not close(value, self.left[i]):
+                    return i
+                self._marks[i] = now
+        return None
+
+    def name_of(self, i: int) -> str:
+        """For messages."""
+        return self.name
 
     def _remember_marks(self) -> None:
-        self._marks = [_mark(value) for value in self._values()]
+        self._marks = [_mark(value) if isinstance(value, torch.Tensor) else value for value in self._values()]
 
     # -- in use ----------------------------------------------------------------------------------------------------------
 
@@ -254,18 +240,17 @@ class Bound:
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:
         values = self._values()
-        before, marks = [content(value) for value in values], [_mark(value) for value in values]
-        self.in_use = True
+        before = [content(value) for value in values]
+        self.is_lent = True
         try:
             for cell, value in zip(self.cells, used, strict=True):
                 cell.set(value)
             yield
         finally:
-            for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
+            for cell, value in zip(self.cells, before, strict=True):
                 cell.set(value)
-                if marks[i] == self._marks[i]:  # else the user has written it since the last `write`, and it stays the user's
-                    self._marks[i] = _mark(cell.get())
-            self.in_use = False
+            self._remember_marks()
+            self.is_lent = False
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         return multiplier
@@ -288,6 +273,9 @@ class GroupKnob(Bound):
     ) -> None:
         self.optimizer, self.indices = optimizer, list(indices)
         super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
+
+    def name_of(self, i: int) -> str:
+        return f"{self.name} of parameter group {self.indices[i]}"
 
     def floor(self) -> float:
         return float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
@@ -315,6 +303,10 @@ class ProductKnob(GroupKnob):
 
     rates: Mapping[int, tuple[GroupKnob, int]] = {}
     """By parameter group: the knob of its rate, and the number of its cell. Set by `bind_all`; groups without one have a fixed rate."""
+
+    def uncorrected_value(self) -> float:
+        rate = self.rates.get(self.indices[0])
+        return self.scheduled_value() / (1.0 if rate is None else rate[0].change(rate[1]))
 
     def _correction_of(self, i: int) -> float:
         rate = self.rates.get(self.indices[i])

@@ -31,7 +31,7 @@ class FanOut:
         first_replica: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
         on_cycle_start: called before the first step after an average.
         skippable: replicas may skip a step each by itself, and count it nevertheless.
-        take_writes: called before each step that is fanned out, and before the optimizer's state is saved.
+        check_unwritten: called before each step that is fanned out: raises ValueError where somebody else has written a value.
     """
 
     def __init__(
@@ -41,12 +41,17 @@ class FanOut:
         first_replica: int = 0,
         on_cycle_start: Callable[[], object] = lambda: None,
         skippable: bool = False,
-        take_writes: Callable[[], None] = lambda: None,
+        check_unwritten: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
-        self._on_cycle_start, self._cycle_started, self._skippable, self._take_writes = on_cycle_start, False, skippable, take_writes
+        self._on_cycle_start, self._cycle_started, self._skippable, self._check_unwritten = (
+            on_cycle_start,
+            False,
+            skippable,
+            check_unwritten,
+        )
         self._stepping = False
         self._still = True
         """Did all rates stand at 0 in the last call of `take_stepped`?"""
@@ -72,10 +77,7 @@ class FanOut:
         _wrap(optimizer)
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
         optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
-        self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: self._check_passed()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._take_writes()),
-        ]
+        self._passed = optimizer.register_step_post_hook(self._check_passed)
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
@@ -86,7 +88,7 @@ class FanOut:
             if not self._stands_still():
                 return self._fanned_out(inner, *args, **kwargs)
             rates = [knob for knob in self.knobs if knob.key == "lr"]
-            self._stood, self._scheduled = not self.begun, bool(rates) and not any(knob.written() for knob in rates)
+            self._stood, self._scheduled = not self.begun, bool(rates) and all(knob.find_foreign_write() is None for knob in rates)
             result = inner(*args, **kwargs)
             self._norm_there = self._norm() if self._stood else None
             return result
@@ -105,7 +107,7 @@ class FanOut:
             self._stepping = before
 
     def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._take_writes()
+        self._check_unwritten()
         self._awaits_state()
         if self._unchecked:
             _check_dense_gradients(self.optimizer)
@@ -125,7 +127,7 @@ class FanOut:
         self.stepped = self.begun = True
         return result
 
-    def _check_passed(self) -> None:
+    def _check_passed(self, *_: Any) -> None:
         """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
         if not self._stepping and not self._stands_still():
             raise RuntimeError(
@@ -136,8 +138,11 @@ class FanOut:
 
     def _stands_still(self) -> bool:
         """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
-        rates = (group.get("lr", 1.0) for group in self.optimizer.param_groups)
-        return all(rate == 0 if not isinstance(rate, torch.Tensor) else not rate.is_cuda and not rate.any() for rate in rates)
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr", 1.0)
+            if rate != 0 if not isinstance(rate, torch.Tensor) else rate.is_cuda or rate.any():
+                return False
+        return True
 
     def _leave(self) -> None:
         if not self._cycle_started:
@@ -225,8 +230,7 @@ class FanOut:
     def close(self) -> None:
         """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
-        for hook in self._hooks:
-            hook.remove()
+        self._passed.remove()
         self._awaits_state()
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]

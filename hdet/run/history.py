@@ -10,7 +10,7 @@ from ..core.engine import CycleOutcome, Engine
 from ..core.plan import Moment, Plan
 from ..core.replay import recorded
 from ..core.rules import PROBE
-from .schedule import Schedule
+from ..schedule import Schedule
 
 __all__ = ["cycle_record"]
 

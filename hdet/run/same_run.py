@@ -18,8 +18,8 @@ from ..core.controller import Controller
 from ..core.engine import STATE_VERSION, Engine
 from ..replicas import Replicas
 from ..replicas.agreement import digest
+from ..schedule import Schedule
 from ..tensors.dtensor import local_parts
-from .schedule import Schedule
 
 __all__ = ["Agreement"]
 

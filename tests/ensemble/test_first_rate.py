@@ -19,7 +19,7 @@ T, TOTAL = 5, 20
 
 
 class Loop:
-    """AdamW and a warm-up from ``first`` / 4 of the rate, or from 0; ``theirs``: the user steps the scheduler, before the Ensemble's step."""
+    """AdamW and a warm-up from ``first`` / 4 of the rate, or from 0; ``theirs``: the user steps the scheduler inside rescheduling, before the Ensemble's step."""
 
     def __init__(self, first: float = 0.0, *, rank: int = 0, theirs: bool = False, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -40,7 +40,8 @@ class Loop:
             loss.backward()
             self.optimizer.step()
             if self.theirs:
-                self.scheduler.step()
+                with self.ensemble.rescheduling():
+                    self.scheduler.step()
             self.ensemble.step(loss)
             self.done += 1
         return self

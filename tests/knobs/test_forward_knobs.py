@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_bounds_are_hard_for_the_base_and_for_replicas(correction: float, rho: f
         assert held.value == pytest.approx(used)
 
 
-def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes_count() -> None:
+def test_the_users_setter_is_called_for_new_values_only() -> None:
     held, net = Held(4.0), Net()
     run = ensemble(net, [held.knob()], **LOCAL)
     for _ in range(3):
@@ -94,12 +93,8 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
     assert held.writes == 0
     force(run, 2.0)
     assert (held.value, held.writes) == (8.0, 1)
-    held.value = 3.0  # the new base value, in which the correction is counted
-    with pytest.warns(UserWarning, match="mine was set to 3 while"):
-        run.step()
-    assert (held.value, held.writes) == (3.0, 1) and run.schedule.values() == [1.5]
     with run.rescheduling():  # a schedule of the user's own
-        assert held.value == 1.5
+        assert held.value == 4.0
         held.value = 3.0
     run.step()
     assert held.value == 6.0 and run.schedule.values() == [3.0]
@@ -114,32 +109,27 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
     for _ in range(3):
         run.schedule.write(run.engine)
         net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
-        run.schedule.take_writes(run.engine)
+        run.schedule.check_unwritten()
     run.schedule.write(run.engine)
     assert float(net.temperature) == 2.0 and run.schedule.values() == [1.0]
     net.temperature.fill_(3.0)
-    with pytest.warns(UserWarning, match="temperature was set to 3 while"):
-        run.schedule.take_writes(run.engine)
-    assert run.schedule.values() == [1.5] and float(net.temperature) == 3.0
+    with pytest.raises(ValueError, match="temperature is 3, and was left at 2"):
+        run.schedule.check_unwritten()
 
 
 @pytest.mark.parametrize("scale", ["log", "linear"])
-def test_a_value_that_is_changed_between_steps_is_the_base_of_exploring(scale: str) -> None:
-    """Noticed when it is next used, in `explore`; corrected once, and never again."""
+def test_a_value_that_is_set_between_steps_is_the_base_of_exploring(scale: str) -> None:
     held = Held(4.0)
     run = ensemble(Net(), [held.knob(scale=scale, unit=None if scale == "log" else 2.0)], **LOCAL)
     force(run, 2.0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="mine was set")
-        for _ in range(3):
-            held.value *= 0.5
-            base = held.value
-            with run.explore():
-                assert held.value == pytest.approx(
-                    base * run.multipliers["mine"] if scale == "log" else base + 2.0 * (run.multipliers["mine"] - 1)
-                )
-            run.step()
-            assert held.value == pytest.approx(base) and run.values()["mine"] == pytest.approx(base)
+    for _ in range(3):
+        base = held.value * 0.5
+        run.set_value("mine", base)
+        rho = run.multipliers["mine"]
+        with run.explore():
+            assert held.value == pytest.approx(base * rho if scale == "log" else base + 2.0 * (rho - 1))
+        run.step()
+        assert held.value == pytest.approx(base) and run.values()["mine"] == pytest.approx(base)
 
 
 def test_what_is_written_inside_explore_is_refused() -> None:

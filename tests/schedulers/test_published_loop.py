@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from tests.schedulers.cases import Toy, adamw, exact, hyperparameters, sgd
@@ -112,34 +112,3 @@ def test_wrong_input_is_refused_by_name_and_changes_nothing(arguments, message):
         plain.step()
         reference.step()
     assert exact(toy.parameters()) == exact(plain.parameters())
-
-
-# -- inside torch's composed schedulers --------------------------------------------------------------------------------
-
-
-def _sequential_second(optimizer, build):
-    return SequentialLR(optimizer, [LinearLR(optimizer, total_iters=4), build(optimizer, 0.05, 20)], milestones=[4])
-
-
-def _sequential_first(optimizer, build):
-    return SequentialLR(optimizer, [build(optimizer, 0.05, 20), ConstantLR(optimizer)], milestones=[12])
-
-
-def _chained(optimizer, build):
-    return ChainedScheduler(
-        [build(optimizer, 0.05, 20, cycle_momentum=False), ConstantLR(optimizer, factor=0.5, total_iters=3)], optimizer=optimizer
-    )
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's SequentialLR calls step(0) itself
-@pytest.mark.parametrize("compose", [_sequential_second, _sequential_first, _chained])
-def test_member_of_a_composed_scheduler(compose):
-    torchs, ours = Toy(sgd), Toy(sgd)
-    reference, scheduler = compose(torchs.optimizer, OneCycleLR), compose(ours.optimizer, hdet.OneCycleAutoLR)
-    for step in range(16):
-        assert hyperparameters(torchs.optimizer) == hyperparameters(ours.optimizer), step
-        torchs.step()
-        reference.step()
-        ours.step()
-        scheduler.step()
-    assert exact(torchs.parameters()) == exact(ours.parameters())

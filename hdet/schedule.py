@@ -1,0 +1,328 @@
+"""Base value = schedule x correction: one owner steps the scheduler and writes what stands at rest."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from .core.engine import Engine
+from .core.schema import (
+    ANYTHING,
+    COUNT,
+    Fields,
+    Instance,
+    Kind,
+    ListOf,
+    Number,
+    Optional,
+    like,
+    read,
+    unchanged_on_error,
+)
+from .knobs import Bound, GroupKnob
+from .replicas.agreement import ReplicaDisagreement, digest
+from .replicas.layout import brief
+
+__all__ = ["Schedule", "Scheduler", "highest_factors", "plain"]
+
+RATE = Number(-1e-9, 1e30)
+"""Rounding may leave a little less than 0 at the end of a schedule."""
+PLACES = 1000
+"""Steps of a run at which the factors of a LambdaLR are asked for."""
+
+
+class Scheduler(Protocol):
+    """What an Ensemble asks of a scheduler: any of torch's, or one that wraps one of torch's."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Schedule:
+    """Steps the scheduler, which sees its own values only, and leaves the corrected ones.
+
+    The scheduler moves knobs of parameter groups; what no scheduler moves has a constant schedule.
+    Whoever else moves a value says so: inside `rescheduling`, or by `Ensemble.set_value`. Any other
+    write is refused at the next step (`check_unwritten`).
+
+    Args:
+        scheduler: stepped once for each step of the run. None: constant values, or a schedule that
+            somebody steps inside `rescheduling`.
+        knobs: of the run; rates first, because a product's decay follows its rate's correction.
+        total_steps: of the run; None: the scheduler's, if it has one.
+    """
+
+    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
+        self.scheduler, self.knobs = scheduler, list(knobs)
+        own_length: int | None = getattr(scheduler, "total_steps", None)
+        self.total_steps = own_length if total_steps is None else total_steps
+        self.stepped_elsewhere: list[Any] = []
+        """Schedulers that a framework steps inside `rescheduling`; they are asked for `peaks`."""
+        self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
+        self._is_shown = False
+
+    @property
+    def step(self) -> int | None:
+        """Steps of the schedule done; None where nobody counts them."""
+        return getattr(self.scheduler, "last_epoch", None)
+
+    @property
+    def is_over(self) -> bool:
+        """Its end is the run's, also where it is stepped more often than the optimizer."""
+        total = getattr(self.scheduler, "total_steps", self.total_steps)
+        return total is not None and self.step == total
+
+    def advance(self) -> None:
+        """One step. `write` must follow."""
+        for knob in self.knobs:
+            knob.note_highest()
+        if self.scheduler is None:
+            return
+        for knob in self._moved:
+            knob.show_schedule()
+        try:
+            self.scheduler.step()
+        finally:
+            for knob in self._moved:
+                knob.take_schedule()
+
+    def write(self, engine: Engine) -> None:
+        """Leave the corrected base values in their places."""
+        for k, knob in enumerate(self.knobs):
+            knob.write(engine.in_force(k), engine.held[k])
+
+    # -- what others write -------------------------------------------------------------------------
+
+    def check_unwritten(self) -> None:
+        """A comparison for each value; a tensor is read only if something has written to it.
+
+        Raises:
+            ValueError: somebody else has written a value, or this is called inside `rescheduling`.
+        """
+        self.check_at_rest()
+        for knob in self.knobs:
+            place = knob.find_foreign_write()
+            if place is not None:
+                raise ValueError(
+                    f"{knob.name_of(place)} is {float(knob.cells[place].get()):g}, and was left at "
+                    f"{float(knob.left[place]):g}: somebody else has written it. The Ensemble is "
+                    "the one owner of this value, and steps the scheduler that it was given, which "
+                    "is to be built before it and stepped by nobody else. Step any other schedule, "
+                    "build it, and load its values inside `with ensemble.rescheduling():`, or set "
+                    f"a new base value by ensemble.set_value({knob.name!r}, ...)"
+                )
+
+    def check_at_rest(self) -> None:
+        """Raises ValueError inside `rescheduling`."""
+        if self._is_shown:
+            raise ValueError(
+                "inside `with ensemble.rescheduling():` values are the schedule's own, without "
+                "corrections: step, explore, save, load and read outside"
+            )
+
+    @contextmanager
+    def rescheduling(self, engine: Engine) -> Iterator[None]:
+        """Inside, the cells hold the schedule's own values; what is left there is taken for the
+        next ones. Raises ValueError inside itself, and where a value was written before."""
+        self.check_unwritten()
+        for knob in self.knobs:
+            knob.show_schedule()
+        self._is_shown = True
+        try:
+            yield
+        finally:
+            self._is_shown = False
+            for knob in self.knobs:
+                knob.take_schedule()
+            self.write(engine)
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def values(self) -> list[float]:
+        """[knob]: the untouched schedule's value now."""
+        return [knob.scheduled_value() for knob in self.knobs]
+
+    def base_values(self) -> list[float]:
+        """[knob]: the base value, as `write` has left it."""
+        return [knob.base_value() for knob in self.knobs]
+
+    def floors(self) -> list[float]:
+        """[knob]: the lowest value of the untouched schedule; 0 is unknown."""
+        return [knob.floor() for knob in self.knobs]
+
+    def peaks(self) -> list[list[float]]:
+        """[knob][cell]: the highest value of the untouched schedule."""
+        found = [highest_factors(part, self.total_steps) for part in self._torch_schedulers()]
+        factors = next((one for one in found if one is not None), None)
+        return [
+            [
+                knob.peak(i) if factors is None or knob.key != "lr" else knob.peak(i) * factors[knob.indices[i]]  # type: ignore[attr-defined]
+                for i in range(len(knob.cells))
+            ]
+            for knob in self.knobs
+        ]
+
+    def _torch_schedulers(self) -> list[LRScheduler]:
+        known = [self.scheduler, *self.stepped_elsewhere]
+        inner = [part for one in known for part in getattr(one, "__dict__", {}).values()]
+        return [one for one in (*known, *inner) if isinstance(one, LRScheduler)]
+
+    def highest(self) -> list[float]:
+        """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""
+        return [max(float(knob.highest), knob.scheduled_value()) for knob in self.knobs]
+
+    def forget_highest(self) -> None:
+        for knob in self.knobs:
+            knob.highest = -math.inf
+
+    # -- the same on all ranks ---------------------------------------------------------------------
+
+    def mark(self) -> float:
+        """Of all values, scheduled and left, as one number. Waits for a device where they are."""
+        return float(digest([[float(x) for x in (*knob.scheduled, *knob.left)] for knob in self.knobs]))
+
+    def check_marks(self, marks: Sequence[float]) -> None:
+        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
+        if len(set(marks)) > 1:
+            alike = sorted(
+                (brief([r for r, x in enumerate(marks) if x == mark]) for mark in set(marks)),
+                key=len,
+                reverse=True,
+            )
+            raise ReplicaDisagreement(
+                f"the values of {', '.join(knob.name for knob in self.knobs)} differ between "
+                f"replicas ({'; '.join(alike[:4])}): their schedules have drifted apart, or "
+                "set_value() was called on some ranks only. Call it on all ranks alike, and go on "
+                "from the last checkpoint"
+            )
+
+    # -- checkpoint --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        highest = {knob.name: float(knob.highest) for knob in self.knobs}
+        return {
+            "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
+            "highest": {name: x if x > -math.inf else None for name, x in highest.items()},
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
+        }
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """The checked values of a `state_dict`; changes nothing.
+
+        Raises:
+            ValueError: a state of another run, or one with values that no schedule has.
+        """
+        given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
+        if (given is None) != (self.scheduler is None):
+            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+        total, at_end = self._total_of_states(), False
+        if given is not None:
+            at_end = type(given.get("last_epoch")) is int and given["last_epoch"] == total
+        # After its last step a linear OneCycleLR is below 0.
+        kinds = {knob.name: _kind_of_value(knob, at_end) for knob in self.knobs}
+        lists = {knob.name: ListOf(kinds[knob.name], len(knob.cells)) for knob in self.knobs}
+        highest = {name: Optional(kind) for name, kind in kinds.items()}
+        fields: dict[str, Kind] = {"scheduled": Fields(lists), "highest": Fields(highest)}
+        values = read(state, fields, "ensemble's")
+        values["scheduler"] = None if given is None else self._check_scheduler(given, total)
+        return values
+
+    def _total_of_states(self) -> Any:
+        if self.scheduler is None:
+            return None
+        # accelerate's wrapper has it in its state only
+        return self.scheduler.state_dict().get("total_steps", getattr(self.scheduler, "total_steps", None))
+
+    def _check_scheduler(self, given: Mapping[str, Any], total: Any) -> dict[str, Any]:
+        assert self.scheduler is not None
+        named = given.get("total_steps")
+        if isinstance(named, int if total is None else (int, float)) and named != total:
+            raise ValueError(
+                f"the saved run has total_steps {reprlib.repr(named)}, this one {total!r}: build the scheduler as the saved run did"
+            )
+        current = self.scheduler.state_dict()
+        given = _with_whole_keys(given, current)
+        own = plain(current)
+        is_torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
+        # What the lists of somebody's own class hold is its own business, and keys may come later.
+        least = RATE.low if total is None or given.get("last_epoch") != total else -RATE.high
+        kinds = {
+            key: like(value, least) if is_torchs or not isinstance(value, (Mapping, list, tuple)) else ANYTHING
+            for key, value in own.items()
+        }
+        if type(own.get("last_epoch")) is int:
+            kinds["last_epoch"] = Number(-1, COUNT.high if total is None else total, whole=True)
+        if type(own.get("total_steps")) is int:
+            kinds["total_steps"] = COUNT
+        checked = _with_whole_keys(read(given, kinds, "scheduler's"), current)
+        return checked if is_torchs else {**given, **checked}
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the
+        scheduler itself refuses; nothing is changed then."""
+        values = self.check_state(state)
+        with unchanged_on_error(self.scheduler):
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(values["scheduler"])
+            yield
+        for knob in self.knobs:
+            high = values["highest"][knob.name]
+            knob.load(values["scheduled"][knob.name], -math.inf if high is None else high)
+
+
+def _kind_of_value(knob: Bound, at_end: bool) -> Kind:
+    """A beta stays below 1, on a linear scale values pass 0."""
+    if knob.scale.kind == "horizon":
+        return Number(0, 1 - 2**-53)
+    return Number(RATE.low if knob.scale.kind == "log" and not at_end else -RATE.high, RATE.high)
+
+
+def _with_whole_keys(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no keys but strings; MultiStepLR's milestones are keys, and whole numbers."""
+    found = dict(given)
+    for key, value in own.items():
+        saved = given.get(key)
+        if not (isinstance(value, dict) and isinstance(saved, Mapping)):
+            continue
+        if all(isinstance(name, int) for name in value) and all(map(_is_whole, saved)):
+            found[key] = type(value)({int(name): item for name, item in saved.items()})
+    return found
+
+
+def _is_whole(key: Any) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
+
+
+def plain(value: Any) -> Any:
+    """Tensors as numbers, so that a state is plain data and holds no device."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
+    """The highest factor of each group of a LambdaLR, whose rates may lie far from the group's at
+    all times (Noam's do); of other schedulers the group has the peak.
+
+    Asked for at the first hundred steps and at a thousand places of the run. None: another kind of
+    scheduler, or the length of the run is not known.
+    """
+    if type(scheduler) is not LambdaLR or total_steps is None:
+        return None
+    places = {round(i * total_steps / PLACES) for i in range(PLACES + 1)}
+    steps = sorted(places | set(range(min(total_steps, 100))))
+    highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
+    return [factor if factor > 0 else 1.0 for factor in highest]

@@ -1,0 +1,452 @@
+"""Base value = schedule x correction, and who may write: the Ensemble, or the user inside `rescheduling` and by `set_value`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from tests.harness import Scripted, TwoReplicas, force, policies
+from tests.schedulers.cases import (
+    Toy,
+    adamw,
+    adamw_tensor_lr,
+    exact,
+    hyperparameters,
+    played,
+    rates,
+    sgd,
+    sgd_tensor_lr,
+)
+from tests.schedulers.test_any_scheduler import SCHEDULERS
+
+EPOCHS, STEPS = 12, 3
+REFUSED = r"somebody else has written it.*rescheduling\(\).*set_value"
+
+
+def harmonic(optimizer: Optimizer) -> torchs.LambdaLR:
+    return torchs.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+
+
+def in_turn(*schedulers: Any) -> Any:
+    """What the user steps by hand, one after the other."""
+    return SimpleNamespace(step=lambda: [scheduler.step() for scheduler in schedulers])
+
+
+def plateau(optimizer: Optimizer) -> Any:
+    scheduler = torchs.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return SimpleNamespace(step=functools.partial(scheduler.step, 1.0))
+
+
+def at_parts_of_epochs(optimizer: Optimizer) -> Any:
+    scheduler, done = torchs.CosineAnnealingWarmRestarts(optimizer, 2), [0]
+
+    def step() -> None:
+        done[0] += 1
+        scheduler.step(done[0] / 3)
+
+    return SimpleNamespace(step=step)
+
+
+class OwnStep(torchs.LRScheduler):
+    """Copied from one repository to the next: overrides step, keeps no _last_lr."""
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base / (1 + self.last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        raise NotImplementedError
+
+
+USERS: dict[str, Callable[[Optimizer], Any]] = {
+    **SCHEDULERS,
+    "LambdaLR from zero": lambda opt: torchs.LambdaLR(opt, lambda t: t / 10),
+    "OneCycleLR with momenta": lambda opt: torchs.OneCycleLR(opt, 0.1, EPOCHS + 2),
+    "from scratch, then recursive": lambda opt: in_turn(harmonic(opt), torchs.ExponentialLR(opt, 0.9)),
+    "several steps": lambda opt: in_turn(*[torchs.CosineAnnealingLR(opt, 100)] * 4),
+    "plateau": plateau,
+    "parts of epochs": at_parts_of_epochs,
+    "a step of its own": OwnStep,
+}
+
+
+def ensemble_on(toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, rho: float = 1.0, **more: Any) -> hdet.Ensemble:
+    """No scheduler: it is the user's. The correction comes at the end of the first epoch."""
+    each = "each" if len(factors) > 1 else None
+    knobs = [hdet.LearningRate(0.3, groups=each)] if knobs is None else knobs
+    controller = played(rho, factors, 0)
+    settings = policies(every=STEPS, **more)
+    return hdet.Ensemble(toy.optimizer, None, knobs=knobs, controller=controller, **settings)
+
+
+def epoch(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+
+
+def corrected(*factors: float, optimizer: Any = sgd) -> tuple[Toy, hdet.Ensemble]:
+    """After the first epoch, at 0.5 times 2 if nothing else is said."""
+    toy = Toy(optimizer)
+    ensemble = ensemble_on(toy, list(factors or (2.0,)))
+    epoch(toy, ensemble)
+    return toy, ensemble
+
+
+# -- a schedule that the user steps ----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize(("optimizer", "rho"), [(sgd, 1.0), (adamw, 1.3), (sgd_tensor_lr, 1.3), (adamw_tensor_lr, 1.0)])
+@pytest.mark.parametrize("name", USERS)
+def test_a_scheduler_that_is_stepped_inside_rescheduling_is_corrected_once(name: str, optimizer: Any, rho: float) -> None:
+    """In every optimizer step, at rest after it, and for the scheduler's other values too."""
+    plain, ours = Toy(optimizer), Toy(optimizer)
+    theirs, scheduler = (USERS[name](toy.optimizer) for toy in (plain, ours))
+    ensemble = ensemble_on(ours, [2.0, 0.3], rho=rho)
+    seen: list[list[float]] = []
+    ours.optimizer.register_step_pre_hook(lambda opt, *_: seen.append(rates(opt)))
+    tolerance = 1e-13 if optimizer in (sgd, adamw) else 1e-5
+
+    def times(own: list[float], factor: float = 1.0) -> Any:
+        corrections = ensemble.corrections.values()
+        found = [rate * c * factor for rate, c in zip(own, corrections, strict=True)]
+        return pytest.approx(found, rel=tolerance)
+
+    for number in range(EPOCHS):
+        own = rates(plain.optimizer)
+        for _ in range(STEPS):
+            plain.step()
+            expected = times(own, rho)
+            loss = ours.step()
+            if any(own):  # a step of rate 0 is nobody's
+                assert seen[-1] == expected, number
+            ensemble.step(loss)
+        assert rates(ours.optimizer) == times(own), number
+        assert ensemble.schedule.values() == pytest.approx(own, rel=tolerance)
+        theirs.step()
+        with ensemble.rescheduling():
+            scheduler.step()
+        groups = zip(ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True)
+        for mine, other in groups:
+            assert [mine.get(k) for k in ("momentum", "betas")] == [other.get(k) for k in ("momentum", "betas")]
+
+
+def test_a_scheduler_that_is_built_inside_rescheduling_begins_at_the_schedules_own_rates() -> None:
+    toy, ensemble = corrected()
+    with ensemble.rescheduling():
+        assert rates(toy.optimizer) == [0.5, 0.5]
+        late = harmonic(toy.optimizer)
+    assert rates(toy.optimizer) == [1.0, 1.0]
+    for t in range(1, 4):
+        with ensemble.rescheduling():
+            late.step()
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == pytest.approx([1 / (1 + t)] * 2)
+
+
+def test_rescheduling_puts_corrections_back_after_an_error() -> None:
+    toy, ensemble = corrected()
+    with pytest.raises(KeyError), ensemble.rescheduling():
+        toy.optimizer.param_groups[0]["lr"] = 0.25
+        raise KeyError
+    assert rates(toy.optimizer) == [0.5, 1.0]
+
+
+def test_nothing_is_stepped_or_saved_inside_rescheduling() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    calls = (
+        toy.step,
+        ensemble.step,
+        ensemble.converge,
+        ensemble.state_dict,
+        lambda: ensemble.load_state_dict({}),
+        ensemble.values,
+        lambda: ensemble.set_value("lr", 1.0),
+        lambda: ensemble.rescheduling().__enter__(),
+        lambda: ensemble.explore().__enter__(),
+    )
+    with ensemble.rescheduling():
+        for call in calls:
+            with pytest.raises(ValueError, match=r"inside `with ensemble.rescheduling\(\):`"):
+                call()
+    with ensemble.explore(), pytest.raises(ValueError, match="inside `with ensemble.explore"):
+        ensemble.rescheduling().__enter__()
+    ensemble.step(toy.step())
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def by_hand(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    toy.optimizer.param_groups[1]["lr"] *= 0.5
+
+
+def in_place(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    toy.optimizer.param_groups[1]["lr"].mul_(0.5)
+
+
+def by_a_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
+    scheduler.step()
+
+
+def by_its_own_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    ensemble.schedule.scheduler.step()
+
+
+def by_a_state(toy: Toy, ensemble: hdet.Ensemble) -> None:
+    state = copy.deepcopy(toy.optimizer.state_dict())
+    state["param_groups"][0]["lr"] *= 3
+    toy.optimizer.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("write", "optimizer"),
+    [(by_hand, sgd), (by_hand, sgd_tensor_lr), (in_place, sgd_tensor_lr), (by_a_scheduler, adamw)]
+    + [(by_its_own_scheduler, sgd), (by_a_state, sgd)],
+)
+def test_a_write_of_somebody_else_is_refused_before_it_is_used(write: Any, optimizer: Any, factor: float) -> None:
+    toy = Toy(optimizer)
+    scheduler = torchs.ConstantLR(toy.optimizer, 0.5, 100)
+    if write is by_its_own_scheduler:
+        scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
+    settings: dict[str, Any] = {"sync": hdet.Sync(STEPS), "controller": Scripted([factor])}
+    ensemble = hdet.Ensemble(toy.optimizer, scheduler, **settings)
+    epoch(toy, ensemble)
+    before = exact(toy.parameters()), ensemble.engine.step
+    ensemble.state_dict()
+    write(toy, ensemble)
+    calls = (
+        toy.step,
+        ensemble.step,
+        ensemble.state_dict,
+        ensemble.values,
+        lambda: ensemble.explore().__enter__(),
+        lambda: ensemble.rescheduling().__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"lr of parameter group \d is .*" + REFUSED):
+            call()
+    assert (exact(toy.parameters()), ensemble.engine.step) == before
+    ensemble.set_value("lr", 0.25)  # the way out
+    ensemble.step(toy.step())
+
+
+@pytest.mark.parametrize("key", ["weight_decay", "betas", "lr"])
+def test_whatever_a_knob_moves_is_watched_and_nothing_else(key: str) -> None:
+    toy = Toy(adamw)
+    knobs = [hdet.LearningRate(0.0), hdet.WeightDecay(0.0), hdet.Betas(0.0)]
+    ensemble = hdet.Ensemble(toy.optimizer, None, knobs=knobs)
+    ensemble.step(toy.step())
+    group = toy.optimizer.param_groups[0]
+    group["eps"] = 1e-6
+    ensemble.step(toy.step())
+    group[key] = (0.8, 0.9) if key == "betas" else 0.3
+    with pytest.raises(ValueError, match=REFUSED):
+        ensemble.step(toy.step())
+
+
+def test_a_rate_that_the_log_writes_is_refused_in_the_next_step() -> None:
+    toy = Toy(sgd)
+    write = lambda record, step: toy.optimizer.param_groups[0].update(lr=0.125)
+    epoch(toy, ensemble_on(toy, [2.0], log=write))
+    with pytest.raises(ValueError, match=REFUSED):
+        toy.step()
+
+
+def test_a_write_inside_the_optimizers_step_is_refused() -> None:
+    """A scheduler in a hook would compute from this replica's rate."""
+    toy = Toy(sgd)
+    scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
+    toy.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    ensemble_on(toy, [1.0], rho=1.3)
+    with pytest.raises(ValueError, match=r"lr was changed to .* inside optimizer.step\(\)"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.5] * 2
+
+
+# -- a new base value ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
+def test_a_value_that_is_set_is_the_base_value_and_its_schedule_goes_on(optimizer: Any) -> None:
+    plain, toy = Toy(optimizer), Toy(optimizer)
+    scheduler = harmonic(plain.optimizer)
+    ensemble = hdet.Ensemble(toy.optimizer, harmonic(toy.optimizer), sync=hdet.Sync(STEPS))
+    epoch(toy, ensemble)
+    ensemble.set_value("lr", 0.01)
+    assert rates(toy.optimizer) == pytest.approx([0.01, 0.01])
+    assert ensemble.values() == {"lr": pytest.approx(0.01)}
+    for _ in range(STEPS):
+        plain.step()
+        scheduler.step()
+    factor = 0.01 / rates(plain.optimizer)[0]
+    for _ in range(2 * STEPS):
+        plain.step()
+        scheduler.step()
+        ensemble.step(toy.step())
+        expected = [rate * factor for rate in rates(plain.optimizer)]
+        assert rates(toy.optimizer) == pytest.approx(expected, rel=1e-6)
+
+
+def test_corrections_after_a_value_was_set_are_relative_to_it() -> None:
+    toy, ensemble = corrected()
+    toy.optimizer.param_groups[0]["lr"] = 7.0  # what stood there does not matter
+    ensemble.set_value("lr", 0.375)
+    ensemble.engine.controller.factors = [[2.0]] * 2  # once more
+    epoch(toy, ensemble)
+    assert rates(toy.optimizer) == [0.75, 0.75] and ensemble.corrections == {"lr": 1.5}
+
+
+def test_every_kind_of_value_can_be_set() -> None:
+    """On a log and on a linear scale, of 1 / (1 - beta), of a product."""
+    optimizer = torch.optim.AdamW(torch.nn.Linear(3, 1).parameters(), lr=0.1, weight_decay=0.2)
+    knobs = [hdet.LearningRate(0.0), hdet.WeightDecay(0.0, product=True), hdet.Betas(0.0, [0])]
+    run = hdet.Ensemble(optimizer, knobs=knobs, replicas=TwoReplicas(), sync=hdet.Sync(9, moments="reset"))
+    force(run, 2.0, 0.5, 1.0)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.05))
+    run.set_value("weight_decay", 0.01)
+    run.set_value("beta1", 0.95)
+    assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.01))
+    assert group["betas"] == (pytest.approx(0.95), 0.999)
+    run.set_value("lr", 0.4)  # the product stays, as where a controller moves the rate
+    assert (group["lr"], group["weight_decay"]) == (0.4, pytest.approx(0.005))
+
+
+def test_a_base_value_off_the_schedule_is_set_too() -> None:
+    """SoftmaxController's decay leaves the schedule: a base value decays from where it is."""
+    toy = Toy(sgd)
+    for group, rate in zip(toy.optimizer.param_groups, (0.01, 0.005), strict=True):
+        group.update(lr=rate, initial_lr=rate, min_lr=1e-4)
+    settings: dict[str, Any] = {"sync": hdet.Sync(3), "total_steps": 60, "replicas": TwoReplicas()}
+    controller = hdet.SoftmaxController(decay="floor")
+    ensemble = hdet.Ensemble(toy.optimizer, None, controller=controller, **settings)
+    epoch(toy, ensemble)
+    epoch(toy, ensemble)
+    before = rates(toy.optimizer)
+    assert before[0] < 0.01 and before[1] == pytest.approx(before[0] / 2)
+    ensemble.set_value("lr", before[0] / 2)
+    ensemble.step(toy.step())
+    assert rates(toy.optimizer) == pytest.approx([rate / 2 for rate in before])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("rate", 1.0, "no knob 'rate'"), ("lr", 0.0, "no correction"), ("lr", math.nan, "no corr")]
+    + [("lr", -1.0, "no correction"), ("lr", 2.0, "no correction leads there")],
+)
+def test_a_value_that_cannot_be_set_is_refused(name: str, value: float, why: str) -> None:
+    toy = Toy(sgd)
+    ensemble = hdet.Ensemble(toy.optimizer, None, knobs=[hdet.LearningRate(bounds=(0.1, 1.0))])
+    with pytest.raises(ValueError, match=why):
+        ensemble.set_value(name, value)
+    with ensemble.explore(), pytest.raises(ValueError, match="explore"):
+        ensemble.set_value("lr", 0.4)
+    assert rates(toy.optimizer) == [0.5, 0.5]
+    ensemble.step(toy.step())
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("own", [True, False], ids=["the ensemble steps it", "the user steps it"])
+@pytest.mark.parametrize("first", ["optimizer", "scheduler", "ensemble"])
+@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "LambdaLR", "OneCycleLR", "MultiStepLR"])
+def test_resume_with_a_correction_goes_on_exactly(name: str, optimizer: Any, first: str, own: bool) -> None:
+    """What the optimizer's state brings is not a write, in any order of loading."""
+
+    def build() -> tuple[Toy, Any, hdet.Ensemble]:
+        toy = Toy(optimizer)
+        scheduler = SCHEDULERS[name](toy.optimizer)
+        settings: dict[str, Any] = {"sync": hdet.Sync(STEPS), "controller": Scripted([2.0])}
+        return toy, scheduler, hdet.Ensemble(toy.optimizer, scheduler if own else None, **settings)
+
+    def go_on(toy: Toy, scheduler: Any, ensemble: hdet.Ensemble) -> None:
+        epoch(toy, ensemble)
+        if not own:
+            with ensemble.rescheduling():
+                scheduler.step()
+
+    whole, fresh = build(), build()
+    for _ in range(3):
+        go_on(*whole)
+    saved = copy.deepcopy([part.state_dict() for part in (whole[0].optimizer, *whole[1:])])
+    saved[2] = json.loads(json.dumps(saved[2]))  # plain data
+    saved[0]["param_groups"][1]["lr"] *= 77.0  # a state of another moment
+    parts = zip((fresh[0].optimizer, *fresh[1:]), saved, strict=True)
+    loads = dict(zip(("optimizer", "scheduler", "ensemble"), parts, strict=True))
+    if own:
+        del loads["scheduler"]  # its state is in the Ensemble's
+    for key in sorted(loads, key=lambda key: key != first):
+        loads[key][0].load_state_dict(loads[key][1])
+    fresh[0].take(whole[0])
+    for _ in range(3):
+        assert hyperparameters(fresh[0].optimizer) == hyperparameters(whole[0].optimizer)
+        go_on(*whole)
+        go_on(*fresh)
+    assert exact(fresh[0].parameters()) == exact(whole[0].parameters())
+    by_hand(fresh[0], fresh[2])
+    with pytest.raises(ValueError, match=REFUSED):
+        fresh[0].step()
+
+
+# -- controllers, bounds, peaks --------------------------------------------------------------------
+
+
+def test_bounds_hold_the_base_value_and_the_schedule_goes_on_behind_them() -> None:
+    toy = Toy(sgd)
+    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
+    knobs = [hdet.LearningRate(bounds=(0.1, 0.8))]
+    ensemble = hdet.Ensemble(toy.optimizer, scheduler, knobs=knobs, sync=hdet.Sync(100))
+    force(ensemble, 4.0)
+    for rate in (0.8, 0.8, 0.5, 0.25, 0.125, 0.1, 0.1):  # of 2.0, 1.0, 0.5 ...
+        assert rates(toy.optimizer) == [rate, rate]
+        ensemble.step(toy.step())
+
+
+def test_decisions_are_of_what_was_scheduled() -> None:
+    """Controllers are shown the schedule without the correction, and the value with it."""
+    seen = []
+
+    class Looks(Scripted):
+        def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+            seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
+            return super().learn(evidence)
+
+    toy = Toy(sgd)
+    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
+    ensemble = hdet.Ensemble(toy.optimizer, None, sync=hdet.Sync(STEPS), controller=Looks([2.0]))
+    for _ in range(4):
+        epoch(toy, ensemble)
+        with ensemble.rescheduling():
+            scheduler.step()
+    assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
+
+
+def test_the_drop_in_names_the_ways_out_too() -> None:
+    toy = Toy(sgd)
+    settings: dict[str, Any] = {"model_sync_interval": 2, "controller": Scripted([2.0])}
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.1, 20, auto_lr_warmup_steps=0, **settings)
+    toy.step()
+    scheduler.step(1.0)
+    toy.optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(ValueError, match=REFUSED):
+        toy.step()
