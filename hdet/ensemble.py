@@ -169,10 +169,7 @@ class Ensemble:
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it (`hdet.run.history.cycle_record`). None before the first."""
         first, local = self.replicas.local[0], sync.gradients == "local"
-        self._fan_out = FanOut(
-            optimizer, self.knobs, first, self._on_cycle_start, skippable=local, check_unwritten=self.schedule.check_unwritten
-        )
-        self._fan_out.begun = self.engine.step > 0
+        self._fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, skippable=local)
         self.replicas.attach(optimizer)
         self._begin_cycle()
 
@@ -235,7 +232,8 @@ class Ensemble:
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
-            self.schedule.write(self.engine)
+            if not self.schedule.is_neutral:
+                self.schedule.write(self.engine)
         if ends and self.history is not None:
             for note in self.history["notes"]:
                 self.tell(f"hdet, step {self.engine.step}: {note}")
@@ -254,6 +252,7 @@ class Ensemble:
             for k, (knob, peaks) in enumerate(zip(self.knobs, self.schedule.peaks(), strict=True)):
                 if knob.key == "lr":
                     self._notes += self.engine.multiply(k, move.factor, peaks[0])
+            self.schedule.write(self.engine)
         if move.restored:
             with self.during("average"):
                 self.weights.took_back()
@@ -403,7 +402,7 @@ class Ensemble:
 
     def _mark_in_sync(self) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each having seen its own data."""
-        self._fan_out.averaged()
+        self._fan_out.note_average()
         self.parted = False
         has_buffers = len(self.parameters.buffers) > 0
         self._lockstep = self.replicas.count == 1 or (self.weights.average.idle and not self._replicas_part and not has_buffers)
@@ -652,8 +651,7 @@ class Ensemble:
         self.schedule.write(self.engine)
         self._agreement.reset()
         self._lockstep, self.parted = self.replicas.count == 1, False
-        self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
-        self._fan_out.begun = self.engine.step > 0
+        self._fan_out.note_load(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._snapshots.forget()
         self._panel.restart()

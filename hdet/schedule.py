@@ -67,6 +67,8 @@ class Schedule:
         """Schedulers that a framework steps inside `rescheduling`; they are asked for `peaks`."""
         self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
         self._is_shown = False
+        self.is_neutral = False
+        """Are all base values the schedule's own? Then `advance` leaves them."""
 
     @property
     def step(self) -> int | None:
@@ -80,13 +82,14 @@ class Schedule:
         return total is not None and self.step == total
 
     def advance(self) -> None:
-        """One step. `write` must follow."""
+        """One step. `write` must follow, unless the schedule `is_neutral`."""
         for knob in self.knobs:
             knob.note_highest()
         if self.scheduler is None:
             return
         for knob in self._moved:
-            knob.show_schedule()
+            if not knob.is_neutral:
+                knob.show_schedule()
         try:
             self.scheduler.step()
         finally:
@@ -97,6 +100,7 @@ class Schedule:
         """Leave the corrected base values in their places."""
         for k, knob in enumerate(self.knobs):
             knob.write(engine.in_force(k), engine.held[k])
+        self.is_neutral = all(knob.is_neutral for knob in self.knobs)
 
     # -- what others write -------------------------------------------------------------------------
 
@@ -133,7 +137,8 @@ class Schedule:
         next ones. Raises ValueError inside itself, and where a value was written before."""
         self.check_unwritten()
         for knob in self.knobs:
-            knob.show_schedule()
+            if not knob.is_neutral:
+                knob.show_schedule()
         self._is_shown = True
         try:
             yield

@@ -95,7 +95,8 @@ class Bound:
         self.left: list[Any] = list(self.scheduled)
         """[cell]: what `write` has left there."""
         self._correction = 1.0  # what it was told
-        self._is_neutral = False  # the base values are the schedule's own
+        self.is_neutral = False
+        """Are the base values the schedule's own? Then there is nothing to show and to write."""
         peaks = [self.peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
@@ -156,25 +157,30 @@ class Bound:
 
     def show_schedule(self) -> None:
         """Put the schedule's own values into the cells."""
-        if not self._is_neutral:  # else they are there
-            for cell, value in zip(self.cells, self.scheduled, strict=True):
-                cell.set(value)
+        for cell, value in zip(self.cells, self.scheduled, strict=True):
+            cell.set(value)
 
     def take_schedule(self) -> None:
-        """What stands in the cells are the schedule's next values. `write` follows."""
-        self.scheduled = [content(value) for value in self._values()]
+        """What stands in the cells are the schedule's next values. `write` follows, unless `is_neutral`."""
+        self.scheduled = values = self._values()
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                values[i] = content(value)
+        if self.is_neutral:
+            self.left = self.scheduled
+            self._remember_marks()
 
     def load(self, scheduled: Sequence[float], highest: float) -> None:
         """Continue at these values of the schedule. `write` follows."""
         self.scheduled, self.highest = [float(x) for x in scheduled], float(highest)
-        self._is_neutral = False
+        self.is_neutral = False
 
     def write(self, correction: float, base: float | None = None) -> None:
         """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
-        was_neutral, self._correction, self.base = self._is_neutral, correction, base
+        was_neutral, self._correction, self.base = self.is_neutral, correction, base
         self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
-        self._is_neutral = not self.scale.bounded and all(left is own for left, own in zip(self.left, self.scheduled, strict=True))
-        if not (was_neutral and self._is_neutral):
+        self.is_neutral = not self.scale.bounded and all(left is own for left, own in zip(self.left, self.scheduled, strict=True))
+        if not (was_neutral and self.is_neutral):
             for cell, value in zip(self.cells, self.left, strict=True):
                 cell.set(value)
         self._remember_marks()
@@ -208,7 +214,10 @@ class Bound:
         return self.name
 
     def _remember_marks(self) -> None:
-        self._marks = [_mark(value) if isinstance(value, torch.Tensor) else value for value in self._values()]
+        self._marks = marks = self._values()
+        for i, value in enumerate(marks):
+            if isinstance(value, torch.Tensor):
+                marks[i] = _mark(value)
 
     # -- in use ----------------------------------------------------------------------------------------------------------
 
@@ -272,7 +281,15 @@ class GroupKnob(Bound):
         **settings: Any,
     ) -> None:
         self.optimizer, self.indices = optimizer, list(indices)
+        self._entry, self.key = entry, key
         super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
+
+    def _values(self) -> list[Any]:
+        values, groups = [], self.optimizer.param_groups
+        for i in self.indices:
+            value = groups[i][self.key]
+            values.append(value if self._entry is None else value[self._entry])
+        return values
 
     def name_of(self, i: int) -> str:
         return f"{self.name} of parameter group {self.indices[i]}"

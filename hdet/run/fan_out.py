@@ -1,4 +1,4 @@
-"""Fan-out on a real optimizer: the multiplier exists inside optimizer.step() and nowhere else (Eq. 2)."""
+"""The multiplier exists inside optimizer.step() and nowhere else (Eq. 2)."""
 
 from __future__ import annotations
 
@@ -12,173 +12,168 @@ import torch
 from torch.optim import Optimizer
 
 from ..knobs import Bound, GroupKnob
+from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
 
 __all__ = ["FanOut", "without_hooks"]
 
 
 class FanOut:
-    """Wraps ``optimizer.step`` of one instance. The wrapper asks whichever FanOut the optimizer has, so it is put on once.
+    """Wraps ``optimizer.step`` of one instance. The wrapper asks whichever FanOut the optimizer has,
+    so it is put on once.
 
-    Hooks would not do: torch skips post-hooks when a step raises, and the multiplied value would stay behind. An optimizer with a
-    ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it, for all sets of parameters that it steps.
-    Knobs of the forward pass are moved by `exploring` only.
+    Hooks would not do: torch skips post-hooks when a step raises, and the multiplied value would
+    stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones),
+    takes those of rates through it, for all sets of parameters that it steps. Knobs of the forward
+    pass are moved by `exploring` only.
 
-    A step in which every group's rate is 0 moves nothing and is passed through: checkpoint libraries make an optimizer's state so. It counts where
-    the run's own schedule begins at 0, as a warm-up may.
+    Checkpoint libraries make an optimizer's state by a step at rates that they have set to 0. That
+    is no step of the run: it is passed through, and not counted.
 
     Args:
-        first_replica: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
+        optimizer: of the run.
+        schedule: of the run, whose knobs are moved.
+        first_replica: number of the (first) replica that the optimizer steps, by which a fused one
+            draws random numbers.
         on_cycle_start: called before the first step after an average.
         skippable: replicas may skip a step each by itself, and count it nevertheless.
-        check_unwritten: called before each step that is fanned out: raises ValueError where somebody else has written a value.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        knobs: Sequence[Bound],
+        schedule: Schedule,
         first_replica: int = 0,
         on_cycle_start: Callable[[], object] = lambda: None,
         skippable: bool = False,
-        check_unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        self.optimizer, self.knobs = optimizer, knobs
-        self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
-        self._unchecked = True
-        self._on_cycle_start, self._cycle_started, self._skippable, self._check_unwritten = (
-            on_cycle_start,
-            False,
-            skippable,
-            check_unwritten,
-        )
-        self._stepping = False
-        self._still = True
-        """Did all rates stand at 0 in the last call of `take_stepped`?"""
-        self._stood = self._scheduled = False
-        self._norm_there: torch.Tensor | None = None
-        """Has a step been passed through since then, before any other? Were its rates of 0 nobody's but the schedule's?"""
-        self.begun = False
-        """Has there been a step at another rate than 0? Later ones at 0 count nothing."""
-        self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
-        self._first = first_replica
+        self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
+        self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
         """Number of the local replica whose values are in force outside of a step."""
         self.stepped = False
-        """Has a step been done since `take_stepped`? The scheduler counts, so that several calls for one step count once."""
+        """Has a step been done since `take_stepped`? Several calls of that count it once."""
         self.moved = True
         """Has one been done since the last average? Unknown at the beginning."""
         self.gradient_norm: torch.Tensor | None = None
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
-        self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
-        self._held_back = self.fused and any(knob.key == "lr" and knob.scale.bounded for knob in knobs)
-        if self.fused:
+        self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
+        self._on_cycle_start, self._skippable = on_cycle_start, skippable
+        self._is_first_step = True  # of a cycle, or after an average
+        self._moves = False  # does any knob have another value in a step?
+        self._is_stepping = False
+        self._first = first_replica
+        self._wait_for_state: Callable[[], None] = lambda: None  # ends the waiting
+        rates = [knob for knob in self.knobs if knob.key == "lr"]
+        self._rates = rates
+        self._are_rates_bounded = self.is_fused and any(knob.scale.bounded for knob in rates)
+        self._in_step = [(k, knob) for k, knob in enumerate(self.knobs) if knob.acts == "step" and not (self.is_fused and knob.key == "lr")]
+        if self.is_fused:
             optimizer.first_replica = first_replica  # type: ignore[attr-defined]
         _wrap(optimizer)
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
         optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
-        self._passed = optimizer.register_step_post_hook(self._check_passed)
+        self._check = optimizer.register_step_post_hook(self._check_not_bypassed)
+
+    # -- a step ------------------------------------------------------------------------------------
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
-        if self._stepping:  # called by a second wrapper
+        if self._is_stepping:  # called by a second wrapper
             return inner(*args, **kwargs)
-        self._stepping = True
+        self._is_stepping = True
         try:
-            if not self._stands_still():
-                return self._fanned_out(inner, *args, **kwargs)
-            rates = [knob for knob in self.knobs if knob.key == "lr"]
-            self._stood, self._scheduled = not self.begun, bool(rates) and all(knob.find_foreign_write() is None for knob in rates)
-            result = inner(*args, **kwargs)
-            self._norm_there = self._norm() if self._stood else None
+            if self._is_of_a_library():
+                return inner(*args, **kwargs)
+            self.schedule.check_unwritten()
+            if self._is_first_step:
+                self._begin(is_ready=not (args or kwargs))
+            self.moved = True
+            if self._moves:
+                result = self._at_multipliers(inner, *args, **kwargs)
+            else:
+                result = inner(*args, **kwargs)
+            if self.gradient_norm is None:  # a closure has made the gradients
+                self.gradient_norm = self._norm()
+            self.stepped = True
             return result
         finally:
-            self._stepping = False
+            self._is_stepping = False
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, the optimizer's step is its own: at the values in its groups, and not counted. Hooks of a step (an average of weights)
-        are not told of it."""
-        before, self._stepping = self._stepping, True
-        try:
-            with without_hooks(self.optimizer):
-                yield
-        finally:
-            self._stepping = before
-
-    def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._check_unwritten()
-        self._awaits_state()
-        if self._unchecked:
-            _check_dense_gradients(self.optimizer)
-            self._unchecked = False
-        if not (args or kwargs):
-            self._note_gradient()
-        self._leave()
-        with ExitStack() as stack:
-            self.moved = True
-            if self._held_back:  # the schedule has moved, and with it what the bounds leave of multipliers
-                self._pass_on()
-            for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
-                if knob.acts == "step" and not (self.fused and knob.key == "lr"):
-                    stack.enter_context(knob.fanned_out(multiplier))
-            result = inner(*args, **kwargs)
-        self._note_gradient()  # where a closure has made them
-        self.stepped = self.begun = True
-        return result
-
-    def _check_passed(self, *_: Any) -> None:
-        """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
-        if not self._stepping and not self._stands_still():
-            raise RuntimeError(
-                f"this step went past the Ensemble that drives this {type(self.optimizer).__name__}: it was done at base values, and no cycle would "
-                "ever count it. Its `step` was looked up (captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
-                "was made: make the Ensemble first, or look optimizer.step up again after it"
-            )
-
-    def _stands_still(self) -> bool:
-        """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
+    def _is_of_a_library(self) -> bool:
+        """Are all rates 0, and is that nobody's schedule? A rate on a CUDA device is not read."""
         for group in self.optimizer.param_groups:
             rate = group.get("lr", 1.0)
             if rate != 0 if not isinstance(rate, torch.Tensor) else rate.is_cuda or rate.any():
                 return False
-        return True
+        return not self._rates or any(knob.find_foreign_write() is not None for knob in self._rates)
 
-    def _leave(self) -> None:
-        if not self._cycle_started:
-            self._on_cycle_start()
-            self._cycle_started = True
-
-    def _note_gradient(self) -> None:
-        if self.gradient_norm is None:
+    def _begin(self, is_ready: bool) -> None:
+        """Before the first step of a cycle. ``is_ready``: are there gradients already?"""
+        self._wait_for_state()
+        _check_dense_gradients(self.optimizer)  # in each step it would cost too much
+        if self.gradient_norm is None and is_ready:
             self.gradient_norm = self._norm()
+        self._on_cycle_start()
+        self._is_first_step = False
+
+    def _at_multipliers(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._are_rates_bounded:  # the schedule has moved, and what bounds leave of multipliers
+            self._hand_on_multipliers()
+        with ExitStack() as stack:
+            for k, knob in self._in_step:
+                stack.enter_context(knob.fanned_out(self.multipliers[0][k]))
+            return inner(*args, **kwargs)
+
+    def take_stepped(self) -> bool:
+        """Is there a step to count since the last call?"""
+        stepped, self.stepped = self.stepped, False
+        if not stepped and self._skippable:
+            if self._is_first_step:
+                self._begin(is_ready=False)
+            self.moved = True  # others may have done the step
+        return stepped or self._skippable
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the optimizer's step is its own: at the values in its groups, not counted, and
+        hooks of a step (an average of weights) do not see it."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            with without_hooks(self.optimizer):
+                yield
+        finally:
+            self._is_stepping = before
+
+    def _check_not_bypassed(self, *_: Any) -> None:
+        """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
+        if not self._is_stepping and not self._is_of_a_library():
+            raise RuntimeError(
+                "this step went past the Ensemble that drives this "
+                f"{type(self.optimizer).__name__}: it was done at base values, and no cycle would "
+                "ever count it. Its `step` was looked up (captured, compiled, or wrapped by a "
+                "profiler or another library) before the Ensemble was made: make the Ensemble "
+                "first, or look optimizer.step up again after it"
+            )
 
     def _norm(self) -> torch.Tensor:
         return gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
-    def averaged(self) -> None:
-        """Replicas have been averaged: they are equal until the next step."""
-        self.moved = self._cycle_started = False
-
-    def unknown(self, rewrite: Callable[[], None]) -> None:
-        """Parameters may have been loaded: nothing is known of them, and earlier steps do not count. If the optimizer's state is loaded later,
-        ``rewrite`` replaces its values by those of this run."""
-        self.moved, self._cycle_started, self.stepped, self._stood = True, False, False, False
-        self._awaits_state()
-        self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
+    # -- a cycle -----------------------------------------------------------------------------------
 
     def assign(self, *replicas: Sequence[float]) -> None:
-        """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
+        """rho for the cycle that begins, one per knob, of each set of parameters that this optimizer
+        steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
-        self._cycle_started = False  # also after a cycle at whose end nothing was averaged
-        self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
+        self._is_first_step = True
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
             knob.rho = multiplier
-        if self.fused:
-            self._pass_on()
+        self._moves = self._are_rates_bounded or any(rho != 1.0 for rho in self.multipliers[0])
+        if self.is_fused:
+            self._hand_on_multipliers()
 
-    def _pass_on(self) -> None:
-        """The rates' multipliers to a fused optimizer."""
+    def _hand_on_multipliers(self) -> None:
+        """Those of rates, to a fused optimizer."""
         table = [[1.0] * len(self.optimizer.param_groups) for _ in self.multipliers]
         for k, knob in enumerate(self.knobs):
             if isinstance(knob, GroupKnob) and knob.key == "lr":
@@ -187,9 +182,22 @@ class FanOut:
                         row[index] = knob.effective(i, float(multipliers[k]))
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
+    def note_average(self) -> None:
+        """Replicas have been averaged: they are equal until the next step."""
+        self.moved, self._is_first_step = False, True
+
+    def note_load(self, rewrite: Callable[[], None]) -> None:
+        """Parameters may have been loaded: nothing is known of them, and earlier steps do not count.
+        If the optimizer's state is loaded later, ``rewrite`` puts this run's values back."""
+        self.moved, self._is_first_step, self.stepped = True, True, False
+        self._wait_for_state()
+        hook = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite())
+        self._wait_for_state = hook.remove
+
     @contextmanager
     def exploring(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
-        """Inside, those of the knobs of the forward pass have the values of this process's replica number ``place``."""
+        """Inside, those of the knobs of the forward pass have the values of this process's replica
+        number ``place``."""
         if self.explored is not None:
             if self.explored != place:
                 other = self._first + self.explored
@@ -206,32 +214,12 @@ class FanOut:
         finally:
             self.explored = None
 
-    def take_stepped(self) -> bool:
-        """Is there a step to count since the last call?"""
-        stepped, self.stepped = self.stepped, False
-        stood, self._stood = self._stood, False
-        if stepped or not (stood or self._skippable):
-            self._still = self._skippable and self._stands_still()
-            return stepped
-        # Of a step that was skipped nobody knows at which rate it would have been: the one that the last call has left, or today's.
-        before, self._still = self._still, self._stands_still()
-        if self._skippable:
-            counts = not (before and self._still and self.begun)
-        else:  # a checkpoint library has put its rates of 0 there, and the schedule's back
-            counts = self._scheduled or self._still
-        if counts:
-            self._leave()
-            self.moved = True  # others may have done the step
-            self.begun = self.begun or not (stood or self._still)
-            if self.gradient_norm is None:
-                self.gradient_norm = self._norm_there
-        return counts
-
     def close(self) -> None:
-        """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn it stays without effect."""
+        """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn
+        it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
-        self._passed.remove()
-        self._awaits_state()
+        self._check.remove()
+        self._wait_for_state()
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
         _unwrap(self.optimizer)
