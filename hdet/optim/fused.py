@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
 from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
-from hdet.kernels.spec.arguments import normalised
+from hdet.kernels.spec.arguments import UnusualMemory, normalised
 from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.shared import mean_rho
 from hdet.profiling import ranged
@@ -310,6 +310,8 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient, in all replicas. Returns the closure's loss, or None.
 
+        A gradient that lies otherwise in memory than its parameter, or is a negated view, is copied in each step.
+
         Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors that cannot be used.
         """
         loss = None
@@ -324,7 +326,16 @@ class FusedOptimizer(Optimizer):
         planned.watch.check()
         own = planned.own(gradients, absent)
         options = self._options_of(planned, own)
-        planned.step(own, settings, options)
+        try:
+            laid = _as_stored(own) if planned.copies_gradients else own
+            planned.step(laid, settings, options)
+        except UnusualMemory:  # torch's optimizers take such gradients, too
+            planned.copies_gradients, laid = True, _as_stored(own)
+            planned.step(laid, settings, options)
+        if self.zero_gradients and planned.copies_gradients:
+            for gradient, copied in zip(own, laid, strict=True):
+                if gradient is not None and gradient is not copied:
+                    gradient.zero_()
         self._planned = planned
         if self.zero_gradients and planned.sharded:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
@@ -665,3 +676,8 @@ class FusedOptimizer(Optimizer):
                 f"a parameter of shape {tuple(param.shape)} has no co-resident copies: call set_replicas again for added groups"
             )
         return self._sets[param]
+
+
+def _as_stored(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies of those whose memory has gaps or another order, or holds the opposite of their values."""
+    return [None if gradient is None else gradient.resolve_neg().contiguous() for gradient in gradients]

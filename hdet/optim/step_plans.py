@@ -107,6 +107,8 @@ class Planned:
         self._usual = lists.UsualGradients(self._as_gradients())
         self.by_torch = any(part.by_torch for part in parts)
         self.contents: list[Any] | None = None  # of `container`, once a step has been done
+        self.copies_gradients = False
+        """Has a gradient been found that has to be copied first?"""
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
@@ -224,12 +226,7 @@ class Planned:
             gradient = gradients[i]
             if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
                 continue  # what is wrong with it will be said
-            made[i], param = gradient.permute(order), shards.local(self.params[i])
-            if gradient.shape == param.shape and not strides.alike(gradient, param):
-                raise ValueError(
-                    f"the gradient of parameter {i} has the strides {gradient.stride()}, the parameter {param.stride()}: they must lie alike, "
-                    "as autograd makes them; use .contiguous(memory_format=...)"
-                )
+            made[i] = gradient.permute(order)
         return made
 
     def settings_of(self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool) -> list[tuple[StepSettings, ...]]:

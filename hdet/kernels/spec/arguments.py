@@ -31,6 +31,10 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+class UnusualMemory(ValueError):
+    """A tensor that a copy of it could stand in for: its memory has gaps or another order, or holds the opposite of its values."""
+
+
 def check_tensor(
     tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS, any_strides: bool = False
 ) -> None:
@@ -46,9 +50,9 @@ def check_tensor(
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device")
     if not (any_strides or tensor.is_contiguous()):
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
+        raise UnusualMemory(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
     if tensor.is_neg():
-        raise ValueError(f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()")
+        raise UnusualMemory(f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()")
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)")
 
