@@ -201,13 +201,19 @@ class FusedOptimizer(Optimizer):
     # -- torch's interface -----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, with multipliers of 1.0. A refused group leaves the optimizer as it was."""
+        """Adds a group, with multipliers of 1.0. A parameter that it names twice is stepped once, where torch steps it twice.
+        A refused group leaves the optimizer as it was."""
         name = f"parameter group {len(self.param_groups)}"
         if isinstance(param_group.get("params"), Iterator):  # read here and again by torch
             param_group["params"] = list(param_group["params"])
         self._check_group({**self.defaults, **param_group}, name)
         groups.check_params(param_group.get("params"), name)
-        super().add_param_group(param_group)
+        super().add_param_group(param_group)  # which warns of a parameter that is named twice
+        group = self.param_groups[-1]
+        once = dict(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+        group["params"] = list(once)
+        if "param_names" in group:
+            group["param_names"] = list(once.values())
         for row in self.multipliers:
             row.append(1.0)
 
