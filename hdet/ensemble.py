@@ -321,9 +321,9 @@ class Ensemble:
         scheduler before the Ensemble, or inside.
 
         Raises:
-            ValueError: inside itself or `explore`; or somebody has written a value outside.
+            ValueError: inside itself; or somebody has written a value outside.
         """
-        self._check_not_exploring("rescheduling")
+        self._check_no_arm("rescheduling")
         with self.schedule.rescheduling(self.engine):
             yield
 

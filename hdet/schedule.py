@@ -97,9 +97,10 @@ class Schedule:
                 knob.take_schedule()
 
     def write(self, engine: Engine) -> None:
-        """Leave the corrected base values in their places."""
+        """Leave the corrected base values in their places, but where a replica's value stands."""
         for k, knob in enumerate(self.knobs):
-            knob.write(engine.in_force(k), engine.held[k])
+            if not knob.is_lent:
+                knob.write(engine.in_force(k), engine.held[k])
         self.is_neutral = all(knob.is_neutral for knob in self.knobs)
 
     # -- what others write -------------------------------------------------------------------------
@@ -134,9 +135,14 @@ class Schedule:
     @contextmanager
     def rescheduling(self, engine: Engine) -> Iterator[None]:
         """Inside, the cells hold the schedule's own values; what is left there is taken for the
-        next ones. Raises ValueError inside itself, and where a value was written before."""
+        next ones. Inside `explore` that goes for the knobs that act in the optimizer's step.
+
+        Raises:
+            ValueError: inside itself, or a value was written before.
+        """
         self.check_unwritten()
-        for knob in self.knobs:
+        moved = [knob for knob in self.knobs if not knob.is_lent]
+        for knob in moved:
             if not knob.is_neutral:
                 knob.show_schedule()
         self._is_shown = True
@@ -144,7 +150,7 @@ class Schedule:
             yield
         finally:
             self._is_shown = False
-            for knob in self.knobs:
+            for knob in moved:
                 knob.take_schedule()
             self.write(engine)
 

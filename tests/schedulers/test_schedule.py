@@ -182,9 +182,24 @@ def test_nothing_is_stepped_or_saved_inside_rescheduling() -> None:
         for call in calls:
             with pytest.raises(ValueError, match=r"inside `with ensemble.rescheduling\(\):`"):
                 call()
-    with ensemble.explore(), pytest.raises(ValueError, match="inside `with ensemble.explore"):
-        ensemble.rescheduling().__enter__()
     ensemble.step(toy.step())
+
+
+def test_rescheduling_inside_explore_moves_what_acts_in_the_step() -> None:
+    """Lightning steps schedulers before a batch ends."""
+    toy, drop = Toy(sgd), torch.nn.Dropout(0.2)
+    knobs = [hdet.LearningRate(0.3), hdet.Dropout(drop, 0.5)]
+    local = {"gradients": "local", "moments": "keep"}
+    sync = hdet.Sync(9, **local)  # type: ignore[arg-type]
+    run = hdet.Ensemble(toy.optimizer, None, knobs=knobs, replicas=TwoReplicas(), sync=sync)
+    force(run, 2.0, 1.0)
+    with run.explore():
+        replicas = drop.p
+        with run.rescheduling():
+            assert drop.p == replicas != 0.2 and rates(toy.optimizer) == [0.5, 0.5]
+            toy.optimizer.param_groups[0]["lr"] = 0.25
+        assert drop.p == replicas and rates(toy.optimizer) == [0.5, 1.0]
+    assert drop.p == 0.2 and run.schedule.values()[0] == 0.25
 
 
 # -- what is refused -------------------------------------------------------------------------------
