@@ -24,7 +24,7 @@ FLOORS = [
     {"replicas"},
     {"converge", "noise"},
     {"knobs", "policies"},
-    {"measure"},
+    {"measure", "schedule"},
     {"controllers", "run"},
     {"trial"},
     {"ensemble"},

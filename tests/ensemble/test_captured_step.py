@@ -115,7 +115,8 @@ def test_what_is_no_training_step_is_let_pass() -> None:
 def test_a_scaler_and_a_scheduler_that_wraps_the_step_are_let_pass() -> None:
     net, optimizer = net_and_optimizer()
     ensemble = hdet.Ensemble(optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with ensemble.rescheduling():
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(3):
         optimizer.zero_grad()
@@ -123,7 +124,8 @@ def test_a_scaler_and_a_scheduler_that_wraps_the_step_are_let_pass() -> None:
         scaler.step(optimizer)
         scaler.update()
         ensemble.step()
-        scheduler.step()
+        with ensemble.rescheduling():
+            scheduler.step()
     assert ensemble.engine.step == 3
 
 

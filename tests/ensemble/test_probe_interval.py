@@ -158,7 +158,9 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
 
 def test_a_rise_takes_two_intervals() -> None:
     run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80, warmup_steps=0)
-    run.optimizer.param_groups[0]["lr"] = run.optimizer.param_groups[1]["lr"] = 1e-5
+    with run.ensemble.rescheduling():
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-5
     corrections = [run.ensemble.corrections["lr"] for _ in range(4) if run.steps(4)]
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
 

@@ -158,7 +158,8 @@ def skipping_the_last(rank: int, world: int, steps: int) -> Any:
         loss.backward()
         if rank == 0 or i not in (INTERVAL, steps - 1):
             optimizer.step()
-        scheduler.step()
+        with ensemble.rescheduling():
+            scheduler.step()
         ensemble.step(loss)
         known.append((ensemble.engine.step, ensemble.in_sync))
     assert optimizer.param_groups[0]["lr"] == 0
