@@ -633,6 +633,13 @@ class Ensemble:
             )
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
+    def check_state(self, state: Any) -> None:
+        """Raise ValueError for a state that `load_state_dict` refuses; nothing is changed in any case."""
+        self._check_not_exploring("load_state_dict")
+        self.schedule.check_at_rest()
+        self.schedule.check_state(state)
+        self.engine.check_state(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's.
         A trial that was under way is lost.

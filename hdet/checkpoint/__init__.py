@@ -1,4 +1,4 @@
-"""Checkpoints that never hold a mixture of replicas: whole or absent, verified before anything is changed (docs/checkpoints.md)."""
+"""Checkpoints that never hold a mixture of replicas: whole or absent, and checked before use."""
 
 from .errors import CheckpointError
 from .export import export_safetensors
