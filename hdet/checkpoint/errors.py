@@ -55,6 +55,15 @@ class Together:
         """Call on the first rank only; return its result on all."""
         return self.all(function if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
+    def gather(self, value: T) -> list[T]:
+        """The first rank gets each rank's value, by rank; the others get nothing."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        is_first = self.rank == 0
+        dist.gather_object(value, values if is_first else None, group=self.group, group_dst=0)
+        return values if is_first else []
+
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
     try:

@@ -147,11 +147,9 @@ def _write(final: Path, state: RunState, step: int, keep: int, together: Togethe
 
     partial, replicas = folders.partial_folder(final), state.ensemble.replicas
     parts, tensors = together.each(state.encode)
-    place = replicas.index * replicas.members + replicas.member
-    own = {name: describe(tensor, replicas) for name, tensor in tensors.items()}
-    # By place in the table of replicas, which a later run knows; files are named after it, too.
-    rows = [row[1:] for row in sorted(together.all(lambda: (place, parts, own)), key=lambda r: r[0])]
-    chunks = [row[1] for row in rows]
+    rows = together.all(lambda: (state.place, parts, describe(tensors, replicas)))
+    rows.sort(key=lambda row: row[0])
+    chunks = [row[2] for row in rows]
     names = state.agreeing_names(name for row in chunks for name in row)
     check_equal(chunks[replicas.member :: replicas.members], names, together)
     index, shares = plan_files(chunks)
@@ -159,10 +157,10 @@ def _write(final: Path, state: RunState, step: int, keep: int, together: Togethe
     def write() -> None:
         if not partial.is_dir():
             raise CheckpointError(f"{str(final.parent)!r} is not one folder for all ranks")
-        write_files(partial, shares[place], tensors)
+        write_files(partial, shares[state.place], tensors)
 
     together.all(write)
-    content = {"parts": _merge([row[0] for row in rows]), "tensors": index}
+    content = {"parts": _merge([row[1] for row in rows]), "tensors": index}
     together.first(lambda: folders.write_json(partial / folders.STATE, content))
     files = [folders.STATE, *(file for share in shares for file in share)]
     sums = folders.files_facts(partial, dict.fromkeys(files), together)

@@ -60,6 +60,12 @@ class RunState:
     def check_outside_use(self) -> None:
         self.ensemble._check_outside_use("state_dict", "a checkpoint is of all replicas: call it after")
 
+    @property
+    def place(self) -> int:
+        """Of this rank in the table of replicas, row by row; a later run knows it by that."""
+        replicas = self.ensemble.replicas
+        return replicas.index * replicas.members + replicas.member
+
     def parameter_names(self) -> list[str]:
         """Of the optimizer's parameters, in its order."""
         names = Inventory(self.model).name_of

@@ -53,20 +53,18 @@ def chunk_of(tensor: Any) -> Chunk:
     return Chunk(dtype, shape, tuple(part.offsets), tuple(part.sizes))
 
 
-def describe(tensor: Any, replicas: Replicas) -> Chunk:
-    """`chunk_of` with peers and digest."""
-    chunk, own = chunk_of(tensor), local(tensor.detach())
-    marks = digest([torch.view_as_real(own.resolve_conj()) if own.is_complex() else own])
-    return chunk._replace(peers=peers_of(tensor, replicas), digest=tuple(marks.tolist()))
-
-
-def peers_of(tensor: Any, replicas: Replicas) -> tuple[int, ...]:
-    """The members of this replica over which a DTensor is laid; () for a plain tensor."""
-    if not is_sharded(tensor):
-        return ()
-    ranks = set(tensor.device_mesh.mesh.flatten().tolist())
-    row = replicas.ranks[replicas.index]
-    return tuple(m for m, rank in enumerate(row) if rank in ranks or m == replicas.member)
+def describe(tensors: Mapping[str, Any], replicas: Replicas) -> dict[str, Chunk]:
+    """By name what this rank holds, with peers and digest."""
+    row = {}
+    for name, tensor in tensors.items():
+        own, peers = local(tensor.detach()), tuple[int, ...]()
+        marks = digest([torch.view_as_real(own.resolve_conj()) if own.is_complex() else own])
+        if is_sharded(tensor):
+            ranks = tensor.device_mesh.mesh.flatten().tolist()
+            members = enumerate(replicas.ranks[replicas.index])
+            peers = tuple(member for member, rank in members if rank in ranks)
+        row[name] = chunk_of(tensor)._replace(peers=peers, digest=tuple(marks.tolist()))
+    return row
 
 
 def plan_files(
@@ -134,6 +132,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path, index: Mapping[str, Any], rank: int, members: int) -> None:
         self._folder, self._index, self._rank, self._members = folder, index, rank, members
+        self._open: dict[str, Any] = {}
 
     def chunks(self, name: str) -> list[dict[str, Any]]:
         """All chunks of the tensor that the rank held a part of."""
@@ -168,6 +167,7 @@ class TensorFiles:
         offsets, sizes = ((0,) * len(shape), shape) if like is None else chunk_of(like)[2:4]
         result = torch.empty(sizes, dtype=self.dtype(name))
         filled = torch.zeros(sizes, dtype=torch.bool)
+        stored = torch.view_as_real(result) if result.is_complex() else result
         for chunk in self.chunks(name):
             begin = chunk["offsets"]
             low = [max(a, b) for a, b in zip(offsets, begin, strict=True)]
@@ -175,20 +175,21 @@ class TensorFiles:
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 target = _slices(low, high, offsets)
-                result[target] = self._piece(name, chunk, _slices(low, high, begin))
+                stored[target] = self._piece(name, chunk, _slices(low, high, begin))
                 filled[target] = True
         if not filled.all():
             raise CheckpointError(f"its index has gaps: no file holds all of {name!r}")
         return result
 
     def _piece(self, name: str, chunk: Mapping[str, Any], part: tuple[slice, ...]) -> torch.Tensor:
-        is_complex = self.dtype(name).is_complex
-        with safe_open(self._folder / chunk["file"], "pt") as file:
-            stored = file.get_slice(name)
-            if stored.get_shape() != [*chunk["sizes"], *([2] if is_complex else [])]:
-                raise CheckpointError(f"{chunk['file']!r} and the index differ in {name!r}")
-            piece: torch.Tensor = stored[part]
-        return torch.view_as_complex(piece) if is_complex else piece
+        """Part of a chunk, which may look into the open file: to be copied while that is open."""
+        if chunk["file"] not in self._open:
+            self._open[chunk["file"]] = safe_open(self._folder / chunk["file"], "pt")
+        stored = self._open[chunk["file"]].get_slice(name)
+        if stored.get_shape() != [*chunk["sizes"], *([2] if self.dtype(name).is_complex else [])]:
+            raise CheckpointError(f"{chunk['file']!r} and the index differ in {name!r}")
+        piece: torch.Tensor = stored[part]
+        return piece
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hdet.checkpoint.keys import Keys
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
@@ -21,7 +22,6 @@ from torch.distributed import checkpoint as dcp
 import hdet
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
-from hdet.checkpoint.keys import Keys
 from hdet.replicas import Replicas
 
 from ..adversary.common import bits

@@ -1,8 +1,10 @@
-"""RunState under torch.distributed.checkpoint, other numbers of replicas, what each replica has for itself; steps that are none."""
+"""What is stored of a run: states of any shape, once or for each rank, and other numbers of replicas."""
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,50 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet import checkpoint
+from hdet.checkpoint import CheckpointError
 from hdet.kernels.spec import rounding
 
 from .. import harness
 from ..adversary.common import bits
 from ..distributed import run_ranks
-from ..layouts.common import full
 from . import helpers
 from .helpers import Run, alone, ddp, mlp
-from .test_folder import Loader
 
 # -- steps that are none ---------------------------------------------------------------------------------------------------
-
-
-def asked_for_state(rank: int, world: int, make: Callable[..., Any]) -> Any:
-    torch.manual_seed(3)
-    run, silent = ddp(rank, world, make), ddp(rank, world, make)
-    counts = []
-    for step in range(12):
-        if step in (0, 1, 5, 10):
-            with CommDebugMode() as comm:
-                if step in (0, 5, 10):  # where a checkpoint can be had: before the first step, and at the end of a cycle
-                    run.state.state_dict()
-                if step or make is helpers.plain_sgd:
-                    get_optimizer_state_dict(run.net, run.optimizer)  # it steps an optimizer without a state, with rate 0
-            counts.append(comm.get_total_counts())
-        assert run.facts() == silent.facts()
-        run.step()
-        silent.step()
-    with CommDebugMode() as comm:
-        run.ensemble.converge()  # would be seen
-    silent.ensemble.converge()
-    return counts, comm.get_total_counts() > 0, run.steps(3).facts() == silent.steps(3).facts()
-
-
-@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.plain_sgd, helpers.fused_split, helpers.FusedEightBit])
-def test_asking_for_the_state_changes_nothing_and_communicates_nothing(make: Callable[..., Any]) -> None:
-    assert run_ranks(asked_for_state, 2, make) == [([0, 0, 0, 0], True, True)] * 2
 
 
 class Odd(torch.optim.Optimizer):
@@ -85,8 +57,9 @@ def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
     with torch.no_grad():
         run.net[0].weight[0, 0] = -0.0
     before = bits(run.net[0].weight)
-    run.state.state_dict()
-    assert run.optimizer.calls == 0 and not run.optimizer.state and bits(run.net[0].weight) == before
+    checkpoint.save(tmp_path, run.state, 0)
+    assert run.optimizer.calls == 0 and not run.optimizer.state
+    assert bits(run.net[0].weight) == before
     run.net[2].bias.requires_grad_(False)
     run.steps(3).net[2].bias.requires_grad_(True)
     checkpoint.save(tmp_path, run.state, 3)
@@ -94,95 +67,6 @@ def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
     checkpoint.load(tmp_path, other.state)
     assert other.facts() == run.facts() and len(other.optimizer.state) == 3
     assert other.resumed().steps(2).facts() == run.steps(2).facts()
-
-
-# -- torch's own save and load -----------------------------------------------------------------------------------------------
-
-
-def stock(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
-    run = build(rank, world).steps(7)
-    refused = ""
-    try:
-        dcp.save({"run": run.state}, checkpoint_id=f"{root}/stock")
-    except BaseException as error:  # noqa: BLE001 - torch's is no Exception
-        refused = str(error)
-    run.ensemble.converge()
-    dcp.save({"run": run.state}, checkpoint_id=f"{root}/stock")
-    fresh = build(rank, world)
-    with CommDebugMode() as comm:
-        state = fresh.state
-        state.state_dict()  # an optimizer without state is asked for all it will have
-    assert comm.get_total_counts() == 0
-    dcp.load({"run": state}, checkpoint_id=f"{root}/stock")
-    same = fresh.resumed().steps(6).facts() == run.steps(6).facts()
-    # And the other way: anybody reads the model out of a folder of ours.
-    run.ensemble.converge()
-    folder = checkpoint.save(f"{root}/ours", run.state, 13)
-    bare = mlp(seed=5)
-    dcp.load({"model": bare.state_dict()}, checkpoint_id=folder)
-    return refused, same, all(torch.equal(a, full(b)) for a, b in zip(bare.parameters(), run.net.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("build", "world"), [(ddp, 2), (helpers.hsdp, 4), (helpers.local, 2)])
-def test_stock_checkpoints_are_refused_in_mid_cycle_and_go_on_bit_for_bit_after_a_converge(
-    tmp_path: Path, build: Callable[..., Run], world: int
-) -> None:
-    for refused, same, readable in run_ranks(stock, world, str(tmp_path), build):
-        assert "call ensemble.converge() on all ranks before" in refused
-        assert same and readable
-
-
-def refused_at(rank: int, world: int, build: Callable[..., Run]) -> list[int]:
-    run, refused = build(rank, world), []
-    for step in range(12):
-        try:
-            run.state.state_dict()
-        except ValueError:
-            refused.append(step)
-        run.step()
-    return refused
-
-
-@pytest.mark.parametrize(
-    ("build", "steps"),
-    [
-        (ddp, [1, 2, 3, 4, 6, 7, 8, 9, 11]),
-        (helpers.streaming, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
-        (helpers.overlapped, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
-    ],
-)
-def test_whenever_the_replicas_have_parted_a_mixture_is_refused(build: Callable[..., Run], steps: list[int]) -> None:
-    """Also at the end of a cycle, for ways of averaging that never make them equal."""
-    assert run_ranks(refused_at, 2, build) == [steps] * 2
-
-
-def known_mean(rank: int, world: int, make: Callable[..., Any]) -> Any:
-    run = helpers.exact_local(rank, world, make).steps(8)
-    own = [p.detach().clone() for p in run.ensemble.parameters]
-    with CommDebugMode() as comm:
-        tree = run.state.state_dict()
-    communicated = comm.get_total_counts()
-    untouched = all(torch.equal(a, b) for a, b in zip(own, run.ensemble.parameters, strict=True))
-    mean = [t.clone() for t in tree["model"].values()]
-    masters = [entries["master_param"].clone() for entries in tree["optimizer"]["state"].values() if "master_param" in entries]
-    nothing_else = not any("replica" in entry for entries in tree["optimizer"]["state"].values() for entry in entries)
-    run.ensemble.converge()
-    far = max(float((a - b).abs().max()) for a, b in zip(mean, own, strict=True))
-    off = max(float((a.double() - b).abs().max()) for a, b in zip(mean, run.ensemble.parameters, strict=True))
-    kept = [m for m in run.optimizer.masters(list(run.net.parameters())) if m is not None]
-    off_masters = max((float((a - b).abs().max()) for a, b in zip(masters, kept, strict=True)), default=0.0)
-    return communicated, untouched, nothing_else, far > 1e-4, off, off_masters, bits(mean), bits(masters)
-
-
-@pytest.mark.parametrize("make", [helpers.fused_base, helpers.fused_base_fp32])
-def test_in_mid_cycle_a_known_mean_is_saved_in_place_of_the_parameters(make: Callable[..., Any]) -> None:
-    one, two = run_ranks(known_mean, 2, make)
-    for communicated, untouched, nothing_else, apart, off, off_masters, *_ in (one, two):
-        assert (communicated, untouched, nothing_else, apart) == (0, True, True, True)
-        # The plain average rounds in another order: a few units of the last place of values below 1; 2^-8 of them in bfloat16.
-        assert off <= (2**-22 if make is helpers.fused_base else 2**-8) and off_masters <= 2**-22
-    assert one[6:] == two[6:], "every rank has the same mean, so that it does not matter whose is written"
-    assert bool(one[7]) == (make is helpers.fused_base_fp32)
 
 
 # -- another number of replicas ----------------------------------------------------------------------------------------------
@@ -256,15 +140,19 @@ def own_counters(rank: int, world: int, root: str, loads: bool) -> list[float]:
     return [float(state["step"]) for state in run.optimizer.state.values()]
 
 
+def holders(folder: Path) -> dict[str, list[list[int]]]:
+    """Ranks that hold each of the different contents of a tensor."""
+    index = json.loads((folder / "state.json").read_text())["tensors"]
+    return {name: [chunk["holders"] for chunk in chunks] for name, chunks in index.items()}
+
+
 def test_averaged_moments_are_stored_once_and_counters_for_each_replica(tmp_path: Path) -> None:
     counters = [[5.0] * 4, [15.0] * 4]
     assert run_ranks(own_counters, 2, str(tmp_path), False) == counters
     assert run_ranks(own_counters, 2, str(tmp_path), True) == counters
-    keys = dcp.FileSystemReader(tmp_path / "step-00000005").read_metadata().state_dict_metadata
-    of_one = {key for key in keys if key.startswith("optimizer.state") and "0.weight" in key}
-    assert of_one == {
-        f"optimizer.state.{key}" for key in ("0.weight.exp_avg", "0.weight.exp_avg_sq", "replica0/0.weight.step", "replica1/0.weight.step")
-    }
+    found = holders(tmp_path / "step-00000005")
+    assert found["optimizer.state.0.weight.exp_avg"] == [[0, 1]]
+    assert found["optimizer.state.0.weight.step"] == [[0], [1]]
 
 
 # -- what each rank has for itself -------------------------------------------------------------------------------------------
@@ -297,18 +185,75 @@ def own_buffers(rank: int, world: int, root: str, averaged: bool, loads: bool) -
     else:
         run.steps(5)
         checkpoint.save(root, run.state, 5)
-    return run.facts()["model"], sorted(run.state.state_dict()["model"])
+    return run.facts()["model"]
 
 
 @pytest.mark.parametrize("averaged", [True, False])
 def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averaged: bool) -> None:
     saved = run_ranks(own_buffers, 2, str(tmp_path), averaged, False)
-    assert [rank[0] for rank in run_ranks(own_buffers, 2, str(tmp_path), averaged, True)] == [rank[0] for rank in saved]
-    differ = saved[0][0] != saved[1][0]
-    own = {"norm.num_batches_tracked"} | (set() if averaged else {"norm.running_mean", "norm.running_var"})
-    shared = {"embed.weight", "norm.weight", "norm.bias", "frozen"} | ({"norm.running_mean", "norm.running_var"} if averaged else set())
-    assert differ is not averaged
-    assert [set(rank[1]) for rank in saved] == [shared | {f"replica{r}/member0/{name}" for name in own} for r in (0, 1)]
+    assert run_ranks(own_buffers, 2, str(tmp_path), averaged, True) == saved
+    assert (saved[0] != saved[1]) is not averaged
+    found = holders(tmp_path / "step-00000005")
+    names = {name.removeprefix("model.") for name in found if name.startswith("model.")}
+    assert names == {
+        *("embed.weight", "norm.weight", "norm.bias", "frozen"),  # a tied one once
+        *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+    }
+    assert found["model.embed.weight"] == found["model.frozen"] == [[0, 1]]
+    assert found["model.norm.running_mean"] == ([[0, 1]] if averaged else [[0], [1]])
+
+
+class Loader:
+    """As a stateful data loader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def things() -> dict[str, Any]:
+    return {
+        "loader": Loader(), "generator": torch.Generator(), "scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "epoch": 0
+    }  # fmt: skip
+
+
+def test_extra_has_objects_with_a_state_generators_and_plain_values(tmp_path: Path) -> None:
+    run, extra = alone().steps(1), things()
+    state = checkpoint.RunState(run.net, run.ensemble, extra)
+    assert extra["loader"].asked == 0, "a data loader may start its workers for it"
+    extra["loader"].at, extra["epoch"] = 17, 3
+    extra["scaler"].load_state_dict({**extra["scaler"].state_dict(), "scale": 32.0})
+    extra["generator"].manual_seed(5)
+    torch.rand(3, generator=extra["generator"])
+    checkpoint.save(tmp_path, state)
+
+    fresh, other = alone(), things()
+    objects = dict(other)
+    assert checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other)) == 1
+    assert other["loader"].at == 17 and other["epoch"] == 3 and other["scaler"].get_scale() == 32.0
+    assert all(other[key] is objects[key] for key in ("loader", "generator", "scaler"))
+    assert torch.equal(torch.rand(3, generator=other["generator"]), torch.rand(3, generator=extra["generator"]))
+
+    other["sampler"] = Loader()
+    before = fresh.facts()
+    with pytest.raises(CheckpointError, match=r"it has no extra\['sampler'\]"):
+        checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other))
+    assert fresh.facts() == before
+    with pytest.raises(CheckpointError, match="not with a dict|it has no extra"):
+        checkpoint.save(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, Counted()))
+        checkpoint.load(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, things()))
+
+
+class Counted(Loader):
+    def state_dict(self) -> Any:
+        return [self.at]
 
 
 # -- one process -------------------------------------------------------------------------------------------------------------
@@ -335,9 +280,9 @@ def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
     """One of them is stored: they are equal then. So another number can take over."""
     run = together(3, storage).steps(at)
     with run.replica(1), pytest.raises(ValueError, match="inside `with replicas.use"):
-        state_of(run).state_dict()
+        state_of(run)
     folder = checkpoint.save(tmp_path, state_of(run), at)
-    assert not any("replica" in key for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    assert not any("replica" in name for name in holders(folder))
     other = together(3, storage).steps(2)
     other.index = checkpoint.load(tmp_path, state_of(other))
     assert all_of(other.steps(5)) == all_of(run.steps(5))
@@ -381,6 +326,9 @@ def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> Non
     assert run_ranks(recipe, 2) == [True, True]
 
 
+# -- kinds of values ----------------------------------------------------------------------------------
+
+
 def sixteen_bits(make: Callable[..., Any]) -> Run:
     return alone(make, mlp(torch.bfloat16))
 
@@ -406,3 +354,31 @@ def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "d", halves.steps(1).state, 7)
     again = sixteen_bits(helpers.fused_fp32).resume(tmp_path / "d")
     assert values_of(again) == values_of(halves)
+
+
+VALUES: dict[str, Any] = {
+    "tuple": (3, (1, [2, 3]), 1.5),  # as random.getstate() is
+    "keys": {0: "a", (1, 2): {"b": None}, "$tensor": 1},
+    "kinds": [OrderedDict(b=1, a=2), Counter("aab"), {1, 2}, torch.Size([2]), b"\0x"],
+    "numbers": [1e300, -0.0, float("inf"), float("nan"), 10**30, True],
+    "text": "\ud800 \u00fc",
+    "a.b": torch.zeros(1),
+    "a": {"b": torch.ones(2, 3).t(), "views": [t := torch.arange(6.0), t[:2], t[3:]]},
+    "tensors": [
+        torch.tensor(3, dtype=torch.int16),
+        torch.zeros(0, 3),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([1 + 2j], dtype=torch.complex128),
+        torch.arange(3).to(torch.float8_e4m3fn),
+    ],
+}
+
+
+def test_what_extra_can_hold_comes_back(tmp_path: Path) -> None:
+    run, extra = alone(), dict(VALUES)
+    checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble, extra), 1)
+    given: dict[str, Any] = {}
+    checkpoint.load(tmp_path, checkpoint.RunState(run.net, run.ensemble, given))
+    assert bits(given) == bits(VALUES)
+    assert [type(value) for value in given["kinds"]] == [type(value) for value in VALUES["kinds"]]
+    assert type(given["tuple"]) is tuple and list(given["keys"]) == list(VALUES["keys"])
