@@ -24,20 +24,14 @@ from safetensors.torch import load_file
 
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
+from hdet.checkpoint.folder import LOCK
 
 from ..checkpoint.helpers import alone, plain_sgd, torch_adamw
 from .common import bits, quiet, tree, trial
 
 HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
-FOREIGN = [
-    "step-00000002/",
-    "step-00000004",
-    "step-00000006/",
-    ".step-00000003.partial/",
-    ".step-00000005.partial",
-    ".step-00000001.replaced/",
-]
-LINKS = ["step-00000003", ".step-00000004.partial", ".step-00000002.replaced"]
+FOREIGN = ["step-00000002/", "step-00000004", "step-00000006/"]
+LINKS = ["step-00000003"]
 CALLS = ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir", "listdir", "link", "symlink")
 
 
@@ -102,24 +96,19 @@ class CheckpointMachine(RuleBasedStateMachine):
         try:
             folder = checkpoint.save(self.root, self.run.state, step, keep=keep)
         except CheckpointError:
-            assert self.taken(step) and tree(self.root) == before
+            assert f"step-{step:08d}" in self.foreign and tree(self.root) == before
             return
         assert f"step-{step:08d}" not in self.foreign and folder == self.root / f"step-{step:08d}"
         self.saved[step] = bits(self.run.facts())
         for old in sorted(s for s in self.saved if s <= step)[:-keep]:
             del self.saved[old]
-        mine = {entry.name for entry in self.root.iterdir()} - set(self.foreign)
+        mine = {entry.name for entry in self.root.iterdir()} - {LOCK, *self.foreign}
         assert mine == {f"step-{s:08d}" for s in self.saved}  # no rubbish, and nothing kept too long
-
-    def taken(self, step: int) -> bool:
-        """Does somebody else have one of the names that a save of this step needs? Then it may be refused."""
-        name = f"step-{step:08d}"
-        return not {name, f".{name}.partial", f".{name}.replaced"}.isdisjoint(self.foreign)
 
     @rule(call=st.integers(0, 60), kill=st.booleans(), keep=st.integers(1, 2))
     def save_that_ends_early(self, call: int, kill: bool, keep: int) -> None:
         """At a system call: by an error (a full disk) or for good. Either the state is there or it is not."""
-        if not self.taken(self.run.index):
+        if f"step-{self.run.index:08d}" not in self.foreign:
             self.attempt(call, kill, keep)
 
     def attempt(self, call: int, kill: bool, keep: int) -> bool:
@@ -145,7 +134,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         states: dict[int, Any] = {}
         names = {entry.name for entry in self.root.iterdir()} - set(self.foreign) if self.root.is_dir() else set()
         for name in sorted(names):
-            final = name.removeprefix(".").removesuffix(".replaced")
+            final = name.removeprefix(".hdet-").removesuffix(".replaced")
             if final.startswith("step-") and not final.endswith(".partial") and (name == final or final not in names):
                 number, fresh = int(final[5:]), alone(self.make)
                 assert checkpoint.load(self.root / name, fresh.state) == number
@@ -202,7 +191,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         allowed = [self.exported, bits(self.run.net.state_dict())]
         try:
             with failing(10**9 if whole else call, kill):
-                assert checkpoint.export_safetensors(path, self.run.net, self.run.ensemble) == [path]
+                assert checkpoint.export_safetensors(path, self.run.net, self.run.ensemble) == path
             allowed = allowed[1:]
         except (CheckpointError, OSError, Killed):
             assert not whole

@@ -12,6 +12,7 @@ import pytest
 
 import hdet
 from hdet import checkpoint
+from hdet.checkpoint import files
 
 from ..distributed import run_ranks
 from ..faults.harness import World, check_left, refusals, run_faulty
@@ -47,17 +48,15 @@ def weights(run: Run) -> list[float]:
 
 def die_in(world: World, where: str) -> None:
     if where == "data":
-        from torch.distributed.checkpoint import filesystem
+        write_files = files.write_files
 
-        write_item = filesystem._write_item
-
-        def half(transforms: Any, stream: Any, data: Any, *args: Any) -> Any:
-            write_item(transforms, stream, data, *args)
-            stream.flush()
-            os.truncate(stream.name, os.path.getsize(stream.name) // 2)
+        def half(folder: Path, *args: Any) -> None:
+            write_files(folder, *args)
+            file = next(folder.glob(f"rank-{world.rank:05d}-*"))
+            os.truncate(file, file.stat().st_size // 2)
             world.die()
 
-        filesystem._write_item = half
+        files.write_files = half
     else:
         rename = os.rename
 
@@ -76,12 +75,12 @@ def test_killed_in_a_write(tmp_path: Path, where: str) -> None:
     assert "cycle 1 (step 7), while saving a checkpoint: " in left.text
 
     root = tmp_path / "run"
-    assert sorted(os.listdir(root)) == [".step-00000007.partial", "step-00000005"], "killed in the middle"
+    assert sorted(os.listdir(root)) == [".hdet-step-00000007.partial", ".hdet.lock", "step-00000005"], "killed in the middle"
     assert checkpoint.latest(root) == root / "step-00000005"
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         assert checkpoint.load(root, alone(controller=hdet.SoftmaxController(decay=None)).state) == 5
     for rank, (weights, entries) in enumerate(run_ranks(restarted, 2, str(tmp_path), 5)):
         assert weights == json.loads((tmp_path / f"weights-{rank}.json").read_text())
-        assert entries == ["step-00000005", "step-00000007"]
+        assert entries == [".hdet.lock", "step-00000005", "step-00000007"]
     for weights, _ in run_ranks(restarted, 2, str(tmp_path), 7):
         assert weights != json.loads((tmp_path / "weights-0.json").read_text())
