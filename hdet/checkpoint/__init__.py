@@ -2,8 +2,8 @@
 
 from .errors import CheckpointError
 from .export import export_safetensors
-from .files import load, save
 from .folder import latest
 from .run_state import RunState
+from .save_load import load, save
 
 __all__ = ["CheckpointError", "RunState", "export_safetensors", "latest", "load", "save"]

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..ensemble import Ensemble
-from ..files import replace_file
 from ..tensors.dtensor import is_sharded, like
 from .errors import Together
-from .files import check_equal
+from .folder import replace_file
 from .inventory import Inventory
 from .run_state import RunState
+from .save_load import check_equal
 from .tensor_files import describe, with_own_memory
 
 

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..converge.health import digest
-from ..files import sync
 from ..replicas import Replicas
 from ..tensors.dtensor import is_sharded, local
 from .errors import CheckpointError
+from .folder import sync
 
 FILE_BYTES = 1 << 30
 """a rank begins another file after so much: a file is copied to the host's memory to be written"""

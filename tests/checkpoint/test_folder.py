@@ -362,7 +362,7 @@ def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(
         said.append(str(caught.value))
         write_files(*args)
 
-    monkeypatch.setattr("hdet.checkpoint.files.write_files", intrude)
+    monkeypatch.setattr("hdet.checkpoint.save_load.write_files", intrude)
     checkpoint.save(tmp_path, run.state, 3)
     assert len(said) == 1 and "is being written by another process" in said[0]
     assert second.facts() == facts and checkpoints(tmp_path) == ["step-00000003"]

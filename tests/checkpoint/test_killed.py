@@ -12,7 +12,7 @@ import pytest
 
 import hdet
 from hdet import checkpoint
-from hdet.checkpoint import files
+from hdet.checkpoint import save_load
 
 from ..distributed import run_ranks
 from ..faults.harness import World, check_left, refusals, run_faulty
@@ -48,7 +48,7 @@ def weights(run: Run) -> list[float]:
 
 def die_in(world: World, where: str) -> None:
     if where == "data":
-        write_files = files.write_files
+        write_files = save_load.write_files
 
         def half(folder: Path, *args: Any) -> None:
             write_files(folder, *args)
@@ -56,7 +56,7 @@ def die_in(world: World, where: str) -> None:
             os.truncate(file, file.stat().st_size // 2)
             world.die()
 
-        files.write_files = half
+        save_load.write_files = half
     else:
         rename = os.rename
 

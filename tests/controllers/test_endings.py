@@ -36,7 +36,7 @@ def test_a_kept_cycle_leaves_replicas_apart_and_says_so() -> None:
     with pytest.warns(UserWarning, match="saving in the middle of a cycle"):
         run.ensemble.state_dict()
     with pytest.raises(ValueError, match="would be a mixture"):
-        hdet.checkpoint.RunState(run.net, run.ensemble).state_dict()
+        hdet.checkpoint.export_safetensors("a.safetensors", run.net, run.ensemble)
     run.ensemble.converge()
     assert run.equal() and run.ensemble.in_sync and not run.ensemble.parted
 
