@@ -53,7 +53,9 @@ class Together:
 
     def first(self, function: Callable[[], T]) -> T:
         """Call on the first rank only; return its result on all."""
-        return self.all(function if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
+        answers: list[Any] = self.all(function if self.rank == 0 else lambda: None)
+        first: T = answers[0]
+        return first
 
     def gather(self, value: T) -> list[T]:
         """The first rank gets each rank's value, by rank; the others get nothing."""
@@ -68,7 +70,7 @@ class Together:
 def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+    except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         known = isinstance(error, (CheckpointError, ValueError, TypeError))
         return None, line if known else f"{type(error).__name__}: {line}"

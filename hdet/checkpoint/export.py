@@ -60,8 +60,8 @@ def _mean_tensors(state: RunState) -> dict[str, torch.Tensor]:
     mean = ensemble.mean()
     if mean is None:
         raise ValueError(
-            "in the middle of a cycle the replicas' parameters differ, and a file of them would be a "
-            "mixture: call ensemble.converge() on all ranks before"
+            "in the middle of a cycle the replicas' parameters differ, and a file of them would be "
+            "a mixture: call ensemble.converge() on all ranks before"
         )
     pairs = zip(ensemble.parameters, mean, strict=True)
     means = {id(t): value if is_sharded(value) else like(value, t) for t, value in pairs}

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from .errors import CheckpointError, Together
 
-MANIFEST, STATE, LOCK = "manifest.json", "state.json", ".hdet.lock"
+MANIFEST, STATE, LOCK = "manifest.json", "state.json", ".hdet-lock"
 FORMAT, VERSION = "hdet-checkpoint", 2
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.hdet-(step-(\d{8,}))\.(partial|replaced)")
@@ -32,12 +32,6 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """The folder of the highest step in ``root``; None where there is none."""
     found = steps(Path(root))
     return found[-1] if found else None
-
-
-def holds_none(root: Path) -> bool:
-    """Is ``root`` without checkpoints, and none itself, by name or by what lies in it?"""
-    is_one = _STEP.fullmatch(root.name) is not None or (root / MANIFEST).is_file()
-    return not is_one and latest(root) is None
 
 
 def steps(root: Path) -> list[Path]:
@@ -55,17 +49,10 @@ def steps(root: Path) -> list[Path]:
     return [entry for _, entry in sorted((aside | final).items())]
 
 
-def resolve(path: Path) -> Path:
-    """The checkpoint that is meant by ``path``: that folder, or the latest one of a root."""
-    if (path / MANIFEST).exists() or (_STEP.fullmatch(path.name) and path.is_dir()):
-        return path
-    found = latest(path)
-    if found is None:
-        raise CheckpointError(
-            f"{str(path)!r} holds no checkpoint: pass a folder step-XXXXXXXX that "
-            "hdet.checkpoint.save wrote, or its root"
-        )
-    return found
+def find_checkpoint(path: Path) -> Path | None:
+    """That folder, if it is meant to be a checkpoint, or the latest one of a root."""
+    is_one = _STEP.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+    return path if is_one else latest(path)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -91,8 +78,8 @@ def locked_for(final: Path) -> Iterator[None]:
     """
     if os.path.lexists(final) and not _is_own(final):
         raise CheckpointError(
-            f"{str(final)!r} holds what this version of hdet does not write: move it away, or save to "
-            "another folder"
+            f"{str(final)!r} holds what this version of hdet does not write: move it away, or save "
+            "to another folder"
         )
     final.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(final.parent / LOCK)
@@ -100,8 +87,8 @@ def locked_for(final: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(
-            f"{str(final.parent)!r} is being written by another process: wait for its end, or save to "
-            "another folder"
+            f"{str(final.parent)!r} is being written by another process: wait for its end, or save "
+            "to another folder"
         ) from None
     try:
         _clear(final.parent)
@@ -147,7 +134,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def publish(final: Path, facts: dict[str, Any], files: dict[str, Any], keep: int) -> None:
-    """Write the manifest, rename the partial folder, remove checkpoints older than the last ``keep``."""
+    """Write the manifest, rename the partial folder, remove all but the last ``keep`` so far."""
     partial = partial_folder(final)
     manifest = {"format": FORMAT, "version": VERSION, **facts, "files": files}
     write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
@@ -236,9 +223,14 @@ def sync(path: Path) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest. Raises CheckpointError for one that is damaged or of another version."""
-    what = f"the {MANIFEST} of checkpoint {str(folder)!r}"
+    name = f"checkpoint {str(folder)!r}"
+    what = f"the {MANIFEST} of {name}"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{str(folder)!r} holds no checkpoint: pass another folder, or its root"
+        )
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"checkpoint {str(folder)!r} has no {MANIFEST}{_damaged(folder)}")
+        raise CheckpointError(f"{name} has no {MANIFEST}{_damaged(folder)}")
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except (ValueError, RecursionError):
@@ -246,16 +238,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{what} is unreadable{_damaged(folder)}")
     if manifest.get("version") != VERSION:
+        version, hdet = (reprlib.repr(manifest.get(key)) for key in ("version", "hdet"))
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} has format {reprlib.repr(manifest.get('version'))}, and this "
-            f"hdet reads format {VERSION}: load it with the hdet that wrote it "
-            f"({reprlib.repr(manifest.get('hdet'))})"
+            f"{name} has format {version}, and this hdet reads format {VERSION}: load it with the "
+            f"hdet that wrote it ({hdet})"
         )
     if manifest.pop("sha256", None) != _digest(manifest):
         raise CheckpointError(f"{what} has been changed{_damaged(folder)}")
     wrong = [key for key, kind in _KINDS.items() if type(manifest.get(key)) is not kind]
     if wrong or not all(map(_FILE.fullmatch, manifest["files"])) or STATE not in manifest["files"]:
-        raise CheckpointError(f"{what} has a wrong {wrong[0] if wrong else 'files'}{_damaged(folder)}")
+        raise CheckpointError(
+            f"{what} has a wrong {wrong[0] if wrong else 'files'}{_damaged(folder)}"
+        )
     return manifest
 
 

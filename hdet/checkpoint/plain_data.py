@@ -21,7 +21,7 @@ _NAMES = {kind: name for name, kind in _LISTED.items()}
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Make JSON of a value, and put its tensors into ``tensors`` under names that begin with ``name``.
+    """Make JSON of a value; put its tensors into ``tensors``, under names that begin with ``name``.
 
     Raises:
         ValueError: the value, named by its place, is none that `decode` can give back.
@@ -93,7 +93,8 @@ def check_extra(extra: Any) -> None:
         return
     if not isinstance(extra, dict):
         raise TypeError(
-            f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}"
+            "extra must be a dict, or have state_dict and load_state_dict, got "
+            f"{type(extra).__name__}"
         )
     for key, value in extra.items():
         if _state_methods(value) is None:
@@ -106,7 +107,9 @@ def take_extra(extra: Any) -> Any:
     if methods is not None:
         return methods[0]()
     found = {key: (value, _state_methods(value)) for key, value in extra.items()}
-    return {key: value if methods is None else methods[0]() for key, (value, methods) in found.items()}
+    return {
+        key: value if methods is None else methods[0]() for key, (value, methods) in found.items()
+    }
 
 
 def check_extra_fits(extra: Any, loaded: Any) -> None:
@@ -115,8 +118,8 @@ def check_extra_fits(extra: Any, loaded: Any) -> None:
         return
     if not isinstance(loaded, dict):
         raise ValueError(
-            f"it was saved with an extra of its own state ({type(loaded).__name__}), not with a dict: "
-            "make the RunState so"
+            f"it was saved with an extra of its own state ({type(loaded).__name__}), not with a "
+            "dict: make the RunState so"
         )
     for key, value in extra.items():
         if _state_methods(value) is not None and key not in loaded:

@@ -45,7 +45,9 @@ class RunState:
         if not isinstance(ensemble, Ensemble):
             has_one = isinstance(getattr(ensemble, "ensemble", None), Ensemble)
             hint = ": pass its .ensemble" if has_one else ""
-            raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}{hint}")
+            raise TypeError(
+                f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}{hint}"
+            )
         check_extra(extra)
         self.model, self.ensemble, self.extra = model, ensemble, extra
         self.optimizer = ensemble.optimizer
@@ -54,11 +56,14 @@ class RunState:
         for i, p in enumerate(optimizer_parameters(self.optimizer)):
             if id(p) not in known:
                 raise ValueError(
-                    f"parameter {i} of the optimizer is not in model: pass the module that holds all of them"
+                    f"parameter {i} of the optimizer is not in model: pass the module that holds "
+                    "all of them"
                 )
 
     def check_outside_use(self) -> None:
-        self.ensemble._check_outside_use("state_dict", "a checkpoint is of all replicas: call it after")
+        self.ensemble._check_outside_use(
+            "state_dict", "a checkpoint is of all replicas: call it after"
+        )
 
     @property
     def place(self) -> int:
@@ -94,14 +99,18 @@ class RunState:
             params = self.averaged_parameters().items()
             parts["average"] = {n: like(t, p) for (n, p), t in zip(params, kept, strict=True)}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of replicas that have parted; these have been averaged
+            warnings.simplefilter(
+                "ignore"
+            )  # of replicas that have parted; these have been averaged
             parts["ensemble"] = self.ensemble.state_dict()
         if self.extra is not None:
             parts["extra"] = take_extra(self.extra)
         encoded = {part: encode(value, part, tensors) for part, value in parts.items()}
         for name, tensor in tensors.items():
             if name.startswith("extra") and is_sharded(tensor):
-                raise ValueError(f"{name} is a DTensor, and extra is each rank's own: keep its shard")
+                raise ValueError(
+                    f"{name} is a DTensor, and extra is each rank's own: keep its shard"
+                )
         return encoded, tensors
 
     def _optimizer_part(self) -> dict[str, Any]:
@@ -120,7 +129,7 @@ class RunState:
         return {"state": state, "others": others, "groups": groups, "rest": rest}
 
     def own_buffers(self) -> set[str]:
-        """Names of the model's buffers that are each rank's own: the Ensemble does not average them."""
+        """Names of the model's buffers that the Ensemble does not average: each rank's own."""
         averaged = {id(t) for t in self.ensemble.parameters}
         tensors = Inventory(self.model).tensors.items()
         return {n for n, t in tensors if not isinstance(t, nn.Parameter) and id(t) not in averaged}
@@ -128,7 +137,8 @@ class RunState:
     def agreeing_names(self, names: Iterable[str]) -> set[str]:
         """Those tensors of `encode` that all replicas hold alike after a converge.
 
-        Each rank's own are some buffers, ``extra``, and under local gradients the optimizer's state.
+        Each rank's own are some buffers, ``extra``, and under local gradients the optimizer's
+        state.
         """
         own, is_shared = self.own_buffers(), self.ensemble.sync.gradients != "local"
         alike = {"model": True, "average": True, "optimizer": is_shared}

@@ -78,10 +78,10 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
     """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or the latest of a root.
 
     Every rank calls it. All of it is read and checked before anything in the run is changed:
-    checksums, names, shapes, dtypes, and what Ensemble and optimizer say to their states. The number
-    of replicas may be another: base values, corrections and velocities go on. DTensors may be
-    sharded in another way. Objects in ``extra`` take their states over first; one that raises then
-    is the only thing that has changed.
+    checksums, names, shapes, dtypes, and what Ensemble and optimizer say to their states. The
+    number of replicas may be another: base values, corrections and velocities go on. DTensors may
+    be sharded in another way. Objects in ``extra`` take their states over first; one that raises
+    then is the only thing that has changed.
 
     Args:
         missing: the step to begin at, such as 0, where ``root`` holds no checkpoint. The first rank
@@ -111,10 +111,13 @@ def _read(path: Path, state: RunState, missing: int | None) -> int:
     together = Together(state.ensemble.replicas.world_group)
 
     def open_checkpoint() -> tuple[Path, dict[str, Any]] | None:
-        if missing is not None and folders.holds_none(path):
-            return None
-        folder = folders.resolve(path)
-        return folder, folders.read_manifest(folder)
+        folder = folders.find_checkpoint(path)
+        if folder is None and missing is None:
+            raise CheckpointError(
+                f"{str(path)!r} holds no checkpoint: pass a folder step-XXXXXXXX that "
+                "hdet.checkpoint.save wrote, or its root"
+            )
+        return None if folder is None else (folder, folders.read_manifest(folder))
 
     opened = together.first(open_checkpoint)
     if opened is None:
@@ -195,11 +198,14 @@ def check_equal(rows: Sequence[Mapping[str, Chunk]], names: set[str], together: 
         for replica, row in enumerate(rows):
             for name in sorted(names):
                 if row.get(name) != rows[0].get(name):
-                    what = "the parameters" if name.startswith("model.") else "the optimizer's state"
+                    what = (
+                        "the parameters" if name.startswith("model.") else "the optimizer's state"
+                    )
                     raise CheckpointError(
-                        f"{what} differ between replicas 0 and {replica} (in {name!r}), which should "
-                        "hold the same after a converge: a checkpoint would mix them. Gradients must be "
-                        "reduced over all replicas, or the Ensemble made with gradients='local'"
+                        f"{what} differ between replicas 0 and {replica} (in {name!r}), "
+                        "which should hold the same after a converge: a checkpoint would mix them. "
+                        "Gradients must be reduced over all replicas, or the Ensemble made with "
+                        "gradients='local'"
                     )
 
     together.all(compare)

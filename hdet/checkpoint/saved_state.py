@@ -106,20 +106,24 @@ class SavedState:
         unknown = [name for name in saved if name not in ours]
         if missing or unknown:
             raise ValueError(
-                f"it lacks {_shorten(missing)} and has {_shorten(unknown)} which the model has not: it "
-                "is of another model, or of replicas of other ranks"
+                f"it lacks {_shorten(missing)} and has {_shorten(unknown)} which the model has "
+                "not: it is of another model, or of replicas of other ranks"
             )
         files, own_buffers = self._files[rank], self.run.own_buffers()
         for name, tensor in ours.items():
             stored = saved[name]["$tensor"]
             if not (self._is_same_size or files.is_whole(stored) or name in own_buffers):
                 raise ValueError(
-                    f"it was saved with other numbers of ranks in a replica, and {name!r}, which differs "
-                    "between these, is not a DTensor that can be cut anew: use the saved layout"
+                    f"it was saved with other numbers of ranks in a replica, and {name!r}, which "
+                    "differs between these, is not a DTensor that can be cut anew: use the saved "
+                    "layout"
                 )
-            there, here = (files.shape(stored), files.dtype(stored)), (tuple(tensor.shape), tensor.dtype)
+            there, here = files.kind(stored), (tuple(tensor.shape), tensor.dtype)
             if there != here:
-                raise ValueError(f"{name!r} is {_described(*there)} there and {_described(*here)} here")
+                kinds = " there and ".join(
+                    f"{dtype} of shape {shape}" for shape, dtype in (there, here)
+                )
+                raise ValueError(f"{name!r} is {kinds} here")
         return {name: files.read(saved[name]["$tensor"], like=t) for name, t in ours.items()}
 
     def _read_optimizer(self, rank: int) -> dict[str, Any]:
@@ -137,14 +141,15 @@ class SavedState:
         for group, present in zip(groups, self.run.optimizer.param_groups, strict=True):
             for key, value in group.items():
                 if isinstance(value, torch.Tensor) and isinstance(present.get(key), torch.Tensor):
-                    group[key] = value.to(present[key].device)  # torch moves states, but not settings
+                    # torch moves states to where the parameters are, but not settings
+                    group[key] = value.to(present[key].device)
             group["params"] = [next(numbers) for _ in present["params"]]
         return {**decode(saved["rest"], read), "state": state, "param_groups": groups}
 
     def _read_entry(self, param: torch.Tensor, rank: int, key: str) -> torch.Tensor:
         """An entry of a parameter's state, sharded like the parameter if it has its shape."""
         files = self._files[rank]
-        if is_sharded(param) and files.shape(key) == tuple(param.shape):
+        if is_sharded(param) and files.kind(key)[0] == tuple(param.shape):
             return like(files.read(key, like=param), param)
         return files.read(key)
 
@@ -153,11 +158,12 @@ class SavedState:
         saved, params = self._raw("average", rank) or {}, self.run.averaged_parameters()
         if not all(name in saved for name in params):
             return None
-        return [self._files[rank].read(saved[name]["$tensor"], like=p) for name, p in params.items()]
+        files = self._files[rank]
+        return [files.read(saved[name]["$tensor"], like=p) for name, p in params.items()]
 
 
 def rehearse_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state into a stand-in of the same class: raise what the optimizer would, change nothing."""
+    """Load a state into a stand-in: raise what the optimizer would raise, and change nothing."""
     stand_in: Any = object.__new__(type(optimizer))
     hooks = [n for n in vars(optimizer) if n.startswith("_optimizer_") and n.endswith("_hooks")]
     stand_in.__dict__.update({**vars(optimizer), **{name: OrderedDict() for name in hooks}})
@@ -177,10 +183,6 @@ def _check_groups(groups: list[dict[str, Any]], run: RunState) -> None:
         a, b = next((a, b) for a, b in pairs if a != b)
         what += f"; the first that differs is {a!r} there and {b!r} here"
     raise ValueError(f"{what}: build the optimizer as the saved run did")
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{dtype} of shape {shape}"
 
 
 def _shorten(names: list[str]) -> str:

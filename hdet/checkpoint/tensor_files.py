@@ -96,7 +96,9 @@ def plan_files(
     return index, shares
 
 
-def write_files(folder: Path, share: Mapping[str, Sequence[str]], tensors: Mapping[str, Any]) -> None:
+def write_files(
+    folder: Path, share: Mapping[str, Sequence[str]], tensors: Mapping[str, Any]
+) -> None:
     """Write this rank's files, flushed to the disk."""
     for file, names in share.items():
         held = {name: _as_stored(local(tensors[name])) for name in names}
@@ -117,7 +119,7 @@ def with_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, contiguous; complex numbers as pairs, as safetensors has not all kinds of them."""
+    """On the host, contiguous; complex numbers as pairs, of which safetensors has not all kinds."""
     tensor = tensor.detach().cpu().resolve_conj()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
 
@@ -150,12 +152,10 @@ class TensorFiles:
         held = set(own["holders"]) | {first + member for member in own["peers"]}
         return held.issuperset(range(first, first + self._members))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.chunks(name)[0]["shape"])
-
-    def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.chunks(name)[0]["dtype"])
-        return dtype
+    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype."""
+        own = self.chunks(name)[0]
+        return tuple(own["shape"]), getattr(torch, own["dtype"])
 
     def read(self, name: str, like: Any = None) -> torch.Tensor:
         """Read to the host: what this rank now holds of ``like``, a tensor of its shape, or all.
@@ -163,9 +163,9 @@ class TensorFiles:
         Raises:
             CheckpointError: the index has gaps, or a file holds another shape.
         """
-        shape = self.shape(name)
+        shape, dtype = self.kind(name)
         offsets, sizes = ((0,) * len(shape), shape) if like is None else chunk_of(like)[2:4]
-        result = torch.empty(sizes, dtype=self.dtype(name))
+        result = torch.empty(sizes, dtype=dtype)
         filled = torch.zeros(sizes, dtype=torch.bool)
         stored = torch.view_as_real(result) if result.is_complex() else result
         for chunk in self.chunks(name):
@@ -186,7 +186,7 @@ class TensorFiles:
         if chunk["file"] not in self._open:
             self._open[chunk["file"]] = safe_open(self._folder / chunk["file"], "pt")
         stored = self._open[chunk["file"]].get_slice(name)
-        if stored.get_shape() != [*chunk["sizes"], *([2] if self.dtype(name).is_complex else [])]:
+        if stored.get_shape() != [*chunk["sizes"], *([2] if self.kind(name)[1].is_complex else [])]:
             raise CheckpointError(f"{chunk['file']!r} and the index differ in {name!r}")
         piece: torch.Tensor = stored[part]
         return piece

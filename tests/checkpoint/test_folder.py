@@ -151,9 +151,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: Path, how: str) -> None:
     saved(tmp_path, 3, 6)
     damage(tmp_path / "step-00000006", how)
     message = refusal(tmp_path, alone().steps(2))
@@ -207,9 +205,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_contents_that_are_wrong_under_right_checksums_change_nothing(
-    tmp_path: Path, how: str
-) -> None:
+def test_contents_that_are_wrong_under_right_checksums_change_nothing(tmp_path: Path, how: str) -> None:
     saved(tmp_path, 3)
     change, says = CHANGES[how]
     sign(tmp_path / "step-00000003", change)
@@ -280,9 +276,7 @@ ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "says"), ARGUMENTS)
-def test_arguments(
-    tmp_path: Path, call: Callable[[Path, Run], object], error: type[Exception], says: str
-) -> None:
+def test_arguments(tmp_path: Path, call: Callable[[Path, Run], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=re.escape(says)):
         call(tmp_path, alone())
 
@@ -310,9 +304,7 @@ def anothers(path: Path, **files: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["a folder", "a file", "a link", "a link to a checkpoint"])
-def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(
-    tmp_path: Path, how: str
-) -> None:
+def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(tmp_path: Path, how: str) -> None:
     place, elsewhere = tmp_path / "step-00000005", anothers(tmp_path / "elsewhere", note="theirs")
     if how == "a folder":
         elsewhere.rename(place)
@@ -348,9 +340,7 @@ def test_what_others_have_there_stays(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step-00000004", run.state) == 4, "and reads as before"
 
 
-def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     run, second = alone().steps(3), alone(net=mlp(seed=1)).steps(3)
     facts, write_files = second.facts(), tensor_files.write_files
@@ -470,9 +460,7 @@ def misused(rank: int, world: int, root: str, how: str) -> str:
         ("parameters of their own", "the parameters differ between replicas 0 and 1 .in 'model.0.bias'"),
     ],
 )
-def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(
-    tmp_path: Path, how: str, says: str
-) -> None:
+def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_path: Path, how: str, says: str) -> None:
     found = run_ranks(misused, 2, str(tmp_path), how)
     assert [name for name in checkpoints(tmp_path) if "step-" in name[:5]] == ["step-00000001"]
     assert all(re.search(says, text) for text in found), found

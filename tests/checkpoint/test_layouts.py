@@ -62,7 +62,6 @@ def shards_alone(rank: int, world: int, *args: Any) -> Run:
     return Run(Shard(dist.new_group([rank], use_local_synchronization=True), 0), replicas, torch.optim.AdamW, rank)
 
 
-
 @pytest.mark.parametrize(("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])])
 def test_shards_are_cut_anew(tmp_path: Path, build: Callable[..., Run], others: list[tuple[Callable[..., Run], int]]) -> None:
     states = run_ranks(saved, 4, str(tmp_path), build, 12)
