@@ -87,8 +87,8 @@ def locked_for(final: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(
-            f"{str(final.parent)!r} is being written by another process: wait for its end, or save "
-            "to another folder"
+            f"{str(final.parent)!r} is being written by another process: wait for its end, or, "
+            f"if it has ended and the file system has no locks, remove {LOCK!r} there"
         ) from None
     try:
         _clear(final.parent)

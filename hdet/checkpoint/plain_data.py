@@ -38,6 +38,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
         return {key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, dict) and type(value) in _NAMES:
+        if any(isinstance(key, torch.Tensor) for key in value):
+            raise ValueError(f"{name} has tensors as keys, which a checkpoint cannot give back")
         pairs = [
             [encode(key, f"a key of {name}", {}), encode(item, f"{name}.{key}", tensors)]
             for key, item in value.items()

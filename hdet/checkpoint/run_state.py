@@ -67,8 +67,10 @@ class RunState:
 
     @property
     def place(self) -> int:
-        """Of this rank in the table of replicas, row by row; a later run knows it by that."""
+        """Of this process in the table of replicas, row by row; a later run knows it by that."""
         replicas = self.ensemble.replicas
+        if replicas.world_group is None:  # also where replicas share it
+            return 0
         return replicas.index * replicas.members + replicas.member
 
     def parameter_names(self) -> list[str]:
@@ -117,7 +119,7 @@ class RunState:
         saved, names = self.optimizer.state_dict(), self.parameter_names()
         state, others = {}, {}
         for key, entries in saved["state"].items():
-            if key not in range(len(names)):
+            if type(key) is not int or not 0 <= key < len(names):
                 others[key] = entries  # not a parameter's
                 continue
             # Further replicas on this device are equal now: one is enough.

@@ -168,7 +168,8 @@ def _write(final: Path, state: RunState, step: int, keep: int, together: Togethe
     files = [folders.STATE, *(file for share in shares for file in share)]
     sums = folders.files_facts(partial, dict.fromkeys(files), together)
     facts = {"hdet": __version__, "torch": str(torch.__version__), "step": step}
-    facts |= {"replicas": replicas.count, "members": replicas.members}
+    # Replicas that share a process are equal, and are one here.
+    facts |= {"replicas": len(rows) // replicas.members, "members": replicas.members}
     together.first(lambda: folders.publish(final, facts, sums, keep))
 
 

@@ -22,7 +22,6 @@ from hdet.checkpoint import CheckpointError, folder, tensor_files
 
 from ..adversary.common import bits, quiet, tree
 from ..distributed import run_ranks
-from . import helpers
 from .helpers import Run, alone, ddp, hsdp, mlp
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -476,14 +475,3 @@ def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
     run_ranks(sharded, 4, str(tmp_path))
     sign(tmp_path / "step-00000002", lambda manifest, state: state["tensors"]["model.0.weight"].pop())
     assert "its index has gaps: no file holds all of 'model.0.weight'" in refusal(tmp_path, alone())
-
-
-def size_of(rank: int, world: int, root: str) -> int:
-    path = checkpoint.save(root, helpers.ddp(rank, world).steps(5).state, 5)
-    return sum(entry.stat().st_size for entry in path.glob("*.safetensors"))
-
-
-def test_nothing_is_written_twice(tmp_path: Path) -> None:
-    two, four = (run_ranks(size_of, world, str(tmp_path / str(world)))[0] for world in (2, 4))
-    extras = 2 * 8_000  # bytes of two more ranks' generators
-    assert abs(four - two) < extras

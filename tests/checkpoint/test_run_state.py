@@ -282,6 +282,7 @@ def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
     with run.replica(1), pytest.raises(ValueError, match="inside `with replicas.use"):
         state_of(run)
     folder = checkpoint.save(tmp_path, state_of(run), at)
+    mean = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     assert not any("replica" in name for name in holders(folder))
     other = together(3, storage).steps(2)
     other.index = checkpoint.load(tmp_path, state_of(other))
@@ -289,22 +290,15 @@ def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
     five = together(5, storage)
     checkpoint.load(tmp_path, state_of(five))
     five.steps(5)
+    if storage == "displacement":
+        assert run_ranks(taken_over, 2, str(folder)) == [bits(dict(mean))] * 2
 
 
-def own_extra(rank: int, world: int, root: str, loads: bool) -> int:
-    run, loader = ddp(rank, world), Loader()
-    state = checkpoint.RunState(run.net, run.ensemble, loader)
-    if loads:
-        checkpoint.load(root, state)
-    else:
-        loader.at = 10 + rank
-        checkpoint.save(root, state, 0)
-    return loader.at
-
-
-def test_extra_is_each_ranks_own(tmp_path: Path) -> None:
-    assert run_ranks(own_extra, 2, str(tmp_path), False) == [10, 11]
-    assert run_ranks(own_extra, 3, str(tmp_path), True) == [10, 11, 10]
+def taken_over(rank: int, world: int, path: str) -> Any:
+    """By replicas of a process each."""
+    run = harness.Run(rank, net=mlp(torch.bfloat16), optimizer=helpers.fused_base, every=4)
+    checkpoint.load(path, state_of(run))
+    return bits({name.removeprefix("module."): p for name, p in run.net.named_parameters()})
 
 
 # -- plain torch.save --------------------------------------------------------------------------------------------------------
