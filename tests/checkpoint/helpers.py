@@ -1,4 +1,4 @@
-"""Runs in each layout that a checkpoint has to carry, built alike on every rank; and the optimizers that they take."""
+"""Runs in each layout that a checkpoint has to carry, and the optimizers that they take."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ from ..adversary.common import bits
 
 
 class Run(harness.Run):
-    """With a controller that moves, and dropout from a generator that ``extra`` carries. ``net`` may be wrapped."""
+    """With a controller that moves, and dropout from a generator that ``extra`` carries."""
 
-    def __init__(self, net: nn.Module, replicas: Replicas | None, make: Callable[..., Any], stream: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        replicas: Replicas | None,
+        make: Callable[..., Any],
+        stream: int,
+        **settings: Any,
+    ) -> None:
         given = {} if replicas is None else {"replicas": replicas}
         settings = {"controller": hdet.SoftmaxController(decay=None), **given, **settings}
         super().__init__(stream, net=net, ddp=False, optimizer=make, weight_decay=0.01, **settings)
@@ -36,7 +43,9 @@ class Run(harness.Run):
 
     def dropped(self, data: harness.Batch) -> torch.Tensor:
         x, y = data
-        return harness.losses_of(self.net, (x * (torch.rand(x.shape, generator=self.generator) > 0.1), y))
+        return harness.losses_of(
+            self.net, (x * (torch.rand(x.shape, generator=self.generator) > 0.1), y)
+        )
 
     @property
     def state(self) -> checkpoint.RunState:
@@ -44,7 +53,8 @@ class Run(harness.Run):
         return checkpoint.RunState(self.net, self.ensemble, self.extra)
 
     def resume(self, path: Path | str) -> Run:
-        # DDP orders its buckets anew after its first backward pass; the order in which more than two ranks' gradients are added follows.
+        # DDP orders its buckets anew after its first backward pass, and with them the sums of
+        # more than two ranks' gradients.
         self.backward()
         self.optimizer.zero_grad()
         checkpoint.load(path, self.state)
@@ -89,16 +99,26 @@ class FusedEightBit(hdet.FusedAdamW):
 
 
 def torch_sgd(params: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Without decay, which would be in the momentum: replicas' parameters differ, and shared gradients need equal states."""
+    """Without decay, which would be in the momentum, and differ between replicas."""
     return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5)
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------------
+# -- layouts --------------------------------------------------------------------------------------
 
 
-def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16: bool = False, shard: int = 2, **settings: Any) -> Run:
+def hsdp(
+    rank: int,
+    world: int,
+    make: Callable[..., Any] = torch_adamw,
+    *,
+    bf16: bool = False,
+    shard: int = 2,
+    **settings: Any,
+) -> Run:
     """FSDP2 on a mesh of replicas x shards."""
-    mesh = init_device_mesh("cpu", (world // shard, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(
+        "cpu", (world // shard, shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
     net = mlp()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in (net[0], net[2], net):
@@ -117,7 +137,9 @@ def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw) ->
     return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", moments="keep")
 
 
-def local(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, moments: str = "keep") -> Run:
+def local(
+    rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, moments: str = "keep"
+) -> Run:
     return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", moments=moments)
 
 
@@ -125,11 +147,17 @@ def table(ranks: list[list[int]]) -> Replicas:
     """Replicas by their ranks, [replica][member]; every rank makes all groups."""
     me = dist.get_rank()
     peers = [dist.new_group(list(column)) for column in zip(*ranks, strict=True)]
-    index, member = next((r, m) for r, row in enumerate(ranks) for m, rank in enumerate(row) if rank == me)
-    return Replicas(index, len(ranks), peers[member], ranks=ranks, member=member, world_group=dist.group.WORLD)
+    index, member = next(
+        (r, m) for r, row in enumerate(ranks) for m, rank in enumerate(row) if rank == me
+    )
+    return Replicas(
+        index, len(ranks), peers[member], ranks=ranks, member=member, world_group=dist.group.WORLD
+    )
 
 
-def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, **settings: Any) -> Run:
+def alone(
+    make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, **settings: Any
+) -> Run:
     """One replica, without torch.distributed."""
     return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
 
@@ -137,7 +165,13 @@ def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, 
 def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
     """In bfloat16 if the optimizer keeps master weights."""
     small = "master_weights" in getattr(make, "keywords", {})
-    return Run(DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32)), None, make, rank, **settings)
+    return Run(
+        DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32)),
+        None,
+        make,
+        rank,
+        **settings,
+    )
 
 
 streaming = partial(ddp, converge=converge.Streaming(2))
@@ -154,7 +188,7 @@ def groups(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **sett
 
 
 class Shard(nn.Module):
-    """A hidden layer cut over two ranks by hand: tensors of one name and other contents; norms on both."""
+    """A hidden layer cut over two ranks by hand: one name, other contents; norms on both."""
 
     def __init__(self, group: dist.ProcessGroup, place: int) -> None:
         super().__init__()
@@ -176,7 +210,7 @@ class Shard(nn.Module):
 
 
 def shards(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    """tp 2 x dp 2: ranks {0, 1} and {2, 3} are replicas; gradients are reduced over {0, 2} and {1, 3} by DDP."""
+    """tp 2 x dp 2: ranks {0, 1} and {2, 3} are replicas; DDP is over {0, 2} and {1, 3}."""
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     replicas = table([[0, 1], [2, 3]])
     net = DistributedDataParallel(Shard(tp, rank % 2), process_group=replicas.peer_group)

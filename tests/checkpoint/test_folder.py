@@ -101,7 +101,7 @@ def test_a_run_begins_where_nothing_is_and_continues_where_something_is(tmp_path
         checkpoint.load(tmp_path / "step-00000099", fresh.state, missing=0)
 
 
-# -- what is refused, and has changed nothing -------------------------------------------------------
+# -- what is refused, and has changed nothing -----------------------------------------------------
 
 
 def flip(file: Path, at: int) -> None:
@@ -150,7 +150,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: Path, how: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
+    tmp_path: Path, how: str
+) -> None:
     saved(tmp_path, 3, 6)
     damage(tmp_path / "step-00000006", how)
     message = refusal(tmp_path, alone().steps(2))
@@ -183,7 +185,10 @@ def ensemble(state: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "former format": (lambda m, s: m.update(version=1), "has format 1, and this hdet reads format 2"),
+    "former format": (
+        lambda m, s: m.update(version=1),
+        "has format 1, and this hdet reads format 2",
+    ),
     "a file elsewhere": (lambda m, s: m["files"].update({"../x": {}}), "has a wrong files"),
     "a step that is none": (lambda m, s: m.update(step="3"), "has a wrong step"),
     "a gap": (lambda m, s: chunk(s).update(sizes=[8, 5]), "index differ in 'model.0.weight'"),
@@ -204,7 +209,9 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_contents_that_are_wrong_under_right_checksums_change_nothing(tmp_path: Path, how: str) -> None:
+def test_contents_that_are_wrong_under_right_checksums_change_nothing(
+    tmp_path: Path, how: str
+) -> None:
     saved(tmp_path, 3)
     change, says = CHANGES[how]
     sign(tmp_path / "step-00000003", change)
@@ -265,17 +272,31 @@ ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
     (lambda at, run: checkpoint.save(at, run.state, -1), ValueError, "step must be a whole number"),
     (lambda at, run: checkpoint.save(at, run.state, 1, keep=0), ValueError, "keep must be a whole"),
     (lambda at, run: checkpoint.load(at, run.state, missing=-1), ValueError, "missing must be a"),
-    (lambda at, run: State(run, run.ensemble), TypeError, "model must be a torch.nn.Module, got Run"),
+    (
+        lambda at, run: State(run, run.ensemble),
+        TypeError,
+        "model must be a torch.nn.Module, got Run",
+    ),
     (lambda at, run: State(run.net, run), TypeError, "ensemble must be an hdet.Ensemble, got Run"),
-    (lambda at, run: State(run.net, one_cycle_scheduler()), TypeError, "AutoLR: pass its .ensemble"),
-    (lambda at, run: State(mlp(), run.ensemble), ValueError, "parameter 0 of the optimizer is not in"),
+    (
+        lambda at, run: State(run.net, one_cycle_scheduler()),
+        TypeError,
+        "AutoLR: pass its .ensemble",
+    ),
+    (
+        lambda at, run: State(mlp(), run.ensemble),
+        ValueError,
+        "parameter 0 of the optimizer is not in",
+    ),
     (lambda at, run: State(run.net, run.ensemble, [1]), TypeError, "extra must be a dict, or have"),
     (lambda at, run: State(run.net, run.ensemble, {"open": Path}), ValueError, LATE),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "says"), ARGUMENTS)
-def test_arguments(tmp_path: Path, call: Callable[[Path, Run], object], error: type[Exception], says: str) -> None:
+def test_arguments(
+    tmp_path: Path, call: Callable[[Path, Run], object], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=re.escape(says)):
         call(tmp_path, alone())
 
@@ -284,14 +305,16 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     run = alone()
     state = State(run.net, run.ensemble, {"index": 1})
     state.extra["open"] = Path
-    with pytest.raises(CheckpointError, match="extra.open holds what a checkpoint cannot give back"):
+    with pytest.raises(
+        CheckpointError, match="extra.open holds what a checkpoint cannot give back"
+    ):
         checkpoint.save(tmp_path, state, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="FileExistsError|NotADirectoryError"):
         checkpoint.save(tmp_path / "file", run.state, 1)
 
 
-# -- whose folders a save touches -------------------------------------------------------------------
+# -- whose folders a save touches -----------------------------------------------------------------
 
 
 def anothers(path: Path, **files: str) -> Path:
@@ -303,7 +326,9 @@ def anothers(path: Path, **files: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["a folder", "a file", "a link", "a link to a checkpoint"])
-def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(tmp_path: Path, how: str) -> None:
+def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(
+    tmp_path: Path, how: str
+) -> None:
     place, elsewhere = tmp_path / "step-00000005", anothers(tmp_path / "elsewhere", note="theirs")
     if how == "a folder":
         elsewhere.rename(place)
@@ -339,7 +364,9 @@ def test_what_others_have_there_stays(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step-00000004", run.state) == 4, "and reads as before"
 
 
-def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     run, second = alone().steps(3), alone(net=mlp(seed=1)).steps(3)
     facts, write_files = second.facts(), tensor_files.write_files
@@ -385,7 +412,7 @@ def test_two_writers_at_once_publish_whole_checkpoints_only(tmp_path: Path) -> N
     assert all(re.fullmatch(r"step-0000000\d", name) for name in checkpoints(tmp_path))
 
 
-# -- on several ranks -------------------------------------------------------------------------------
+# -- on several ranks -----------------------------------------------------------------------------
 
 
 def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
@@ -454,12 +481,20 @@ def misused(rank: int, world: int, root: str, how: str) -> str:
     ("how", "says"),
     [
         ("folders of their own", "is not one folder for all ranks"),
-        ("steps of their own", r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]"),
+        (
+            "steps of their own",
+            r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]",
+        ),
         ("moments of their own", "the optimizer's state differ between replicas 0 and 1"),
-        ("parameters of their own", "the parameters differ between replicas 0 and 1 .in 'model.0.bias'"),
+        (
+            "parameters of their own",
+            "the parameters differ between replicas 0 and 1 .in 'model.0.bias'",
+        ),
     ],
 )
-def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_path: Path, how: str, says: str) -> None:
+def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(
+    tmp_path: Path, how: str, says: str
+) -> None:
     found = run_ranks(misused, 2, str(tmp_path), how)
     assert [name for name in checkpoints(tmp_path) if "step-" in name[:5]] == ["step-00000001"]
     assert all(re.search(says, text) for text in found), found
@@ -473,5 +508,7 @@ def sharded(rank: int, world: int, root: str) -> None:
 def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
     """A shard that is not there, under checksums that are right."""
     run_ranks(sharded, 4, str(tmp_path))
-    sign(tmp_path / "step-00000002", lambda manifest, state: state["tensors"]["model.0.weight"].pop())
+    sign(
+        tmp_path / "step-00000002", lambda manifest, state: state["tensors"]["model.0.weight"].pop()
+    )
     assert "its index has gaps: no file holds all of 'model.0.weight'" in refusal(tmp_path, alone())

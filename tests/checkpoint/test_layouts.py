@@ -1,4 +1,4 @@
-"""What loads into what: shards anew, hand-made shards never mixed, one model out of any layout; and its export as safetensors."""
+"""What loads into what: shards anew, hand-made shards never mixed; exports as safetensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,24 @@ from hdet.replicas import Replicas
 
 from ..adversary.common import bits
 from ..distributed import run_ranks
-from .helpers import Run, Shard, alone, ddp, exact_local, fused_base, groups, hsdp, mlp, shards, table
+from .helpers import (
+    Run,
+    Shard,
+    alone,
+    ddp,
+    exact_local,
+    fused_base,
+    groups,
+    hsdp,
+    mlp,
+    shards,
+    table,
+)
 from .test_run_state import holders
 
 
 def whole(run: Run) -> Any:
-    """Parameters, and the optimizer's state by name of entry, as every rank would see them without shards."""
+    """Parameters, and the optimizer's state by entry, as every rank sees them without shards."""
 
     def full(value: Any) -> Any:
         return bits(value.full_tensor() if hasattr(value, "full_tensor") else value)
@@ -59,11 +71,20 @@ unsharded = partial(hsdp, shard=1)
 def shards_alone(rank: int, world: int, *args: Any) -> Run:
     """The hand-made shards, each of whose ranks is a replica by itself."""
     replicas = table([[rank] for rank in range(world)])
-    return Run(Shard(dist.new_group([rank], use_local_synchronization=True), 0), replicas, torch.optim.AdamW, rank)
+    return Run(
+        Shard(dist.new_group([rank], use_local_synchronization=True), 0),
+        replicas,
+        torch.optim.AdamW,
+        rank,
+    )
 
 
-@pytest.mark.parametrize(("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])])
-def test_shards_are_cut_anew(tmp_path: Path, build: Callable[..., Run], others: list[tuple[Callable[..., Run], int]]) -> None:
+@pytest.mark.parametrize(
+    ("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])]
+)
+def test_shards_are_cut_anew(
+    tmp_path: Path, build: Callable[..., Run], others: list[tuple[Callable[..., Run], int]]
+) -> None:
     states = run_ranks(saved, 4, str(tmp_path), build, 12)
     assert all(state == states[0] for state in states), "every rank sees the one averaged model"
     for other, world in others:
@@ -141,7 +162,10 @@ def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part() -> None:
             }
             rows.append(tensor_files.describe(tensors, replicas))
     index, _ = tensor_files.plan_files(rows)
-    assert [(c["peers"], c["holders"]) for c in index["tp"]] == [((0, 1), [0, 1, 4, 5]), ((2, 3), [2, 3, 6, 7])]
+    assert [(c["peers"], c["holders"]) for c in index["tp"]] == [
+        ((0, 1), [0, 1, 4, 5]),
+        ((2, 3), [2, 3, 6, 7]),
+    ]
     assert [(c["peers"], c["holders"]) for c in index["all"]] == [((0, 1, 2, 3), list(range(8)))]
     for place, peers in ((4, (0, 1)), (7, (2, 3))):
         files = tensor_files.TensorFiles(Path(), index, place, 4)
@@ -149,7 +173,7 @@ def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part() -> None:
         assert files.is_whole("all") and not files.is_whole("tp")
 
 
-# -- safetensors -------------------------------------------------------------------------------------------------------------
+# -- safetensors ----------------------------------------------------------------------------------
 
 
 def exported(rank: int, world: int, path: str, build: Callable[..., Run]) -> Any:
@@ -175,7 +199,9 @@ def test_the_averaged_model_as_safetensors(tmp_path: Path, build: Callable[..., 
         assert {name: bits(tensor) for name, tensor in load_file(path).items()} == model
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
-        assert metadata["format"] == "pt" and metadata["step"] == "7" and metadata["replicas"] == "2"
+        assert (
+            metadata["format"] == "pt" and metadata["step"] == "7" and metadata["replicas"] == "2"
+        )
         assert json.loads(metadata["base_values"]) == values
     net = mlp(seed=7)
     load_model(net, path)
@@ -185,8 +211,12 @@ def test_the_averaged_model_as_safetensors(tmp_path: Path, build: Callable[..., 
 def exported_at_the_start(rank: int, world: int, path: str) -> Any:
     run = ddp(rank, world)
     with torch.no_grad():
-        run.net.module[0].bias.add_(0.1 * rank)  # a noisy start: replicas differ before the first step
-    with pytest.raises(CheckpointError, match="the parameters differ between replicas 0 and 1 .in 'model.0.bias'"):
+        run.net.module[0].bias.add_(
+            0.1 * rank
+        )  # a noisy start: replicas differ before the first step
+    with pytest.raises(
+        CheckpointError, match="the parameters differ between replicas 0 and 1 .in 'model.0.bias'"
+    ):
         checkpoint.export_safetensors(path, run.net, run.ensemble)
     run.ensemble.converge()
     return checkpoint.export_safetensors(path, run.net, run.ensemble)
@@ -201,7 +231,9 @@ def lost_in_an_export(rank: int, world: int, path: str) -> Any:
     run = ddp(rank, world).steps(5)
 
     def closed(*_: Any, **__: Any) -> None:
-        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+        )
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(hdet.ReplicaLost) as caught:
         patch.setattr(dist, "all_gather_object", closed)
@@ -210,7 +242,10 @@ def lost_in_an_export(rank: int, world: int, path: str) -> Any:
 
 
 def test_a_rank_that_is_lost_in_an_export_is_named(tmp_path: Path) -> None:
-    assert run_ranks(lost_in_an_export, 2, str(tmp_path / "model.safetensors")) == [("checkpoint", 5)] * 2
+    assert (
+        run_ranks(lost_in_an_export, 2, str(tmp_path / "model.safetensors"))
+        == [("checkpoint", 5)] * 2
+    )
 
 
 def test_what_members_hold_alone_is_exported_under_their_numbers(tmp_path: Path) -> None:
@@ -269,9 +304,15 @@ def test_tied_and_overlapping_tensors(tmp_path: Path) -> None:
         assert file.metadata()["head.weight"] == "embed.weight"
         assert sorted(file.keys()) == ["embed.weight", "lower", "upper"]
     net = Tied()
-    net.upper, net.lower = net.upper.clone(), net.lower.clone()  # safetensors wants memory of their own
+    net.upper, net.lower = (
+        net.upper.clone(),
+        net.lower.clone(),
+    )  # safetensors wants memory of their own
     load_model(net, path)
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), run.net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(net.state_dict().values(), run.net.state_dict().values(), strict=True)
+    )
     assert alone(net=Tied()).resume(checkpoint.save(tmp_path, run.state, 2)).facts() == run.facts()
 
 
@@ -281,5 +322,7 @@ def test_export_arguments(tmp_path: Path) -> None:
         checkpoint.export_safetensors(tmp_path / "model.pt", run.net, run.ensemble)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
-        checkpoint.export_safetensors(tmp_path / "file" / "model.safetensors", run.net, run.ensemble)
+        checkpoint.export_safetensors(
+            tmp_path / "file" / "model.safetensors", run.net, run.ensemble
+        )
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

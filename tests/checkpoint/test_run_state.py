@@ -1,4 +1,4 @@
-"""What is stored of a run: states of any shape, once or for each rank, and other numbers of replicas."""
+"""What is stored of a run, once or for each rank, and other numbers of replicas."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from ..distributed import run_ranks
 from . import helpers
 from .helpers import Run, alone, ddp, mlp
 
-# -- steps that are none ---------------------------------------------------------------------------------------------------
-
 
 class Odd(torch.optim.Optimizer):
     """Keeps nested state, a count that is no tensor, and reads -0 + 0."""
@@ -45,7 +43,10 @@ class Odd(torch.optim.Optimizer):
                     state = self.state[p]
                     state["count"] = state.get("count", 0) + 1
                     state["factors"] = {
-                        "rows": state.get("factors", {}).get("rows", 0) + p.grad.flatten(1).abs().sum(1) if p.dim() > 1 else p.grad.abs()
+                        "rows": state.get("factors", {}).get("rows", 0)
+                        + p.grad.flatten(1).abs().sum(1)
+                        if p.dim() > 1
+                        else p.grad.abs()
                     }
                     state["list"] = [p.grad.clone()]
                     p.add_(p.grad, alpha=-group["lr"])
@@ -69,7 +70,7 @@ def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
     assert other.resumed().steps(2).facts() == run.steps(2).facts()
 
 
-# -- another number of replicas ----------------------------------------------------------------------------------------------
+# -- another number of replicas -------------------------------------------------------------------
 
 
 def grown(rank: int, world: int, root: str, mode: Callable[..., Run], loads: bool) -> Any:
@@ -85,12 +86,25 @@ def grown(rank: int, world: int, root: str, mode: Callable[..., Run], loads: boo
         checkpoint.save(root, run.state, 10)
         before = run.facts()
     ensemble = before["ensemble"]
-    kept = {key: ensemble[key] for key in ("cycle", "step", "corrections", "bases", "controller_state", "scheduled", "scheduler")}
+    kept = {
+        key: ensemble[key]
+        for key in (
+            "cycle",
+            "step",
+            "corrections",
+            "bases",
+            "controller_state",
+            "scheduled",
+            "scheduler",
+        )
+    }
     return before["model"], before["optimizer"], before["rates"], kept, run.facts()["model"]
 
 
 @pytest.mark.parametrize(("few", "many"), [(4, 8), (8, 3)])
-def test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities(tmp_path: Path, few: int, many: int) -> None:
+def test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities(
+    tmp_path: Path, few: int, many: int
+) -> None:
     saved = run_ranks(grown, few, str(tmp_path), ddp, False)
     loaded = run_ranks(grown, many, str(tmp_path), ddp, True)
     for result in [*saved, *loaded]:
@@ -155,7 +169,7 @@ def test_averaged_moments_are_stored_once_and_counters_for_each_replica(tmp_path
     assert found["optimizer.state.0.weight.step"] == [[0], [1]]
 
 
-# -- what each rank has for itself -------------------------------------------------------------------------------------------
+# -- what each rank has for itself ----------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -219,9 +233,8 @@ class Loader:
 
 
 def things() -> dict[str, Any]:
-    return {
-        "loader": Loader(), "generator": torch.Generator(), "scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "epoch": 0
-    }  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    return {"loader": Loader(), "generator": torch.Generator(), "scaler": scaler, "epoch": 0}
 
 
 def test_extra_has_objects_with_a_state_generators_and_plain_values(tmp_path: Path) -> None:
@@ -239,7 +252,9 @@ def test_extra_has_objects_with_a_state_generators_and_plain_values(tmp_path: Pa
     assert checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other)) == 1
     assert other["loader"].at == 17 and other["epoch"] == 3 and other["scaler"].get_scale() == 32.0
     assert all(other[key] is objects[key] for key in ("loader", "generator", "scaler"))
-    assert torch.equal(torch.rand(3, generator=other["generator"]), torch.rand(3, generator=extra["generator"]))
+    assert torch.equal(
+        torch.rand(3, generator=other["generator"]), torch.rand(3, generator=extra["generator"])
+    )
 
     other["sampler"] = Loader()
     before = fresh.facts()
@@ -256,12 +271,14 @@ class Counted(Loader):
         return [self.at]
 
 
-# -- one process -------------------------------------------------------------------------------------------------------------
+# -- one process ----------------------------------------------------------------------------------
 
 
 def together(count: int, storage: str) -> harness.Run:
     make = helpers.fused_fp32 if storage == "parameters" else helpers.fused_base
-    return harness.Run(net=mlp(torch.bfloat16), together=count, storage=storage, optimizer=make, every=4)
+    return harness.Run(
+        net=mlp(torch.bfloat16), together=count, storage=storage, optimizer=make, every=4
+    )
 
 
 def state_of(run: harness.Run) -> checkpoint.RunState:
@@ -271,7 +288,12 @@ def state_of(run: harness.Run) -> checkpoint.RunState:
 def all_of(run: harness.Run) -> Any:
     """Parameters and masters of each replica."""
     params = list(run.net.parameters())
-    return bits([[*run.optimizer.replica_parameters(k), *run.optimizer.masters(params, k)] for k in run.replicas.local])
+    return bits(
+        [
+            [*run.optimizer.replica_parameters(k), *run.optimizer.masters(params, k)]
+            for k in run.replicas.local
+        ]
+    )
 
 
 @pytest.mark.parametrize("storage", ["parameters", "displacement"])
@@ -301,7 +323,7 @@ def taken_over(rank: int, world: int, path: str) -> Any:
     return bits({name.removeprefix("module."): p for name, p in run.net.named_parameters()})
 
 
-# -- plain torch.save --------------------------------------------------------------------------------------------------------
+# -- plain torch.save -----------------------------------------------------------------------------
 
 
 def recipe(rank: int, world: int) -> bool:
@@ -320,7 +342,7 @@ def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> Non
     assert run_ranks(recipe, 2) == [True, True]
 
 
-# -- kinds of values ----------------------------------------------------------------------------------
+# -- kinds of values ------------------------------------------------------------------------------
 
 
 def sixteen_bits(make: Callable[..., Any]) -> Run:
@@ -330,8 +352,13 @@ def sixteen_bits(make: Callable[..., Any]) -> Run:
 def values_of(run: Run) -> list[Any]:
     """Exact values behind the parameters, and moments."""
     masters = run.optimizer.masters(list(run.net.parameters()))
-    exact = [rounding.join(p.detach(), m) if m.dtype == torch.int16 else m for p, m in zip(run.net.parameters(), masters, strict=True)]
-    return [bits(x) for x in exact] + [bits(state["exp_avg"]) for state in run.optimizer.state.values()]
+    exact = [
+        rounding.join(p.detach(), m) if m.dtype == torch.int16 else m
+        for p, m in zip(run.net.parameters(), masters, strict=True)
+    ]
+    return [bits(x) for x in exact] + [
+        bits(state["exp_avg"]) for state in run.optimizer.state.values()
+    ]
 
 
 def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
@@ -339,9 +366,14 @@ def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
     run = alone(helpers.torch_adamw).steps(6)
     checkpoint.save(tmp_path / "a", run.state, 6)
     fused = alone(helpers.fused_adamw).resume(tmp_path / "a")
-    assert run.facts()["model"] == fused.facts()["model"] and run.facts()["optimizer"] == fused.facts()["optimizer"]
+    assert (
+        run.facts()["model"] == fused.facts()["model"]
+        and run.facts()["optimizer"] == fused.facts()["optimizer"]
+    )
     checkpoint.save(tmp_path / "b", fused.state, 6)
-    assert alone(helpers.torch_adamw).resume(tmp_path / "b").steps(4).facts() == run.steps(4).facts()
+    assert (
+        alone(helpers.torch_adamw).resume(tmp_path / "b").steps(4).facts() == run.steps(4).facts()
+    )
 
     checkpoint.save(tmp_path / "c", sixteen_bits(helpers.fused_fp32).steps(6).state, 6)
     halves = sixteen_bits(partial(hdet.FusedAdamW, master_weights="split")).resume(tmp_path / "c")
