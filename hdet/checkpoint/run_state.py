@@ -101,9 +101,7 @@ class RunState:
             params = self.averaged_parameters().items()
             parts["average"] = {n: like(t, p) for (n, p), t in zip(params, kept, strict=True)}
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of replicas that have parted; these have been averaged
+            warnings.simplefilter("ignore")  # of replicas that have parted: these are averaged
             parts["ensemble"] = self.ensemble.state_dict()
         if self.extra is not None:
             parts["extra"] = take_extra(self.extra)
