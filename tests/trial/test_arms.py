@@ -17,7 +17,7 @@ import hdet
 from hdet.trial.arms import Arms
 from hdet.trial.displacement import Displacement
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
-from hdet.trial.steps import PARTS
+from hdet.trial.steps import CEILING
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
@@ -43,7 +43,7 @@ def by_hand(multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1,
         own.step()
     with torch.no_grad():
         scores = [mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks)) for i in range(STEPS, ALL)]
-    moved = displacement.read(displacement.row(displacement.ratios()).tolist()).median
+    moved = displacement.over_ranks(hdet.Replicas.single(), displacement.ratios())[0].median
     return Arm(RATE * multiple, tuple(scores), moved)
 
 
@@ -222,7 +222,7 @@ def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     found = run_ranks(spread_arms, world, 1e-6, ddp)
     interval, cost, moved, _ = found[0]
     assert all(other[:3] == found[0][:3] for other in found) and moved > 10
-    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == PARTS
+    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
     assert cost <= STEPS * -(-5 // world) + SCORES * 2, "arms of one replica, and six scores of a third of a step"
     assert [alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp)] == [True] * world
 
@@ -251,15 +251,12 @@ def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.ones(()))
     state, searched = scaler.state_dict(), run.controller._run
-    first = searched.snapshot("device")
-    first.take()
-    arms = Arms(searched, first, scaler=scaler)
+    arms = Arms(searched, searched.take_snapshot("device"), scaler=scaler)
     weights = []
     for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
-        arm = arms.begin()
         with arms.run_kept():
-            arms.train(arm, lambda scale=scale: scale * run.losses(taught(0)), 1.0)
+            arms.train(arms.begin(), lambda scale=scale: scale * run.losses(taught(0)), 1.0)
             weights.append(run.weights())
-    arms.close()
+    arms.in_place.close()
     assert not torch.equal(weights[0], run.weights()) and torch.equal(weights[1], run.weights())
     assert scaler.state_dict() == state

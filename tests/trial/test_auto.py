@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hdet
-from hdet.trial.auto import SHORTEST
+from hdet.trial.budget import SHORTEST
 from hdet.trial.rule import BROKEN, SCORES, STEPS, RateInterval
 from tests.ensemble.helpers import same
 from tests.harness import Run, batch, loss_of, losses_of, model, taught
