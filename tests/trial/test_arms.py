@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from statistics import mean
@@ -22,7 +21,7 @@ from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, noisy, sgd
+from .common import ALL, auto_run, noisy, sgd, training
 
 RATE = 1e-4
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
@@ -200,16 +199,10 @@ def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
         net = noisy()
         wrapped = DistributedDataParallel(net) if ddp else net
         auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
-        optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
         sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
-        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
         torch.manual_seed(rank)
-        for index in range(ALL + 2):
-            losses = functools.partial(losses_of, wrapped, taught(100 * index + rank))
-            losses().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(1.0, closure=losses)
+        losses_at = lambda step, wrapped=wrapped: losses_of(wrapped, taught(100 * step + rank))
+        *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
         found.append((net.state_dict(), torch.get_rng_state(), auto, ensemble.corrections["lr"]))
     (*ours, auto, moved), (*plain, _, _) = found
     return auto.interval, auto.cost, moved, moved != 1 or same(ours, plain)
