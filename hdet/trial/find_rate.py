@@ -79,13 +79,7 @@ def find_rate(
         raise ValueError(
             "every parameter group has learning rate 0: set the rate that you would use"
         )
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    run = Searched(
-        model, optimizer, trained, masters_of(optimizer, trained, 0),
-        lambda: [(number, factor * peak) for number, peak in own],
-        replicas or Replicas.of_shards(trained) or Replicas.default(),
-        aside=partial(without_hooks, optimizer),
-    )  # fmt: skip
+    run = _run_of(model, optimizer, replicas, lambda: [(n, factor * peak) for n, peak in own])
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
     search.total_steps = max(total_steps, SHORTEST)  # a trial, however short the run is
     search.attach(run)
@@ -98,6 +92,17 @@ def find_rate(
         search.close()
     assert search.interval is not None
     return replace(search.interval.trial, rate=rate).interval(total_steps)
+
+
+def _run_of(
+    model: nn.Module, optimizer: Optimizer, replicas: Replicas | None, peaks: Callable[[], Any]
+) -> Searched:
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    return Searched(
+        model, optimizer, trained, masters_of(optimizer, trained, 0), peaks,
+        replicas or Replicas.of_shards(trained) or Replicas.default(),
+        aside=partial(without_hooks, optimizer),
+    )  # fmt: skip
 
 
 def _peak(group: Mapping[str, Any]) -> float:
