@@ -5,13 +5,11 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
-from .rule import TIE, RateInterval
-
 __all__ = ["draw_interval"]
 
 
-def draw_interval(interval: RateInterval, axes: Any = None) -> Any:
-    """See `RateInterval.plot`."""
+def draw_interval(interval: Any, errors: float, axes: Any = None) -> Any:
+    """See `RateInterval.plot`. ``errors``: standard errors that a bar shows."""
     if axes is None:
         from matplotlib import pyplot
 
@@ -20,7 +18,7 @@ def draw_interval(interval: RateInterval, axes: Any = None) -> Any:
     scored = [arm for arm in interval.trial.arms if arm.losses]
     axes.errorbar(
         [arm.rate for arm in scored], [arm.loss for arm in scored],
-        [TIE * arm.error for arm in scored], marker="o", capsize=3, label="loss after the trial",
+        [errors * arm.error for arm in scored], marker="o", capsize=3, label="loss after the trial",
     )  # fmt: skip
     if interval.trial.first_losses:
         axes.axhline(mean(interval.trial.first_losses), ls=":", c="grey", label="before training")

@@ -232,7 +232,7 @@ class RateInterval:
         Returns the axes."""
         from .figure import draw_interval
 
-        return draw_interval(self, axes)
+        return draw_interval(self, TIE, axes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log. An open end is None."""
