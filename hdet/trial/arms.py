@@ -16,7 +16,7 @@ from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from .displacement import Displacement, Ratios
 from .in_place import InPlace
-from .searched import Closure, Scorer, Searched, gradients_kept, mean_of
+from .searched import Closure, Scorer, Searched, keep_gradients, mean_of
 
 __all__ = ["Arms"]
 
@@ -25,7 +25,7 @@ class Arms:
     """Trains and scores copies of a run.
 
     A copy holds all that is trained: parameters, masters, the optimizer's state and the model's
-    buffers. Run, gradients, modes and random states are bitwise as before after `run_kept`, inside
+    buffers. Run, gradients, modes and random states are bitwise as before after `keep_run`, inside
     of which the other methods are called.
 
     Args:
@@ -55,9 +55,9 @@ class Arms:
         self._scorer = Scorer(run)
 
     @contextmanager
-    def run_kept(self) -> Iterator[None]:
+    def keep_run(self) -> Iterator[None]:
         """Around arms: afterwards the run is in its place again, with its gradients."""
-        with self.in_place(), gradients_kept(self.run), _without_reduction(self.run):
+        with self.in_place(), keep_gradients(self.run), _without_reduction(self.run):
             self._own.take()
             try:
                 with modes_kept(self.run.module):

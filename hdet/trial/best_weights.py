@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..tensors.buffers import BufferCopies, Copy
-from .searched import Scorer, Searched, gradients_kept
+from .searched import Scorer, Searched, keep_gradients
 
 __all__ = ["BestWeights"]
 
@@ -51,7 +51,7 @@ class BestWeights:
         """Raises ValueError for a run of unknown length, or of several models."""
         if total_steps is None:
             raise ValueError("val_batches needs a run of known length: pass total_steps")
-        if run.has_copies or not run.shares_gradients:
+        if run.owns_weights or not run.shares_gradients:
             raise ValueError(
                 "val_batches keeps the weights of one model: leave it out with local gradients, "
                 "and where the optimizer has parameters of its own (refresh=)"
@@ -78,7 +78,7 @@ class BestWeights:
         """Mean over batches, over the ranks that see a loss."""
         run = self._run
         run.forget_gathered()
-        with gradients_kept(run):
+        with keep_gradients(run):
             closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
             losses = [self._scorer.loss(closure) for closure in closures]
         run.forget_gathered()

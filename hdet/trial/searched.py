@@ -18,7 +18,7 @@ from ..run.snapshot import Snapshot
 from ..tensors.dtensor import reshard
 from ..tensors.eval_mode import eval_mode
 
-__all__ = ["Closure", "Scorer", "Searched", "gradients_kept", "mean_of"]
+__all__ = ["Closure", "Scorer", "Searched", "keep_gradients", "mean_of"]
 
 Closure = Callable[[], Any]
 """Computes the losses of the current batch again: shape (examples,), or one number, with a graph.
@@ -36,7 +36,7 @@ class Searched:
         peaks: gives (parameter group, its peak rate) of the groups whose rates are searched.
         shares_gradients: are gradients averaged over the replicas?
         aside: inside it ``optimizer.step()`` is the optimizer's own, which nobody counts.
-        has_copies: has the optimizer parameters of its own, which the model's follow?
+        owns_weights: has the optimizer parameters of its own, which the model's follow?
     """
 
     model: nn.Module
@@ -47,7 +47,7 @@ class Searched:
     replicas: Replicas
     shares_gradients: bool = True
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
-    has_copies: bool = False
+    owns_weights: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -87,7 +87,7 @@ class Searched:
         chosen = {number for number, peak in peaks if peak > 0} or {number for number, _ in peaks}
         groups = enumerate(self.optimizer.param_groups)
         pairs = [(number, p) for number, group in groups for p in group["params"]]
-        return [number in chosen and (p.requires_grad or self.has_copies) for number, p in pairs]
+        return [number in chosen and (p.requires_grad or self.owns_weights) for number, p in pairs]
 
     def take_snapshot(self, place: str) -> Snapshot:
         """Of all that is trained. ``place``: "device" or "host"."""
@@ -123,7 +123,7 @@ class Searched:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the loss inside its step, which copies cannot follow")
         own, trained = set(self.module.parameters()), set(self.parameters)
-        if self.has_copies:
+        if self.owns_weights:
             return
         if not trained <= own:
             raise ValueError(
@@ -140,7 +140,7 @@ class Searched:
 
 
 @contextmanager
-def gradients_kept(run: Searched) -> Iterator[None]:
+def keep_gradients(run: Searched) -> Iterator[None]:
     """Inside there are none, to which a closure would add; afterwards there are those of before."""
     # DDP's gradients may be views of its buckets, into which others are written too.
     shared = getattr(run.model, "gradient_as_bucket_view", False)

@@ -73,7 +73,7 @@ class TrialSteps:
             )
         part = 0.0 if self._trained or self._spread else self._part_in_force()
         own = self._displacement.ratios() if part else []
-        with self._arms.run_kept():
+        with self._arms.keep_run():
             if len(self._trained) == STEPS:
                 self._score(closure)
             else:
@@ -196,16 +196,14 @@ class TrialSteps:
             by_arm = self._mean_losses([FIRST, *self._live], self._scored)
             if not by_arm[FIRST]:
                 raise ValueError(NO_LOSSES)
-        found = []
+        arms = []
         for number, multiple in enumerate(MULTIPLES):
             losses, median = tuple(by_arm.get(number, ())), medians.get(number)
-            if losses and max(losses) < INFINITE:
-                distance = None if median == math.inf else median
-                found.append(Arm(self._rate * multiple, losses, distance))
-            else:
-                found.append(Arm(self._rate * multiple))
+            is_finite = bool(losses) and max(losses) < INFINITE
+            distance = median if is_finite and median != math.inf else None
+            arms.append(Arm(self._rate * multiple, losses if is_finite else (), distance))
         return Trial(
-            self._rate, tuple(found), tuple(by_arm.get(FIRST, ())),
+            self._rate, tuple(arms), tuple(by_arm.get(FIRST, ())),
             pretrained=moved[0].pretrained, given_up=self._given_up,
             ceiling=CEILING if self._spread else 1.0,
         )  # fmt: skip

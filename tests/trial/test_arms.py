@@ -242,7 +242,7 @@ def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
     arms = Arms(searched, searched.take_snapshot("device"), scaler=scaler)
     weights = []
     for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
-        with arms.run_kept():
+        with arms.keep_run():
             arms.train(arms.begin(), lambda scale=scale: scale * run.losses(taught(0)), 1.0)
             weights.append(run.weights())
     arms.in_place.close()
