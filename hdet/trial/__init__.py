@@ -1,1 +1,1 @@
-"""A learning rate found in the first steps of a run, or before it: displacement, a trial, an interval."""
+"""A learning rate found in the first steps of a run: displacement, a trial, an interval."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,32 +15,38 @@ from ..core.plan import Learned, Moment, Plan
 from ..core.schema import COUNT, FLAG, Instance, Number, Optional, read
 from ..core.validate import within
 from ..run.snapshot import Snapshot
-from .arms import Closure, Searched
+from .arms import Arms
 from .best_weights import BestWeights
-from .displacement import Displacement
+from .budget import Budget
+from .displacement import Displacement, name_outliers
 from .own_steps import OwnSteps
-from .rule import MULTIPLES, SCORES, STEPS, RateInterval, Trial
-from .steps import NOT_THE_RATE, REPEATS, TrialSteps, can_spread, trial_cost
+from .rule import STEPS, RateInterval, Trial
+from .searched import Closure, Searched
+from .steps import TrialSteps
 
 __all__ = ["AutoLR", "Move"]
 
-PART = 0.03
-"""Of a run's compute: what a trial may cost by default, in runs that are long enough."""
-SHORTEST = 1000
-"""Steps of a run from which on a trial is made whatever part of it that costs."""
+REPEATS = 3
+"""How often a trial is repeated at a far lower rate. If nothing helps, it is not the rate, which
+goes back to where it was."""
+NOT_THE_RATE = "far lower rates break too: it is not the rate"
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a search has decided."""
+    """What a search has decided.
+
+    Attributes:
+        factor: of all rates; 1: nothing changes.
+        restored: are the run's first weights in place again?
+        note: one line.
+        trial: `RateInterval.to_dict`, for the log.
+    """
 
     factor: float
-    """Of all rates; 1: nothing changes."""
     restored: bool
-    """Are the run's first weights in place again?"""
     note: str
     trial: Mapping[str, Any]
-    """`RateInterval.to_dict`, for the log."""
 
 
 class AutoLR(Controller):
@@ -72,7 +77,14 @@ class AutoLR(Controller):
             by which the best weights of the run are kept, see `restore_best_weights`.
         spread_arms: does each replica train arms of its own, on its own part of the batch? Then a
             trial takes less time (three replicas: 112 steps' worth for 196), and lowers a rate
-            only if it is far too high. Closure and before_step must not communicate then. It needs DistributedDataParallel or local gradients, where it is the default.
+            only if it is far too high. Closure and before_step must not communicate then. It needs
+            DistributedDataParallel or local gradients, where it is the default.
+
+    Attributes:
+        interval: what was measured, a `RateInterval`; None: nothing yet.
+        layers: how far each matrix was moved at the rate that is in force, by name (displacement).
+        cost: of trials, in steps of the run.
+        done: is the search over?
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -117,22 +129,18 @@ class AutoLR(Controller):
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
         self.best_weights = None if val_batches is None else BestWeights(*val_batches)
+        self.total_steps: int | None = None
         self.interval: RateInterval | None = None
-        """What was found. None: nothing yet."""
         self.layers: Mapping[str, float] = {}
-        """How far each matrix was moved at the rate that is in force, by name (displacement)."""
         self.cost = 0.0
-        """What trials have cost, in steps of the run."""
         self.done = False
-        """Is the search over?"""
-        self.obeyed = True
-        """Does the run do what is decided? Not inside `Shadow`."""
+        self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
         self._repeats = 0
         self._rate = 0.0  # before the search
         self._run: Searched | None = None
-        self._total: int | None = None
-        self._steps: TrialSteps | OwnSteps | None = None
         self._first: Snapshot | None = None
+        self._steps: TrialSteps | OwnSteps | None = None
+        self._arms: Arms | None = None
 
     # -- what an Ensemble asks ---------------------------------------------------------------------
 
@@ -147,21 +155,18 @@ class AutoLR(Controller):
                 "AutoLR moves learning rates, and there is no such knob: leave knobs out, or add "
                 "hdet.LearningRate()"
             )
-        if run.clock.warmup_steps:
-            raise ValueError(
-                f"AutoLR searches in the first steps: leave out warmup_steps={run.clock.warmup_steps}"
-            )
-        self._total = run.total_steps
+        if steps := run.clock.warmup_steps:
+            raise ValueError(f"AutoLR searches in the first steps: leave out warmup_steps={steps}")
+        self.total_steps = run.total_steps
 
     def attach(self, run: Searched) -> None:
         """Before the first step. Raises ValueError for a run of which no copies can be trained, and
         if it has searched for another run."""
         if self._run is not None:
             raise ValueError("this AutoLR belongs to another run: make a new one for each")
-        if self._trial_is_affordable:
+        if self._budget.allows_trial:
             run.check()
-        leaves = run.leaves_gradients or not run.shares_gradients
-        if self.spread_arms and not (leaves and can_spread(run, self.scaler)):
+        if self.spread_arms and not run.can_spread(self.scaler):
             raise ValueError(
                 "spread_arms=True needs gradients that a trial can leave unreduced (pass the model "
                 "with its DistributedDataParallel to AutoLR, without find_unused_parameters), no "
@@ -169,14 +174,13 @@ class AutoLR(Controller):
             )
         self._run = run
         if self.best_weights is not None:
-            self.best_weights.attach(run, self._total, self.place)
+            self.best_weights.attach(run, self.total_steps, self.place)
 
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
         if self.done or self._run is None or self._first is not None:
             return
-        self._first = self._run.snapshot(self.place)
-        self._first.take()
+        self._first = self._run.take_snapshot(self.place)
         self._displacement = Displacement(self._run.weights, self._run.names())
 
     def after_step(self, closure: Closure | None) -> Move | None:
@@ -188,91 +192,70 @@ class AutoLR(Controller):
         """
         if self.best_weights is not None:
             self.best_weights.after_step()
-        if self.done or self._first is None:
-            return None
-        assert self._run is not None
-        if not self._run.rate:
+        if self.done or self._first is None or self._run is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
         if self._steps is None:
-            self._steps = self._make_steps(closure)
-        if isinstance(self._steps, OwnSteps):
-            trial = self._steps.after_step()
-        else:
-            if closure is None:
-                raise TypeError(
-                    "AutoLR's trial needs the batch's losses again in each of its steps: call "
-                    "ensemble.step(loss, closure=lambda: losses_of(model, batch))"
-                )
-            trial = self._steps.after_step(closure)
+            self._steps = self._make_steps(self._run, self._first, closure)
+        trial = self._steps.after_step(closure)
         return None if trial is None else self._decide(trial)
 
     def check_in_place(self, what: str) -> None:
         """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another
         thread."""
-        if self._steps is not None:
-            self._steps.check(what)
+        if self._arms is not None:
+            self._arms.in_place.check(what)
 
-    def _make_steps(self, closure: Closure | None) -> TrialSteps | OwnSteps:
-        assert self._run is not None and self._first is not None
-        if closure is None or not self._trial_is_affordable:
-            return OwnSteps(self._run, self._displacement)
-        spread = not self._run.shares_gradients if self.spread_arms is None else self.spread_arms
-        return TrialSteps(
-            self._run, self._first, self._displacement, self.before_step, self.scaler, self.place,
-            spread,
+    def _make_steps(
+        self, run: Searched, first: Snapshot, closure: Closure | None
+    ) -> TrialSteps | OwnSteps:
+        if closure is None or not self._budget.allows_trial:
+            return OwnSteps(run, self._displacement)
+        spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
+        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
+        self._arms = Arms(
+            run, first, before_step=self.before_step, scaler=self.scaler, place=self.place,
+            averages=False if spread else None,
         )  # fmt: skip
+        return TrialSteps(self._arms, self._displacement, spread)
 
     @property
-    def _trial_is_affordable(self) -> bool:
-        if self._total is None or self.budget == 0:
-            return False
-        affordable = (PART if self.budget is None else self.budget) * self._total >= trial_cost()
-        return affordable or (self.budget is None and self._total >= SHORTEST)
+    def _budget(self) -> Budget:
+        return Budget(self.budget, self.total_steps)
 
     @property
     def is_too_short(self) -> bool:
         """Is the run too short for the trial that was not forbidden?"""
-        return self.budget != 0 and self._total is not None and not self._trial_is_affordable
+        return self._budget.is_too_small
 
     def _decide(self, trial: Trial) -> Move:
-        steps, first = self._steps, self._first
-        assert steps is not None and first is not None and self._run is not None
+        steps, first, run = self._steps, self._first, self._run
+        assert steps is not None and first is not None and run is not None
         self.cost, self.layers = self.cost + steps.cost, steps.layers()
-        self._rate = self._rate or trial.rate
-        found = trial.interval(self._total or STEPS)
-        unsure = steps.is_beyond_measure(trial)
-        if unsure and self._repeats == REPEATS:
-            found = replace(
-                found, low=0.0, high=math.inf, suggestion=self._rate,
-                reason=NOT_THE_RATE,
-            )  # fmt: skip
-        self.interval, factor = found, found.suggestion / trial.rate
-        note = self._note(factor)
+        measured_at, self._rate = trial.rate, self._rate or trial.rate
+        repeat = trial.needs_repeat and self._repeats < REPEATS
+        if trial.needs_repeat and not repeat:
+            trial = replace(trial, rate=self._rate, given_up=NOT_THE_RATE)
+        self.interval = interval = trial.interval(self.total_steps or STEPS)
+        factor = interval.suggestion / measured_at
         lowers = factor < 1 and self.obeyed
         if lowers:
-            first.restore(keep_new_buffers=True)
-            self._run.forget_gathered()
-        self.done = not (lowers and unsure)
+            run.restore(first)
+        self.done = not (lowers and repeat)
         self._repeats += not self.done
-        self._close()
-        return Move(factor if self.obeyed else 1.0, lowers, note, found.to_dict())
-
-    def _note(self, factor: float) -> str:
-        found = self.interval
-        assert found is not None
-        if factor == 1:
-            return f"learning rate {found.rate:.2g} stays: {found.reason}"
-        to = f"{found.rate:.2g} -> {found.rate * factor:.2g}"
-        return f"learning rate {'' if self.obeyed else 'would go '}{to}: {found.reason}"
-
-    def _close(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-        self._steps = self._first = None
+        self.close()
+        verb = "" if self.obeyed or not interval.moves else " would go"
+        note = str(interval).splitlines()[0].replace("rate:", f"rate{verb}")
+        return Move(factor if self.obeyed else 1.0, lowers, note, interval.to_dict())
 
     def close(self) -> None:
-        """The Ensemble is closed: copies and hooks go."""
-        self._close()
+        """Copies and hooks go. A search that was under way begins again with the next step."""
+        if self._arms is not None:
+            self._arms.in_place.close()
+        self._arms = self._steps = self._first = None
+
+    def restart(self, now: Moment) -> None:
+        """Other weights were loaded."""
+        self.close()
 
     def plan(self, now: Moment) -> Plan:
         return Plan(spread=False)
@@ -281,16 +264,8 @@ class AutoLR(Controller):
         return self._nothing(evidence)
 
     @property
-    def finished(self) -> bool:
-        return self.done
-
-    @property
     def idle(self) -> bool:
         return self.done
-
-    def restart(self, now: Moment) -> None:
-        """Other weights were loaded: a search that was under way begins again with them."""
-        self._close()
 
     # -- what a user asks --------------------------------------------------------------------------
 
@@ -308,67 +283,19 @@ class AutoLR(Controller):
         return self.best_weights.restore()
 
     def report(self) -> str:
-        """What is going to happen, or what was found: some short lines."""
-        lines = self._found() if self.interval is not None else [self._plan_in_words()]
+        """What is going to happen, or what was measured: some short lines."""
+        if self.interval is not None:
+            lines = [str(replace(self.interval, rate=self._rate or self.interval.rate))]
+            if self.cost:
+                lines.append(f"cost: {self.cost:.0f} steps{self._budget.percent(self.cost)}")
+            lines += filter(None, [name_outliers(self.layers)])
+        elif self.done:
+            lines = ["no search: the run was resumed after its first steps"]
+        else:
+            lines = [self._budget.plan()]
         if self.best_weights is not None and self.best_weights.step:
             lines.append(str(self.best_weights))
         return "\n".join(lines)
-
-    def _plan_in_words(self) -> str:
-        if self.done:
-            return "no search: the run was resumed after its first steps"
-        if self._trial_is_affordable:
-            part = 100 * trial_cost() / (self._total or 1)
-            tried = ", ".join(f"{multiple:g}" for multiple in MULTIPLES)
-            return (
-                f"a trial in the first {STEPS + SCORES} steps, at {tried} times your rate; it costs "
-                f"at most {trial_cost():.0f} steps ({part:.1f} % of the run)"
-            )
-        looks = f"only how far the first {STEPS} steps move the weights is looked at"
-        if self._total is None or self.budget == 0:
-            return looks
-        return (
-            f"{self._total} steps are too few for a trial within the budget, so {looks}. For a trial "
-            f"pass budget={math.ceil(100 * trial_cost() / self._total) / 100:g}, or use hdet.find_rate"
-            if trial_cost() < self._total
-            else f"{self._total} steps are too few for a trial, so {looks}. Use hdet.find_rate"
-        )
-
-    def _found(self) -> list[str]:
-        found = self.interval
-        assert found is not None
-        rate = self._rate or found.rate
-        to = (
-            f"{rate:.2g} stays"
-            if found.suggestion == rate
-            else f"{rate:.2g} -> {found.suggestion:.2g}"
-        )
-        low = f"{found.low:.2g}" if found.low else "any lower rate"
-        high = f"{found.high:.2g}" if math.isfinite(found.high) else "any higher rate"
-        lines = [f"learning rate: {to} ({found.reason})",
-                 f"good rates for {found.total_steps} steps: {low} to {high}"]  # fmt: skip
-        arms = [arm for arm in found.trial.arms if arm.losses]
-        if arms:
-            tried = ", ".join(f"{arm.loss:.4g} at {arm.rate:.2g}" for arm in arms)
-            lines.append(f"losses after {found.trial.steps} steps: {tried}")
-            if not found.trial.has_learned:
-                lines.append("no rate has learned anything in the trial: only displacement counts")
-        if self.cost:
-            part = f" ({100 * self.cost / self._total:.1f} % of the run)" if self._total else ""
-            lines.append(f"cost: {self.cost:.0f} steps{part}")
-        return lines + self._outliers()
-
-    def _outliers(self) -> list[str]:
-        """Layers that move far less or far more than the others."""
-        known = sorted(value for value in self.layers.values() if 0 < value < math.inf)
-        if len(known) < 3:
-            return []
-        middle = known[len(known) // 2]
-        far = {name: x for name, x in self.layers.items() if x > 8 * middle or 0 < x < middle / 8}
-        named = [f"{name} by {x:.2g}" for name, x in sorted(far.items(), key=lambda item: -item[1])]
-        if not named:
-            return []
-        return [f"the median matrix moved by {middle:.2g} of its size, but {', '.join(named[:4])}"]
 
     @staticmethod
     def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -381,34 +308,31 @@ class AutoLR(Controller):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data. Copies of a trial under way are not in it: it begins again after loading."""
-        found = self.interval
+        interval = None if self.interval is None else self.interval.to_dict()
         return {
-            "done": self.done,
-            "cost": self.cost,
-            "rate": self._rate,
-            "repeats": self._repeats,
-            "interval": None if found is None else found.to_dict(),
-        }
+            "done": self.done, "cost": self.cost, "rate": self._rate, "repeats": self._repeats,
+            "interval": interval,
+        }  # fmt: skip
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
         kinds = {"done": FLAG, "cost": Number(0), "rate": Number(0), "repeats": COUNT,
                  "interval": Optional(Instance(Mapping))}  # fmt: skip
-        found = read(state, kinds, "AutoLR's", knobs)
-        if found["interval"] is not None:
+        checked = read(state, kinds, "AutoLR's", knobs)
+        if checked["interval"] is not None:
             try:
-                found["interval"] = interval = RateInterval.from_dict(found["interval"])
+                checked["interval"] = interval = RateInterval.from_dict(checked["interval"])
                 str(interval), interval.trial.interval(interval.total_steps)  # fails if damaged
             except Exception as error:
                 raise ValueError(
                     f"AutoLR's state has a damaged trial ({type(error).__name__}: {error})"
                 ) from error
-        return found
+        return checked
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        found = self.check_state(state)
-        self._close()
-        self.done, self.cost, self.interval = found["done"], found["cost"], found["interval"]
-        self._rate, self._repeats = found["rate"], found["repeats"]
+        checked = self.check_state(state)
+        self.close()
+        self.done, self.cost, self.interval = checked["done"], checked["cost"], checked["interval"]
+        self._rate, self._repeats = checked["rate"], checked["repeats"]
         self.layers = {}
         if not self.done and self._run is not None:
             warnings.warn(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..tensors.buffers import BufferCopies, Copy
-from .arms import Scorer, Searched
+from .searched import Scorer, Searched, keep_gradients
 
 __all__ = ["BestWeights"]
 
@@ -48,13 +48,13 @@ class BestWeights:
         self._weights: list[Copy] = []
 
     def attach(self, run: Searched, total_steps: int | None, place: str) -> None:
-        """Raises ValueError for a run of unknown length."""
+        """Raises ValueError for a run of unknown length, or of several models."""
         if total_steps is None:
             raise ValueError("val_batches needs a run of known length: pass total_steps")
-        if run.has_copies or not run.shares_gradients:
+        if run.owns_weights or not run.shares_gradients:
             raise ValueError(
-                "val_batches keeps the weights of one model: leave it out with local gradients, and "
-                "where the optimizer has parameters of its own (refresh=)"
+                "val_batches keeps the weights of one model: leave it out with local gradients, "
+                "and where the optimizer has parameters of its own (refresh=)"
             )
         self._run, self._on_host = run, place == "host"
         self._every = max(1, total_steps // TIMES)
@@ -62,25 +62,25 @@ class BestWeights:
         self._buffers = BufferCopies(run.module, self._on_host)
 
     def after_step(self) -> None:
+        """Evaluates, if it is time to."""
         self._steps += 1
-        if self._steps % self._every == 0:
-            loss = self._held_out_loss()
-            if loss < self.loss:
-                self.loss, self.step = loss, self._steps
-                old: Sequence[Any] = self._weights or [None] * len(self._run.parameters)
-                pairs = zip(self._run.parameters, old, strict=True)
-                self._weights = [Copy(p, self._on_host, before) for p, before in pairs]
-                self._buffers.take()
+        if self._steps % self._every:
+            return
+        loss = self._held_out_loss()
+        if loss < self.loss:
+            self.loss, self.step = loss, self._steps
+            old: Sequence[Any] = self._weights or [None] * len(self._run.parameters)
+            pairs = zip(self._run.parameters, old, strict=True)
+            self._weights = [Copy(p, self._on_host, before) for p, before in pairs]
+            self._buffers.take()
 
     def _held_out_loss(self) -> float:
         """Mean over batches, over the ranks that see a loss."""
         run = self._run
-        gradients = [(p, p.grad) for p in (*run.parameters, *run.module.parameters())]
-        run.clear_gradients()
-        closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
-        losses = [self._scorer.loss(closure) for closure in closures]
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        run.forget_gathered()
+        with keep_gradients(run):
+            closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
+            losses = [self._scorer.loss(closure) for closure in closures]
         run.forget_gathered()
         seen = [loss.double().cpu() for loss in losses if loss is not None]
         row = torch.stack([torch.stack(seen).mean(), torch.ones(())]) if seen else torch.zeros(2)

@@ -13,35 +13,36 @@ from dataclasses import dataclass
 
 import torch
 
+from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Displacement", "Moved", "are_pretrained"]
+__all__ = ["Displacement", "Moved", "Ratios", "name_outliers"]
 
-SIDE = 64
-"""A sample of a matrix: the values at so many evenly spaced rows and columns."""
+SIDE = 64  # a sample of a matrix: the values at so many evenly spaced rows and columns
 PRETRAINED = 3.5
 """Standard errors, in the mean over matrices, by which rows or columns of weights that are trained
 differ more in size than random numbers would. Fresh models have -0.5 to 3.1, models that were
 trained 3.9 to 2000."""
+OUTLIER = 8  # factor by which a layer moves more or less than the median one, to be named
+# Ratios are counted in bins from 2^LOWEST on, which ranks can add up. A rank's row has the counts,
+# how many ratios are not finite, and sum and number of the first weights' roughness.
 LOWEST, BINS, PER_OCTAVE = -24, 256, 8
-"""Ratios are counted in bins from 2^LOWEST on, which ranks can add up."""
+WIDTH = BINS + 3
 
-Tensors = Callable[[], Sequence[torch.Tensor]]
+Ratios = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What `Displacement.read` gives, the same on every rank."""
+    """What was measured on all ranks, the same on each.
+
+    Attributes:
+        median: over all matrices; None if there are none, infinity where weights are not finite.
+        pretrained: were the first weights trained already? Then rows and columns differ in size.
+    """
 
     median: float | None
-    """Over all matrices; None if there are none, infinity where weights are not finite."""
-    roughness: float
-    """Of the first weights, for `are_pretrained`."""
-
-
-def are_pretrained(moved: Moved) -> bool:
-    """Were the first weights trained already? Then rows and columns differ in size."""
-    return moved.roughness > PRETRAINED
+    pretrained: bool
 
 
 class Displacement:
@@ -54,65 +55,83 @@ class Displacement:
         names: of these tensors, for `by_layer`.
     """
 
-    def __init__(self, tensors: Tensors, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tensors: Callable[[], Sequence[torch.Tensor]], names: Sequence[str] = ()
+    ) -> None:
         self._tensors, self._names = tensors, names
-        self._first = [_sample(part) for part in self._parts()]
+        self._first = self._samples()
 
-    def _parts(self) -> list[torch.Tensor]:
+    def _samples(self) -> list[torch.Tensor]:
         held = self._tensors()
-        return [
-            part for tensor, part in zip(held, local_parts(held), strict=True) if _counts(tensor)
-        ]
+        pairs = zip(held, local_parts(held), strict=True)
+        return [_sample(part) for tensor, part in pairs if _is_matrix(tensor)]
 
     @torch.no_grad()
-    def ratios(self) -> list[torch.Tensor]:
+    def ratios(self) -> Ratios:
         """By matrix, 0-d float32: |change| / |first weights|; NaN where the first are all 0."""
-        now = [_sample(part) for part in self._parts()]
-        return [(a - b).norm() / b.norm() for a, b in zip(now, self._first, strict=True)]
+        pairs = zip(self._samples(), self._first, strict=True)
+        return [(now - first).norm() / first.norm() for now, first in pairs]
 
-    @torch.no_grad()
-    def row(self, ratios: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(BINS + 3,) float64, to be added up over ranks: how many ratios are in each bin, how many
-        are not finite, and sum and number of the first weights' roughness."""
-        if not ratios:
-            return torch.zeros(BINS + 3, dtype=torch.float64)
-        device = ratios[0].device  # a model may lie on several
-        found = torch.stack([ratio.to(device) for ratio in ratios])
-        ours = torch.stack([(first.norm() > 0).to(device) for first in self._first])
-        finite = ours & found.isfinite()
-        bins = ((found.clamp(min=1e-30).log2() - LOWEST) * PER_OCTAVE).nan_to_num().long()
-        bins = bins.clamp(0, BINS - 1)
-        counts = (bins[:, None] == torch.arange(BINS, device=found.device)) & finite[:, None]
-        rough = torch.stack([_roughness(first).to(device) for first in self._first])
-        known = rough.isfinite()
-        more = torch.stack([(ours & ~finite).sum(), rough.where(known, 0.0).sum(), known.sum()])
-        return torch.cat([counts.sum(0), more]).cpu().double()  # some devices have no float64
+    def over_ranks(self, replicas: Replicas, *of: Ratios) -> list[Moved]:
+        """What each of some `ratios` says, together with those of the other ranks: one collective.
+        Without ratios, a rank takes part in it all the same."""
+        row = torch.cat([self._row(ratios) for ratios in of])
+        total = replicas.sum_rows(row).sum(0).tolist()
+        return [_read(total[i * WIDTH : (i + 1) * WIDTH]) for i in range(len(of))]
 
-    @staticmethod
-    def read(row: Sequence[float]) -> Moved:
-        """Of rows that were added up."""
-        counts, (broken, rough, known) = row[:BINS], row[BINS:]
-        half, below = (sum(counts) + broken) / 2, 0.0
-        roughness = rough / known if known else 0.0
-        if not half:
-            return Moved(None, roughness)
-        for number, count in enumerate(counts):
-            if count and below + count >= half:
-                place = number + (half - below) / count
-                median = 2.0 ** (LOWEST + place / PER_OCTAVE) if number else 0.0
-                return Moved(median, roughness)
-            below += count
-        return Moved(math.inf, roughness)
-
-    def by_layer(self, ratios: Sequence[torch.Tensor]) -> Mapping[str, float]:
+    def by_layer(self, ratios: Ratios) -> Mapping[str, float]:
         """Of this rank's own parts, by name; waits for the device."""
-        names = [name for name, tensor in zip(self._names, self._tensors(), strict=False)
-                 if _counts(tensor)]  # fmt: skip
+        pairs = zip(self._names, self._tensors(), strict=False)
+        names = [name for name, tensor in pairs if _is_matrix(tensor)]
         values = torch.stack(list(ratios)).tolist() if ratios else []
         return dict(zip(names, values, strict=False))
 
+    @torch.no_grad()
+    def _row(self, ratios: Ratios) -> torch.Tensor:
+        """(WIDTH,) float64 on the CPU."""
+        if not ratios:
+            return torch.zeros(WIDTH, dtype=torch.float64)
+        device = ratios[0].device  # a model may lie on several
+        each = torch.stack([ratio.to(device) for ratio in ratios])
+        ours = torch.stack([(first.norm() > 0).to(device) for first in self._first])
+        rough = torch.stack([_roughness(first).to(device) for first in self._first])
+        finite, known = ours & each.isfinite(), rough.isfinite()
+        bins = (each.clamp(min=1e-30).log2() - LOWEST) * PER_OCTAVE
+        bins = bins.nan_to_num().long().clamp(0, BINS - 1)
+        counts = (bins[:, None] == torch.arange(BINS, device=device)) & finite[:, None]
+        more = torch.stack([(ours & ~finite).sum(), rough.where(known, 0.0).sum(), known.sum()])
+        return torch.cat([counts.sum(0), more]).cpu().double()  # some devices have no float64
 
-def _counts(tensor: torch.Tensor) -> bool:
+
+def name_outliers(layers: Mapping[str, float]) -> str:
+    """A sentence on layers that move far less or far more than the others; empty without any."""
+    known = sorted(value for value in layers.values() if 0 < value < math.inf)
+    if len(known) < 3:
+        return ""
+    middle = known[len(known) // 2]
+    far = sorted(
+        (-x, name) for name, x in layers.items() if x > OUTLIER * middle or 0 < x < middle / OUTLIER
+    )
+    named = ", ".join(f"{name} by {-x:.2g}" for x, name in far[:4])
+    return f"the median matrix moved by {middle:.2g} of its size, but {named}" if named else ""
+
+
+def _read(row: Sequence[float]) -> Moved:
+    """Of rows that were added up."""
+    counts, (broken, rough, known) = row[:BINS], row[BINS:]
+    half, below = (sum(counts) + broken) / 2, 0.0
+    pretrained = known > 0 and rough / known > PRETRAINED
+    if not half:
+        return Moved(None, pretrained)
+    for number, count in enumerate(counts):
+        if count and below + count >= half:
+            octave = (number + (half - below) / count) / PER_OCTAVE
+            return Moved(2.0 ** (LOWEST + octave) if number else 0.0, pretrained)
+        below += count
+    return Moved(math.inf, pretrained)
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.is_floating_point()
 
 
@@ -125,9 +144,9 @@ def _sample(part: torch.Tensor) -> torch.Tensor:
         return nothing
     try:
         matrix = part.flatten(1)
-        picks = [torch.arange(n, device=part.device) for n in (min(SIDE, s) for s in matrix.shape)]
         rows, columns = (
-            pick * size // len(pick) for pick, size in zip(picks, matrix.shape, strict=True)
+            torch.arange(min(SIDE, size), device=part.device) * size // min(SIDE, size)
+            for size in matrix.shape
         )
         return matrix[rows[:, None], columns].float()
     except NotImplementedError:
@@ -146,5 +165,4 @@ def _roughness(sample: torch.Tensor) -> torch.Tensor:
     ]
     if not scores or sample.numel() < SIDE:
         return sample.new_full((), math.nan)
-    score = torch.stack(scores).max()
-    return score.where(variance > 0, math.nan)
+    return torch.stack(scores).max().where(variance > 0, math.nan)

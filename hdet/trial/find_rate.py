@@ -16,10 +16,10 @@ from ..replicas import Replicas
 from ..run.cycle_stats import masters_of
 from ..run.fan_out import without_hooks
 from ..tensors.eval_mode import random_states_kept
-from .arms import Searched
-from .displacement import Displacement
-from .rule import BROKEN, SCORES, STEPS, RateInterval
-from .steps import NOT_THE_RATE, REPEATS, TrialSteps
+from .auto import AutoLR
+from .budget import SHORTEST
+from .rule import SCORES, STEPS, RateInterval
+from .searched import Searched
 
 __all__ = ["find_rate"]
 
@@ -60,7 +60,7 @@ def find_rate(
     Example::
 
         interval = hdet.find_rate(model, optimizer, losses_of, loader, total_steps=10_000)
-        print(interval)  # good rates: 0.0004 to 0.02; yours: 1e-05 (...): use 0.0012
+        print(interval)  # learning rate: 1e-05 -> 0.0012 (...) ...
         for group in optimizer.param_groups:
             group["lr"] *= interval.suggestion / interval.rate
     """
@@ -69,42 +69,40 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if replicas is None:
-        replicas = Replicas.of_shards(trained) or Replicas.default()
     with random_states_kept(model):
         taken = list(islice(batches, STEPS + SCORES))
     if len(taken) < STEPS + SCORES:
         raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
-    factor, own_rates = 1.0, [_peak(group) for group in optimizer.param_groups]
-    run = Searched(
-        model, optimizer, trained, masters_of(optimizer, trained, 0),
-        lambda: [(number, factor * rate) for number, rate in enumerate(own_rates)], replicas,
-        aside=partial(without_hooks, optimizer),
-    )  # fmt: skip
-    run.check()
-    rate = run.rate
+    factor, own = 1.0, [(n, _peak(group)) for n, group in enumerate(optimizer.param_groups)]
+    rate = next((peak for _, peak in own if peak > 0), 0.0)
     if not rate:
         raise ValueError(
             "every parameter group has learning rate 0: set the rate that you would use"
         )
-    first = run.snapshot(place)
-    first.take()
-    trial: Any = None
-    for _ in range(REPEATS + 1):
-        steps = TrialSteps(
-            run, first, Displacement(run.weights, run.names()), before_step, scaler, place
-        )
-        trial = None
-        try:
-            for batch in taken:
-                trial = trial or steps.after_step(partial(losses_of, model, batch))
-        finally:
-            steps.close()
-        if not trial.broke:
-            return replace(trial, rate=rate).interval(total_steps)
-        factor *= BROKEN
-    return replace(trial, rate=rate, given_up=NOT_THE_RATE).interval(total_steps)
+    run = _run_of(model, optimizer, replicas, lambda: [(n, factor * peak) for n, peak in own])
+    search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
+    search.total_steps = max(total_steps, SHORTEST)  # a trial, however short the run is
+    search.attach(run)
+    try:
+        while not search.done:  # again at a far lower rate, if every arm breaks
+            search.before_first_step()
+            closures = (partial(losses_of, model, batch) for batch in taken)
+            factor *= next(move.factor for move in map(search.after_step, closures) if move)
+    finally:
+        search.close()
+    assert search.interval is not None
+    return replace(search.interval.trial, rate=rate).interval(total_steps)
+
+
+def _run_of(
+    model: nn.Module, optimizer: Optimizer, replicas: Replicas | None, peaks: Callable[[], Any]
+) -> Searched:
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    return Searched(
+        model, optimizer, trained, masters_of(optimizer, trained, 0), peaks,
+        replicas or Replicas.of_shards(trained) or Replicas.default(),
+        aside=partial(without_hooks, optimizer),
+    )  # fmt: skip
 
 
 def _peak(group: Mapping[str, Any]) -> float:

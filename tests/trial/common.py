@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,3 +38,25 @@ def noisy() -> nn.Module:
     """With buffers and random numbers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+
+
+def training(
+    net: nn.Module,
+    losses_at: Callable[[int], torch.Tensor],
+    steps: int,
+    lr: float = 1e-3,
+    *,
+    optimizer: Any = None,
+    plain: bool = False,
+    **settings: Any,
+) -> Iterator[Any]:
+    """A loop for models that `Run` does not know: yields its Ensemble after each step; ``plain``: it has none."""
+    optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=lr)
+    ensemble = None if plain else hdet.Ensemble(optimizer, total_steps=1500, **settings)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses_at(step).mean().backward()
+        optimizer.step()
+        if ensemble is not None:
+            ensemble.step(1.0, closure=lambda step=step: losses_at(step))
+        yield ensemble

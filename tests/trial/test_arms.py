@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from statistics import mean
@@ -17,12 +16,12 @@ import hdet
 from hdet.trial.arms import Arms
 from hdet.trial.displacement import Displacement
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
-from hdet.trial.steps import PARTS
+from hdet.trial.steps import CEILING
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, noisy, sgd
+from .common import ALL, auto_run, noisy, sgd, training
 
 RATE = 1e-4
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
@@ -43,18 +42,8 @@ def by_hand(multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1,
         own.step()
     with torch.no_grad():
         scores = [mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks)) for i in range(STEPS, ALL)]
-    moved = displacement.read(displacement.row(displacement.ratios()).tolist()).median
+    moved = displacement.over_ranks(hdet.Replicas.single(), displacement.ratios())[0].median
     return Arm(RATE * multiple, tuple(scores), moved)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str) -> None:
-    run = auto_run(RATE, optimizer=OPTIMIZERS[name]).steps(ALL)
-    trial = run.controller.interval.trial
-    assert trial.arms == tuple(by_hand(multiple, OPTIMIZERS[name]) for multiple in MULTIPLES)
-    with torch.no_grad():
-        assert trial.first_losses == tuple(float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL))
-    assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
 
 
 def between(run: Run, act: Callable[[], object]) -> Run:
@@ -64,12 +53,17 @@ def between(run: Run, act: Callable[[], object]) -> Run:
     return run
 
 
-def test_arms_are_clipped_as_the_loop_clips() -> None:
+@pytest.mark.parametrize(("name", "clip"), [*((name, 1e9) for name in OPTIMIZERS), ("SGD with momentum", 0.01)])
+def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str, clip: float) -> None:
+    """Clipped as the loop clips, too."""
     net = model()
-    clip = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    run = between(auto_run(RATE, net=net, optimizer=sgd, of={"before_step": clip}, shadow=True), clip)
-    found = run.steps(ALL).controller.search.interval.trial.arms
-    assert found == tuple(by_hand(multiple, sgd, clip=0.01) for multiple in MULTIPLES)
+    clipped = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+    run = between(auto_run(RATE, net=net, optimizer=OPTIMIZERS[name], of={"before_step": clipped}), clipped).steps(ALL)
+    trial = run.controller.interval.trial
+    assert trial.arms == tuple(by_hand(multiple, OPTIMIZERS[name], clip=clip) for multiple in MULTIPLES)
+    with torch.no_grad():
+        assert trial.first_losses == tuple(float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL))
+    assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
 
 
 @pytest.mark.parametrize(("by", "factor"), [(32.0, r"0\.03\d"), (0.05, "(19|20|21)")])
@@ -200,16 +194,10 @@ def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
         net = noisy()
         wrapped = DistributedDataParallel(net) if ddp else net
         auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
-        optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
         sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
-        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
         torch.manual_seed(rank)
-        for index in range(ALL + 2):
-            losses = functools.partial(losses_of, wrapped, taught(100 * index + rank))
-            losses().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(1.0, closure=losses)
+        losses_at = lambda step, wrapped=wrapped: losses_of(wrapped, taught(100 * step + rank))
+        *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
         found.append((net.state_dict(), torch.get_rng_state(), auto, ensemble.corrections["lr"]))
     (*ours, auto, moved), (*plain, _, _) = found
     return auto.interval, auto.cost, moved, moved != 1 or same(ours, plain)
@@ -222,7 +210,7 @@ def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     found = run_ranks(spread_arms, world, 1e-6, ddp)
     interval, cost, moved, _ = found[0]
     assert all(other[:3] == found[0][:3] for other in found) and moved > 10
-    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == PARTS
+    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
     assert cost <= STEPS * -(-5 // world) + SCORES * 2, "arms of one replica, and six scores of a third of a step"
     assert [alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp)] == [True] * world
 
@@ -251,15 +239,12 @@ def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.ones(()))
     state, searched = scaler.state_dict(), run.controller._run
-    first = searched.snapshot("device")
-    first.take()
-    arms = Arms(searched, first, scaler=scaler)
+    arms = Arms(searched, searched.take_snapshot("device"), scaler=scaler)
     weights = []
     for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
-        arm = arms.begin()
-        with arms.run_kept():
-            arms.train(arm, lambda scale=scale: scale * run.losses(taught(0)), 1.0)
+        with arms.keep_run():
+            arms.train(arms.begin(), lambda scale=scale: scale * run.losses(taught(0)), 1.0)
             weights.append(run.weights())
-    arms.close()
+    arms.in_place.close()
     assert not torch.equal(weights[0], run.weights()) and torch.equal(weights[1], run.weights())
     assert scaler.state_dict() == state

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from hdet.trial.displacement import PER_OCTAVE, Displacement, Moved, are_pretrained
+import hdet
+from hdet.trial.displacement import PER_OCTAVE, Displacement, Moved
+from tests.distributed import run_ranks
 
 BIN = 2 ** (1 / PER_OCTAVE)
 
 
 def read(displacement: Displacement) -> Moved:
-    return displacement.read(displacement.row(displacement.ratios()).tolist())
+    return displacement.over_ranks(hdet.Replicas.single(), displacement.ratios())[0]
 
 
 def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -78,13 +80,18 @@ def test_it_is_infinite_where_half_of_the_matrices_are_not_finite(broken: int, f
     assert found is not None and math.isfinite(found) == finite
 
 
-def test_rows_of_several_ranks_add_up_to_those_of_one() -> None:
-    tensors = matrices(*[(8, 8)] * 5)
-    parts = [Displacement(lambda: tensors), Displacement(lambda: tensors[:2]), Displacement(lambda: tensors[2:])]
-    for number, tensor in enumerate(tensors):
+def of_ranks(rank: int, world: int) -> Moved:
+    """Ranks that have two matrices and three, as pipeline stages have; or one that has all."""
+    tensors = matrices(*[(8, 8)] * 5)[slice(None) if world == 1 else slice(0, 2) if rank else slice(2, 5)]
+    displacement = Displacement(lambda: tensors)
+    for number, tensor in enumerate(tensors, 0 if rank or world == 1 else 2):
         tensor *= 1 + 0.01 * 2**number
-    whole, one, two = (part.row(part.ratios()) for part in parts)
-    assert torch.equal(whole[:-3], (one + two)[:-3]) and torch.allclose(whole, one + two)
+    replicas = hdet.Replicas.default() if world > 1 else hdet.Replicas.single()
+    return displacement.over_ranks(replicas, displacement.ratios())[0]
+
+
+def test_ranks_that_hold_parts_measure_what_one_measures_that_holds_all() -> None:
+    assert run_ranks(of_ranks, 2) == [of_ranks(0, 1)] * 2
 
 
 MODELS = {
@@ -104,4 +111,4 @@ def test_weights_are_trained_if_their_rows_differ_more_than_chance_would_have_it
         tensors = [p.detach() for p in MODELS[name]().parameters()]
         for matrix in [tensor for tensor in tensors if trained and tensor.dim() > 1]:
             matrix.mul_(torch.linspace(0.3, 2.0, len(matrix)).view(-1, *[1] * (matrix.dim() - 1)))
-        assert are_pretrained(displaced(tensors, lambda: None)) == trained
+        assert displaced(tensors, lambda: None).pretrained == trained

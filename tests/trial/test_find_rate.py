@@ -36,11 +36,15 @@ def test_it_finds_what_a_run_on_the_same_batches_finds(lr: float, name: str) -> 
     assert found(lr, OPTIMIZERS[name]) == run.controller.interval
 
 
-def test_model_optimizer_and_random_states_are_as_they_were() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_model_optimizer_and_random_states_are_as_they_were(begun: bool) -> None:
+    """``begun``: with moments that are there."""
     net = noisy()
+    optimizer = sgd(net.parameters(), lr=1e-3)
+    losses_of(net, BATCHES[0]).mean().backward()
+    if begun:
+        optimizer.step()
     net[0].eval()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    net[0].weight.grad = torch.ones_like(net[0].weight)
 
     def batches() -> Iterator[Any]:
         """Shuffled, as a loader's."""
@@ -50,26 +54,20 @@ def test_model_optimizer_and_random_states_are_as_they_were() -> None:
 
     def state() -> Any:
         own = {key: value.clone() for key, value in net.state_dict().items()}
-        return own, [p.grad for p in net.parameters()], [m.training for m in net.modules()], torch.get_rng_state(), random.getstate()
+        moments = [held.get("momentum_buffer", torch.zeros(())).clone() for held in optimizer.state.values()]
+        modes = [m.training for m in net.modules()]
+        return own, moments, [p.grad for p in net.parameters()], modes, torch.get_rng_state(), random.getstate()
 
     before, groups = state(), json.dumps(optimizer.state_dict()["param_groups"])
     interval = hdet.find_rate(net, optimizer, losses_of, batches(), total_steps=1500)
-    assert interval.trial.first_losses and same(state(), before)
-    assert not optimizer.state and json.dumps(optimizer.state_dict()["param_groups"]) == groups
-    net.state_dict(), optimizer.state_dict()  # no hook is left
+    assert interval.trial.first_losses and same(state(), before) and bool(optimizer.state) == begun
+    assert json.dumps(optimizer.state_dict()["param_groups"]) == groups
 
 
-def test_moments_that_are_there_are_as_they_were() -> None:
-    run = Run(lr=1e-3, optimizer=sgd, controller=None)
-    for _ in range(3):
-        run.backward()
-        run.optimizer.step()
+def test_an_optimizer_that_an_ensemble_drives_is_refused() -> None:
+    run = Run(lr=1e-3, controller=None)
     with pytest.raises(ValueError, match="driven by an Ensemble: call find_rate before it is made"):
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
-    run.ensemble.close()
-    before = [state["momentum_buffer"].clone() for state in run.optimizer.state.values()]
-    hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
-    assert same([state["momentum_buffer"] for state in run.optimizer.state.values()], before) and before
 
 
 def test_a_rate_at_which_all_arms_break_is_looked_at_far_below() -> None:

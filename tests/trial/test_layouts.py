@@ -14,7 +14,7 @@ from hdet.trial.rule import RateInterval
 from tests.distributed import run_ranks
 from tests.layouts.common import batch, full, loss_of, model
 
-from .common import ALL
+from .common import ALL, training
 
 SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
 
@@ -26,18 +26,10 @@ def trained(net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow:
         loss_of(net, batch(0, shards[0]))  # an evaluation before, which leaves the parameters of FSDP gathered
     auto = hdet.AutoLR(net)
     controller = None if shadow is None else hdet.Shadow(auto) if shadow else auto
-    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.0)], total_steps=1500, replicas=replicas, controller=controller)
-    weights = []
-    for step in range(ALL + 3):
-
-        def losses(step: int = step) -> torch.Tensor:
-            return torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
-
-        losses().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step(1.0, closure=losses)
-        weights.append(torch.cat([full(p).flatten() for p in net.parameters()]))
+    losses_at = lambda step: torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
+    settings = {"knobs": [hdet.LearningRate(0.0)], "replicas": replicas, "controller": controller}
+    loop = training(net, losses_at, ALL + 3, optimizer=optimizer, **settings)
+    weights = [torch.cat([full(p).flatten() for p in net.parameters()]) for _ in loop]
     return auto.interval, weights
 
 

@@ -22,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.ensemble.helpers import STOCK, same
 from tests.harness import Run, losses_of, model, taught
 
-from .common import ALL, auto_run, noisy, sgd
+from .common import ALL, auto_run, noisy, sgd, training
 
 
 class Made(torch.optim.Optimizer):
@@ -108,7 +108,15 @@ KINDS: dict[str, Any] = {
     **{attribute: functools.partial(Made, attribute=attribute) for attribute in ("parts", "base_optimizer", "optim")},
     "moments of a tensor subclass": WrappedMoments,
     "weights of a tensor subclass": WrappedMoments,
+    "a closure that calls backward": torch.optim.AdamW,
 }
+
+
+def backward_inside(losses: Any, data: Any) -> torch.Tensor:
+    loss = losses(data).mean()
+    if torch.is_grad_enabled():
+        loss.backward()
+    return loss
 
 
 @pytest.mark.parametrize("shadow", [True, False])
@@ -120,7 +128,10 @@ def test_the_run_is_the_one_without_a_trial_to_the_bit(name: str, shadow: bool) 
         net = wrapped() if name.startswith("weights") else model() if name in ("fp32", "split") else noisy()
         settings = {"dtype": torch.bfloat16 if name in ("fp32", "split") else None, "every": 100 if name.startswith("weights") else 20}
         make = lambda parameters, lr, weight_decay: KINDS[name](parameters, lr=lr)
-        run = auto_run(1e-3, net=net, optimizer=make, controlled=controlled, shadow=shadow, **settings)
+        draw = {"before_step": lambda: torch.rand(3)}  # as an optimizer that rounds stochastically does
+        run = auto_run(1e-3, net=net, optimizer=make, controlled=controlled, shadow=shadow, of=draw, **settings)
+        if name == "a closure that calls backward":
+            run.closure = functools.partial(backward_inside, run.losses)
         random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
         found.append(state(run.steps(ALL + 4 if shadow else ALL - 1)))
         assert not (controlled and shadow) or run.controller.search.interval.trial.first_losses
@@ -229,7 +240,8 @@ def test_modes_that_the_closure_sets_are_taken_back(at: int) -> None:
 def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loops(at: int, call: int, stops: bool) -> None:
     run = with_closure(lambda run: 1 / 0, at=at, call=call, lr=1e-4).steps(at)
     if stops:
-        arms = run.steps(ALL - at).controller.interval.trial.arms
+        with pytest.warns(UserWarning, match="counts as a rate that breaks: the closure raised ZeroDivisionError"):
+            arms = run.steps(ALL - at).controller.interval.trial.arms
         assert [not arm.losses for arm in arms] == [number == call for number in range(5)]
     else:
         with pytest.raises(ZeroDivisionError):
@@ -247,12 +259,12 @@ def test_a_module_that_the_loop_adds_in_the_middle_stays(lr: float) -> None:
     assert (run.ensemble.corrections["lr"] < 1) == (lr == 3.0) and added.state_dict().keys() == nn.BatchNorm1d(1).state_dict().keys()
 
 
-def shadowed(rank: int, world: int, view: bool) -> Any:
-    """What is equal with a trial and without; how often the hook was called."""
+def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
+    """What is equal with a trial and without; how often the communication hook was called."""
     found = []
     for controlled in (True, False):
-        net = noisy()
-        ddp = DistributedDataParallel(net, gradient_as_bucket_view=view)
+        net = Either() if branches else noisy()
+        ddp = DistributedDataParallel(net, gradient_as_bucket_view=view, find_unused_parameters=branches)
         held: dict[str, Any] = {"calls": 0, "error": torch.zeros(4096)}
 
         def hook(held, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
@@ -263,26 +275,38 @@ def shadowed(rank: int, world: int, view: bool) -> Any:
             held["error"][: whole.numel()] = whole - rounded
             return torch.distributed.all_reduce(rounded, async_op=True).get_future().then(lambda done: done.value()[0] / world)
 
-        ddp.register_comm_hook(held, hook)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=hdet.Shadow(hdet.AutoLR(ddp))) if controlled else None
+        if not branches:  # then DDP reduces an arm's gradients, too
+            ddp.register_comm_hook(held, hook)
+
+        def losses_at(step: int, net: Any = net, ddp: Any = ddp) -> torch.Tensor:
+            net.branch = step % 2
+            return losses_of(ddp, taught(100 * step + rank))
+
+        controller = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
         torch.manual_seed(7 + rank)
-        for index in range(ALL + 4):
-            losses = functools.partial(losses_of, ddp, taught(100 * index + rank))
-            optimizer.zero_grad()
-            losses().mean().backward()
-            optimizer.step()
-            if ensemble is not None:
-                ensemble.step(1.0, closure=losses)
+        *_, ensemble = training(net, losses_at, ALL + 4, controller=controller, plain=not controlled)
+        assert not controlled or ensemble.engine.controller.search.interval.trial.first_losses
         found.append([net.state_dict(), [p.grad for p in net.parameters()], held["calls"], held["error"], torch.get_rng_state()])
-        assert ensemble is None or ensemble.engine.controller.search.interval.trial.first_losses  # type: ignore[union-attr]
     return [same(*pair) for pair in zip(*found, strict=True)], held["calls"]
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_under_ddp_with_a_communication_hook_a_shadow_is_bitwise_the_plain_run(view: bool) -> None:
-    """Also where gradients are views of DDP's buckets."""
-    assert run_ranks(shadowed, 2, view) == [([True] * 5, ALL + 4)] * 2
+class Either(nn.Module):
+    """Steps use one of two branches in turn: DDP has to be told, and remembers it from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches, self.branch = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)]), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branches[self.branch](x)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize(("view", "branches"), [(False, False), (True, False), (False, True)])
+def test_under_ddp_a_shadow_is_bitwise_the_plain_run(view: bool, branches: bool) -> None:
+    """With a communication hook; where gradients are views of DDP's buckets; where it finds unused parameters."""
+    assert run_ranks(under_ddp, 2, view, branches) == [([True] * 5, 0 if branches else ALL + 4)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Detected call")
@@ -306,66 +330,3 @@ def test_a_scaler_and_what_it_scales_are_left_as_they_were() -> None:
         found.append([state(run), scaler.state_dict()])
         assert not controlled or run.controller.search.interval.trial.arms[1].losses
     assert same(*found) and found[0][1]["scale"] < 2.0**30
-
-
-def random_step(optimizer: Any, *_: Any) -> None:
-    torch.rand(3)
-
-
-@pytest.mark.parametrize("closure_steps_back", [False, True])
-def test_random_numbers_of_steps_and_gradients_of_closures_are_the_runs_own(closure_steps_back: bool) -> None:
-    """An optimizer that rounds stochastically draws random numbers; a closure may call backward itself, and return the loss."""
-    found = []
-    for controlled in (True, False):
-        run = auto_run(1e-3, shadow=True, controlled=controlled, of={"before_step": lambda: random_step(None)})
-        if controlled and closure_steps_back:
-            losses = run.losses
-
-            def closure(data: Any, losses: Any = losses) -> Any:
-                loss = losses(data).mean()
-                if torch.is_grad_enabled():
-                    loss.backward()
-                return loss
-
-            run.closure = closure
-        torch.manual_seed(3)
-        run.steps(ALL + 1)
-        assert not controlled or run.controller.search.interval.trial.first_losses
-        found.append([run.net.state_dict(), torch.get_rng_state()])
-    assert same(*found)
-
-
-def branching(rank: int, world: int) -> bool:
-    """Steps use one of two branches in turn: DDP has to be told, and remembers it from step to step."""
-    ends = []
-    for controlled in (True, False):
-        torch.manual_seed(0)
-        net = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
-
-        class Either(nn.Module):
-            def __init__(self, branches: nn.ModuleList) -> None:
-                super().__init__()
-                self.branches, self.use = branches, 0
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.branches[self.use](x)
-
-        whole = Either(net)
-        ddp = DistributedDataParallel(whole, find_unused_parameters=True)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        auto = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
-        ensemble = hdet.Ensemble(optimizer, total_steps=1500, controller=auto, knobs=[hdet.LearningRate(0)])
-        for index in range(ALL + 2):
-            whole.use = index % 2
-            losses = functools.partial(losses_of, ddp, taught(100 * index + rank))
-            optimizer.zero_grad()
-            losses().mean().backward()
-            optimizer.step()
-            ensemble.step(1.0, closure=losses)
-        ends.append(net.state_dict())
-    return same(*ends)
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_under_ddp_that_finds_unused_parameters_a_trial_leaves_no_trace() -> None:
-    assert run_ranks(branching, 2) == [True, True]

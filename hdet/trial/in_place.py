@@ -1,10 +1,10 @@
-"""Copies of a run that train in its place for a moment, and what keeps others from seeing them."""
+"""What keeps others from seeing the copies of a run that train in its place."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,10 +18,11 @@ __all__ = ["InPlace"]
 class InPlace:
     """Knows whether a copy of the run is in the place of the run.
 
-    ``with in_place:`` goes around everything that trains or scores a copy. Meanwhile ``state_dict``
-    of model and optimizer raises RuntimeError in the same thread (a closure that saves), and waits
-    in others. Python's signal handlers run when the run is back: a handler that saves finds the
-    run, and Ctrl-C does not leave half a copy behind. A second signal of a kind is not held back.
+    ``with in_place():`` goes around everything that trains or scores a copy. Meanwhile
+    ``state_dict`` of model and optimizer raises RuntimeError in the same thread (a closure that
+    saves), and waits in others. Python's signal handlers run when the run is back: a handler that
+    saves finds the run, and Ctrl-C does not leave half a copy behind. A second signal of a kind is
+    not held back.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -59,24 +60,17 @@ class InPlace:
 
 
 class _Check:
-    """A hook. Copies of the model that it is on, in memory or in a file, have none."""
+    """A hook. In copies of the model that it is on, in memory or in a file, it does nothing."""
 
-    def __init__(self, in_place: InPlace, what: str) -> None:
+    def __init__(self, in_place: InPlace | None = None, what: str = "") -> None:
         self._in_place, self._what = in_place, what
 
     def __call__(self, *args: Any) -> None:
-        self._in_place.check(self._what)
+        if self._in_place is not None:
+            self._in_place.check(self._what)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*args: Any) -> None:
-    pass
+        return _Check, ()
 
 
 @contextmanager
@@ -86,7 +80,8 @@ def _signals_held_back() -> Iterator[None]:
         yield
         return
     held: dict[int, FrameType | None] = {}
-    handlers: dict[int, Any] = {}
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers: dict[int, Any] = {n: handler for n, handler in before.items() if callable(handler)}
 
     def hold(number: int, frame: FrameType | None) -> None:
         if number in held:  # the second one: somebody means it
@@ -94,13 +89,11 @@ def _signals_held_back() -> Iterator[None]:
         held[number] = frame
 
     try:
-        for number in signal.valid_signals():
-            if callable(handler := signal.getsignal(number)):
-                handlers[number] = handler
-                signal.signal(number, hold)
+        for number in handlers:
+            signal.signal(number, hold)
         yield
     finally:
-        for held_back, handler in handlers.items():
-            signal.signal(held_back, handler)
-        for came, frame in held.items():
-            handlers[came](came, frame)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in held.items():
+            handlers[number](number, frame)
