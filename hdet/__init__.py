@@ -18,15 +18,14 @@ _HOMES = {
         "trial.auto": "AutoLR",
         "trial.find_rate": "find_rate",
         "trial.rule": "RateInterval",
-        "controllers.hypergradient": "HypergradientController",
         "controllers.probe": "ProbeController",
+        "controllers.sequential": "SequentialController Shadow",
+        "controllers.softmax": "SoftmaxController",
         "core.controller": "Controller",
         "core.divergence": "Divergence",
         "core.evidence": "Evidence Run",
-        "core.plan": "Adopt Average Decision Keep Learned Moment Plan Question Restore SnapshotOf",
+        "core.plan": "Decision Plan",
         "core.replay": "replay",
-        "core.rules": "HypergradientRule ProbeRule RankController SlopeController SoftmaxController",
-        "core.sequential": "SequentialController Shadow",
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights ModuleValue Scalar Temperature WeightDecay",
         "noise": "warm_noise_",
@@ -50,30 +49,17 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import kernels as kernels
     from . import logging as logging
-    from .controllers.hypergradient import HypergradientController as HypergradientController
     from .controllers.probe import ProbeController as ProbeController
+    from .controllers.sequential import SequentialController as SequentialController
+    from .controllers.sequential import Shadow as Shadow
+    from .controllers.softmax import SoftmaxController as SoftmaxController
     from .core.controller import Controller as Controller
     from .core.divergence import Divergence as Divergence
     from .core.evidence import Evidence as Evidence
     from .core.evidence import Run as Run
-    from .core.plan import Adopt as Adopt
-    from .core.plan import Average as Average
     from .core.plan import Decision as Decision
-    from .core.plan import Keep as Keep
-    from .core.plan import Learned as Learned
-    from .core.plan import Moment as Moment
     from .core.plan import Plan as Plan
-    from .core.plan import Question as Question
-    from .core.plan import Restore as Restore
-    from .core.plan import SnapshotOf as SnapshotOf
     from .core.replay import replay as replay
-    from .core.rules import HypergradientRule as HypergradientRule
-    from .core.rules import ProbeRule as ProbeRule
-    from .core.rules import RankController as RankController
-    from .core.rules import SlopeController as SlopeController
-    from .core.rules import SoftmaxController as SoftmaxController
-    from .core.sequential import SequentialController as SequentialController
-    from .core.sequential import Shadow as Shadow
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
     from .knobs import Betas as Betas

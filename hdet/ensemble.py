@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .converge import Plain
 from .core.clock import Clock
 from .core.controller import Controller
 from .core.divergence import Divergence, Verdict
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
-from .core.plan import Average, Ending, Keep, Restore
 from .knobs import Bound, GroupKnob, Knob, LearningRate, bind_all, check_disjoint
 from .measure.measurement import Watched
 from .policies import Sync
@@ -34,7 +32,6 @@ from .run.history import cycle_record
 from .run.measurements import Panel
 from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
-from .run.snapshot import Snapshots
 from .schedule import Schedule, Scheduler
 from .trial.arms import Closure, Searched
 
@@ -124,23 +121,20 @@ class Ensemble:
             clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local",
         )  # fmt: skip
         check_controller(controller, self.run)
-        self.engine.schedule_step = self._schedule_step()
         check_disjoint(self.knobs, tensors=controller is not None or self.engine.explores)
         if controller is not None and self.engine.step:
             self.engine.restart()
         self.during = Guard(self.replicas, lambda: (self.engine.cycle, self.engine.step))
-        self._panel = Panel(self.engine, self._schedule_step, self.during)
+        self._panel = Panel(self.engine, self.during)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
         self._search = None if controller is None else controller.search
         searched = [] if self._search is None else [self._search.model]
         models = [*self._panel.modules, *searched, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
-        self._snapshots = Snapshots(trained, optimizer, models[0] if models else None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,
-                sync.refresh is not None,
             )
         )  # fmt: skip
         if self._search is not None:
@@ -156,8 +150,6 @@ class Ensemble:
         self._agreement = Agreement(self.engine, self.parameters, optimizer, self.schedule, self.replicas, models, settings)
         self._compared = any(knob.on_gradients for knob in self.knobs)  # is the kind of gradients known? These knobs change them.
         self._explored = False  # in this cycle
-        self.parted = False
-        """Has the last cycle left replicas as they are (`Keep`), and nothing made them equal since?"""
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal, and stay so in this cycle
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
@@ -403,7 +395,6 @@ class Ensemble:
     def _mark_in_sync(self) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each having seen its own data."""
         self._fan_out.note_average()
-        self.parted = False
         has_buffers = len(self.parameters.buffers) > 0
         self._lockstep = self.replicas.count == 1 or (self.weights.average.idle and not self._replicas_part and not has_buffers)
         self._marks = self.parameters.marks()
@@ -429,10 +420,6 @@ class Ensemble:
             tell(f"hdet, {self.engine.controller_name}: {report}")
         self._told = report
 
-    def _schedule_step(self) -> int:
-        """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
-        return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
-
     def _searched_run(self, trained: Sequence[torch.Tensor], masters: Callable[[], Any]) -> Searched:
         def peaks() -> list[tuple[int, float]]:
             rates = [
@@ -451,7 +438,6 @@ class Ensemble:
         )  # fmt: skip
 
     def _peaks_in_force(self) -> list[list[float]]:
-        # With the correction that was decided, also where a ramp is still on its way to it.
         of_all = zip(self.knobs, self.schedule.peaks(), self.engine.corrections, strict=True)
         return [[knob.scale.corrected(peak, by) for peak in peaks] for knob, peaks, by in of_all]
 
@@ -473,13 +459,6 @@ class Ensemble:
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> None:
-        self.engine.schedule_step = self._schedule_step()
-        if self.sync.converge != Plain() and not isinstance(self.engine.plan.end, Average):
-            raise ValueError(
-                f"the controller {self.engine.controller_name!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
-                f"{self.sync.converge!r}, which has averages under way within cycles: leave converge out"
-            )
-        self._snapshots.begin_cycle(self.engine.plan.snapshots)
         self._panel.begin_cycle()
         self.reset_loss_meters()
         self._explored = False
@@ -491,7 +470,6 @@ class Ensemble:
         """Before the first optimizer step after an average."""
         self._agreement.look()
         self.weights.on_cycle_start()
-        self._snapshots.on_cycle_start()
         self._panel.on_cycle_start()
         if self._search is not None:
             self._search.before_first_step()
@@ -505,30 +483,22 @@ class Ensemble:
     def _end_cycle(self) -> None:
         self._check_explored()
         started = self._now()
-        plan, moment = self.engine.plan, self.engine.planned_at
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
         stats = self._gather(rows, compare=compare)
-        measured = self._panel.measured(rows, stats)
+        measured = self._panel.measured(stats)
         searching = self._search is not None and not self._search.done
-        verdict, losses = verdict_on(stats, plan, self.divergence, self.engine.level, self.engine.controller_name, searching)
+        verdict, losses = verdict_on(stats, self.divergence, self.engine.level, searching)
         self._notes += verdict.notes
-        together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
+        self._converge(verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, measured, stats)
-        if outcome.end is not None:
-            with self.during("average"):
-                together = self._carry_out(outcome.end, verdict, losses)
-        read = self._now() if outcome.answers else averaged
-        if together:
-            self._mark_in_sync()
-        else:
-            self.parted, self._lockstep = self.replicas.count > 1, self.replicas.count == 1
+        self._mark_in_sync()
         self.schedule.write(self.engine)
         self.history = cycle_record(
-            self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
-            probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed), trial=self._trial,
+            self.engine, self.schedule, outcome, losses=losses, scores=measured, notes=self._notes,
+            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed), trial=self._trial,
         )  # fmt: skip
         self._notes, self._trial = [], None
         self._begin_cycle()
@@ -558,8 +528,8 @@ class Ensemble:
             yield
 
     @ranged("hdet.converge")
-    def _converge(self, end: Ending, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> bool:
-        """Carries out the plan's ending; or restores the beginning of a cycle that is taken back. Returns whether replicas are equal now."""
+    def _converge(self, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> None:
+        """Average the replicas, or restore the beginning of a cycle that is taken back."""
         with self.during("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row
@@ -569,36 +539,24 @@ class Ensemble:
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-            elif not (isinstance(end, Average) and equal and self.weights.average.idle):
-                return self._carry_out(end, verdict, losses)
-        return True
-
-    def _carry_out(self, end: Ending, verdict: Verdict, losses: Sequence[float | None]) -> bool:
-        """An ending, which the engine has checked. Returns whether replicas are equal now."""
-        self._notes += self.weights.end_cycle(end, verdict.healthy, losses, self._snapshots)
-        if isinstance(end, Restore):
-            self._panel.restart()
-            self.engine.level = None  # the loss of other weights: what is next would be taken back for it
-        return not isinstance(end, Keep)
+            elif not (equal and self.weights.average.idle):
+                self._notes += self.weights.end_cycle(verdict.healthy, losses)
 
     def _control(self, verdict: Verdict, losses: list[float | None], measured: Measured, stats: Sequence[CycleStats]) -> CycleOutcome:
         """Let the controller learn from the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
             self._panel.restart()
-            self._snapshots.forget()
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
-            return self.engine.roll_back(self.divergence.lower, self.schedule.step)
+            return self.engine.roll_back(self.divergence.lower)
         self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
         voting: dict[str, Any] = {
-            name: [row if stat.votes or not self.engine.plan.judged else None for row, stat in zip(rows, stats, strict=True)]
-            for name, rows in measured.items()
+            name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)] for name, rows in measured.items()
         }
         peaks = [of_cells[0] for of_cells in self.schedule.peaks()]
-        with self._panel.answering() as answer:
-            outcome = self.engine.close(
-                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=self.schedule.floors(), highest=self.schedule.highest(),
-                schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
-            )  # fmt: skip
+        outcome = self.engine.close(
+            losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=self.schedule.floors(), highest=self.schedule.highest(),
+            schedule_step=self.schedule.step, local=self.sync.gradients == "local",
+        )  # fmt: skip
         if outcome.evidence is not None:
             self.schedule.forget_highest()
         return outcome
@@ -617,16 +575,22 @@ class Ensemble:
 
     # -- checkpoint ------------------------------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
+        raise TypeError(
+            "an Ensemble cannot be copied: the copy's steps would count nothing. Copy the model and the optimizer, make another Ensemble of "
+            "the copies, and give it ensemble.state_dict()"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; no communication; the same on every rank; loads with another N.
 
-        Save when `in_sync`; else it warns. In the middle of a cycle each replica has its own parameters. The losses of the running cycle, and
-        the snapshots that its plan keeps, are not part of the state.
+        Save when `in_sync`; else it warns. In the middle of a cycle each replica has its own parameters. The losses of the running cycle
+        are not part of the state.
         """
         self.during.check_whole()
         self._check_not_exploring("state_dict")
         self.schedule.check_unwritten()
-        if not self.in_sync and (self.parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
+        if not self.in_sync and self._replicas_part and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
@@ -653,14 +617,12 @@ class Ensemble:
         self.schedule.check_at_rest()
         with self.schedule.taken_over(state):
             self.engine.load_state_dict(state)
-        self.engine.schedule_step = self._schedule_step()
         self.engine.restart()  # the plan in force is that of the state, from here on
         self.schedule.write(self.engine)
         self._agreement.reset()
-        self._lockstep, self.parted = self.replicas.count == 1, False
+        self._lockstep = self.replicas.count == 1
         self._fan_out.note_load(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
-        self._snapshots.forget()
         self._panel.restart()
         self._begin_cycle()
         if self.engine.controller is None and state["controller"] is not None:
@@ -680,7 +642,6 @@ class Ensemble:
         self._panel.release()
         if self._search is not None:
             self._search.close()
-        self._snapshots.begin_cycle({})
         self._fan_out.close()
         self.weights.average.close()
         self.replicas.detach()

@@ -100,7 +100,7 @@ class Schedule:
         """Leave the corrected base values in their places, but where a replica's value stands."""
         for k, knob in enumerate(self.knobs):
             if not knob.is_lent:
-                knob.write(engine.in_force(k), engine.held[k])
+                knob.write(engine.corrections[k], engine.held[k])
         self.is_neutral = all(knob.is_neutral for knob in self.knobs)
 
     # -- what others write -------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from .controllers.softmax import SoftmaxController
 from .core.controller import Controller
-from .core.rules import SoftmaxController
 from .core.schema import ANYTHING, Instance, read
 from .core.spread import check_spread
 from .core.validate import whole

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.core.engine import Engine
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SYNC = [field.name for field in dataclasses.fields(hdet.Sync)]
@@ -250,22 +251,32 @@ def force(run: hdet.Ensemble, *corrections: float) -> None:
 
 
 class Scripted(hdet.Controller):
-    """Plans and decides what is written down, cycle by cycle, the last for ever: plans, factors by knob (or for all), endings."""
+    """Decides what is written down: factors, cycle by cycle, by knob or for all. ``multipliers``: [knob], which all replicas have in the place
+    of those that are drawn."""
 
     name = "scripted"
     needs_replicas = False
     knob_per_group = True
 
-    def __init__(self, factors: Any = (), plans: Any = (), ends: Any = ()) -> None:
+    def __init__(self, factors: Any = (), multipliers: Any = None) -> None:
         super().__init__()
-        self.factors, self.plans, self.ends = factors, plans, ends
+        self.factors, self.multipliers = factors, multipliers
 
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return self.plans[min(now.cycle, len(self.plans) - 1)] if self.plans else super().plan(now)
+    def plan(self) -> hdet.Plan:
+        return hdet.Plan(spread=self.multipliers is None)
 
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         cycle = evidence.cycle
         factors = self.factors[cycle] if cycle < len(self.factors) else 1.0
         rows = [factors] * len(evidence.knobs) if isinstance(factors, float) else factors
-        end = self.ends[min(cycle, len(self.ends) - 1)] if self.ends else None
-        return hdet.Learned([hdet.Decision(factor=factor) for factor in rows], end)
+        return [hdet.Decision(factor=factor) for factor in rows]
+
+
+def _scripted_or_drawn(engine: Engine) -> list[list[float]]:
+    controller = engine.controller
+    rows = controller.multipliers if isinstance(controller, Scripted) else None
+    return _drawn(engine) if rows is None else [[rho] * engine.replicas for rho in rows]
+
+
+_drawn = Engine.multipliers
+Engine.multipliers = _scripted_or_drawn  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -38,11 +39,10 @@ def run(problem: str, method: str, interval: float, exponent: int, rate: float, 
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         def controller(probed: list[int]) -> hdet.ProbeController:
-            controllers.append(Corrected())
-            # Sampled once a cycle is sampled at its end.
-            return probe(
-                problem, model, seed, probed, length, rule=controllers[0], interval=1, average_every=1 if method == AVERAGED else length
-            )
+            every = 1 if method == AVERAGED else length  # sampled once a cycle is sampled at its end
+            made = probe(problem, model, seed, probed, length, kind=Corrected, interval=1, average_every=every)
+            controllers.append(made)
+            return made
 
         return replicated(problem, model, rate, seed, controller, interval=length)
 
@@ -55,18 +55,18 @@ def run(problem: str, method: str, interval: float, exponent: int, rate: float, 
     }  # fmt: skip
 
 
-class Corrected(hdet.ProbeRule):
-    """The rule as it is; keeps what the schedule has been multiplied by, and each t that counted, near the schedule's peak."""
+class Corrected(hdet.ProbeController):
+    """The controller as it is; keeps what the schedule has been multiplied by, and each t that counted, near the schedule's peak."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.correction = 1.0
         self.votes: list[float] = []
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         decisions = super().decide(evidence)
         self.correction = evidence.corrections[0] * decisions[0].factor
-        if self.counts(0) and decisions[0].t is not None:
+        if self._counts(0) and decisions[0].t is not None:
             self.votes.append(round(decisions[0].t, 2))
         return decisions
 

@@ -23,9 +23,11 @@ def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> 
     )
 
 
-def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, **settings: Any) -> hdet.ProbeController:
-    """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``settings``:
-    further ones of the controller."""
+def probe(
+    problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, kind: Any = hdet.ProbeController, **settings: Any
+) -> Any:
+    """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``kind``: its
+    class; ``settings``: further ones of the controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = problem.losses(model, batch)
@@ -36,7 +38,7 @@ def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], leng
         step = (cycle + 1) * length
         return [part for i in range(CHUNKS // REPLICAS) for part in parts(problem.spare(seed, step, 2 * cycle + i))]
 
-    return hdet.ProbeController(loss_fn, batches, chunks=CHUNKS, model=model, **settings)
+    return kind(loss_fn, batches, chunks=CHUNKS, model=model, **settings)
 
 
 def replicated(

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -193,19 +193,6 @@ def wsd_schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
     """Warm-up, stable, linear decay to 0."""
     rise, fall = WARMUP * steps, DECAY * steps
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / fall))
-
-
-@cache
-def wsd_shape(steps: int) -> tuple[float, ...]:
-    """WSD at a peak of 1, step by step."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule = wsd_schedule(optimizer, steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    return tuple(rates)
 
 
 def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:

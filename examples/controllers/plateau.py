@@ -1,4 +1,5 @@
-"""Halves the value when the training loss has stopped falling, as ReduceLROnPlateau does with a metric; one replica is enough."""
+"""Halves the value when the training loss has stopped falling, as ReduceLROnPlateau does with a
+metric; one replica is enough."""
 
 from __future__ import annotations
 
@@ -6,20 +7,19 @@ import hdet
 
 
 class PlateauHalver(hdet.Controller):
-    """A cycle counts as progress if the mean loss of the replicas is below ``1 - least`` times the best one; after ``patience`` others in a row
-    every knob is halved."""
+    """A cycle counts as progress if the mean loss of the replicas is below ``1 - least`` times the
+    best one; after ``patience`` others in a row every knob is halved."""
 
     name = "plateau"
     needs_replicas = False
     state_keys = ("best", "waited")
 
-    def __init__(self, patience: int = 5, least: float = 0.01, freeze_after: float | None = None) -> None:
+    def __init__(
+        self, patience: int = 5, least: float = 0.01, freeze_after: float | None = None
+    ) -> None:
         super().__init__(freeze_after)
         self.patience, self.least = patience, least
         self.best, self.waited = 1e30, 0.0
-
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return hdet.Plan(spread=False)
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         known = [loss for loss in evidence.losses if loss is not None]

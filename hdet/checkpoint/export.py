@@ -54,7 +54,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
 def _mean_tensors(state: RunState) -> dict[str, torch.Tensor]:
     """The model's tensors by name, in the middle of a cycle the mean where it is known."""
     ensemble, inventory = state.ensemble, Inventory(state.model)
-    has_stepped = ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped
+    has_stepped = ensemble.engine.position or ensemble._fan_out.stepped
     if ensemble.in_sync or not (has_stepped or not ensemble.weights.average.idle):
         return inventory.tensors  # before the first step there is nothing to average
     mean = ensemble.mean()

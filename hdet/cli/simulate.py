@@ -11,9 +11,9 @@ import math
 import random
 from collections.abc import Iterator
 
+from hdet.controllers.probe_rule import PROBE, ProbeRule
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.rules.probe_rule import PROBE, ProbeRule
 
 DIRECTIONS, NOISE, INTERVAL, CHUNKS = 30, 0.3, 25, 8
 CURVATURES = [1 / (i + 1) for i in range(DIRECTIONS)]

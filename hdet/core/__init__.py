@@ -1,1 +1,2 @@
-"""The method without tensors or processes: multipliers, clock, controllers, engine. Imports nothing but the standard library."""
+"""The method without tensors or processes: multipliers, clock, controllers, engine. Imports nothing
+but the standard library."""

@@ -10,19 +10,24 @@ from .validate import whole
 __all__ = ["Clock"]
 
 AVERAGED, LONGEST = 40, 10
-"""Weights are averaged over 1/40 of the run: over less, their noise stays, and votes for a lower rate. No interval exceeds 1/10."""
+"""Weights are averaged over 1/40 of the run: over less, their noise stays, and votes for a lower
+rate. No interval exceeds 1/10."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The interval T between averages, the warm-up S_warm of the controller, and the length S of the run (None: open-ended)."""
+    """The interval T between averages, the warm-up S_warm of the controller, and the length S of
+    the run (None: open-ended)."""
 
     sync_interval: int
     warmup_steps: int = 0
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        whole(self.sync_interval, "sync_interval", of="steps", why="replicas are averaged every sync_interval optimizer steps")
+        whole(
+            self.sync_interval, "sync_interval", of="steps",
+            why="replicas are averaged every sync_interval optimizer steps",
+        )  # fmt: skip
         whole(self.warmup_steps, "warmup_steps", 0, of="steps")
         if self.total_steps is not None:
             whole(self.total_steps, "total_steps", of="steps", why="None stands for an open end")
@@ -31,22 +36,26 @@ class Clock:
         """Raises ValueError when the warm-up leaves the controller no interval of the run."""
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"total_steps ({self.total_steps}) must exceed the controller's warm-up ({self.warmup_steps} steps), or it never acts: "
-                "lower warmup_steps (auto_lr_warmup_steps), or train longer, or run without a controller"
+                f"total_steps ({self.total_steps}) must exceed the controller's warm-up "
+                f"({self.warmup_steps} steps), or it never acts: lower warmup_steps "
+                "(auto_lr_warmup_steps), or train longer, or run without a controller"
             )
 
-    def ends_cycle(self, position: int, step: int, length: int | None = None) -> bool:
-        """Is a cycle over after ``position`` steps of it, at ``step`` of the run, whose last step always ends one? ``length``: else T."""
-        return position >= (length or self.sync_interval) or (self.total_steps is not None and step == self.total_steps)
+    def ends_cycle(self, position: int, step: int) -> bool:
+        """Is a cycle over after ``position`` steps of it, at ``step`` of the run, whose last step
+        always ends one?"""
+        return position >= self.sync_interval or step == self.total_steps
 
-    def controls(self, step: int, length: int | None = None) -> bool:
-        """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly after the warm-up."""
-        return step - (length or self.sync_interval) >= self.warmup_steps
+    def controls(self, step: int) -> bool:
+        """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly
+        after the warm-up."""
+        return step - self.sync_interval >= self.warmup_steps
 
     def control_interval(self, alone: float, several: float) -> int:
         """Cycles between two decisions that average weights; one where the run's length is unknown.
 
-        ``alone``, ``several``: the part of an interval that is averaged, where it is one cycle, and where it is more.
+        ``alone``, ``several``: the part of an interval that is averaged, where it is one cycle, and
+        where it is more.
         """
         cycles = 0 if self.total_steps is None else self.total_steps // self.sync_interval
         if cycles <= AVERAGED * alone:
@@ -54,5 +63,8 @@ class Clock:
         return min(math.ceil(cycles / (AVERAGED * several)), max(1, cycles // LONGEST))
 
     def decisions_left(self, step: int) -> int | None:
-        """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this one included."""
-        return None if self.total_steps is None else max(1, (self.total_steps - step) // self.sync_interval + 1)
+        """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this
+        one included."""
+        if self.total_steps is None:
+            return None
+        return max(1, (self.total_steps - step) // self.sync_interval + 1)

@@ -1,7 +1,9 @@
-"""Orthogonal designs: which of two levels each knob has on each replica, so that several slopes can be told apart (docs/knobs.md).
+"""Orthogonal designs: which of two levels each knob has on each replica, so that several slopes can
+be told apart (docs/knobs.md).
 
-Columns are those of a Hadamard matrix (Sylvester 1867; Paley 1933), which as designs of experiments are Plackett and Burman's (1946):
-every knob is at its upper level on half of the replicas, and on half of those every other knob is too.
+Columns are those of a Hadamard matrix (Sylvester 1867; Paley 1933), which as designs of experiments
+are Plackett and Burman's (1946): every knob is at its upper level on half of the replicas, and on
+half of those every other knob is too.
 """
 
 from __future__ import annotations
@@ -12,20 +14,47 @@ from functools import lru_cache
 from math import isqrt
 from operator import mul
 
-from .spread import assignment
+from .spread import assignment, multipliers
 
-__all__ = ["columns", "orthogonal"]
+__all__ = ["columns", "orthogonal", "table_of"]
+
+
+def table_of(
+    design: str, seed: int, cycle: int, knobs: Sequence[tuple[str, float]], count: int
+) -> list[list[float]]:
+    """[knob][replica]: the multipliers of a cycle.
+
+    Args:
+        design: "permutation", each knob's grid by itself (Eq. 1 and 8), or "orthogonal".
+        knobs: name and spread of each.
+        count: of replicas.
+    """
+    if design == "orthogonal":
+        levels = orthogonal(seed, cycle, [name for name, _ in knobs], count)
+        return [
+            [1.0 + spread * level for level in row]
+            for (_, spread), row in zip(knobs, levels, strict=True)
+        ]
+    grids = {spread: multipliers(count, spread) for _, spread in knobs}
+    return [
+        list(map(grids[spread].__getitem__, assignment(seed, cycle, name, count)))
+        for name, spread in knobs
+    ]
 
 
 def orthogonal(seed: int, cycle: int, knobs: Sequence[str], count: int) -> list[list[int]]:
     """[knob][replica]: -1 or 1 (0 in the middle) for this cycle, so that rho = 1 + spread * level.
 
-    Cycles go in pairs: each pair draws an order of the rows over the replicas and a sign for each knob by hashing, which every rank does
-    alone; its second cycle is the first with all signs turned (fold-over), so that what replicas differ in for good cancels.
+    Cycles go in pairs: each pair draws an order of the rows over the replicas and a sign for each
+    knob by hashing, which every rank does alone; its second cycle is the first with all signs
+    turned (fold-over), so that what replicas differ in for good cancels.
     """
     pair, folded = divmod(cycle, 2)
     places = assignment(seed, pair, "rows of the design", count)
-    signs = [1 if hashlib.sha256(f"{seed}/{pair}/{knob}/sign".encode()).digest()[0] & 1 else -1 for knob in knobs]
+    signs = [
+        1 if hashlib.sha256(f"{seed}/{pair}/{knob}/sign".encode()).digest()[0] & 1 else -1
+        for knob in knobs
+    ]
     return [
         [(-sign if folded else sign) * column[place] for place in places]
         for sign, column in zip(signs, columns(count, len(knobs)), strict=True)
@@ -36,12 +65,14 @@ def orthogonal(seed: int, cycle: int, knobs: Sequence[str], count: int) -> list[
 def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     """[knob][row]: the design for ``count`` replicas, without any randomness.
 
-    - count a multiple of 4 (or 2), and a Hadamard matrix of this order is known (all up to 1 024 but 52, 92, 100 and some later ones):
-      balanced, and exactly orthogonal.
+    - count a multiple of 4 (or 2), and a Hadamard matrix of this order is known (all up to 1 024
+      but 52, 92, 100 and some later ones): balanced, and exactly orthogonal.
     - one more: a row in the middle is added. Balanced and exactly orthogonal.
-    - two more: a row with every knob up or down is added, and its opposite. Balanced; columns have a product of +-2, the smallest there is.
+    - two more: a row with every knob up or down is added, and its opposite. Balanced; columns have
+      a product of +-2, the smallest there is.
     - one less: a row is left out. Sums and products of columns are -1, the smallest there are.
-    - else rows are left out of the next larger one, and columns chosen in the order of their sums and products. They can always be told apart.
+    - else rows are left out of the next larger one, and columns chosen in the order of their sums
+      and products. They can always be told apart.
 
     Raises ValueError for more knobs than count - 1, which no design tells apart.
     """
@@ -50,12 +81,15 @@ def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     smaller = next(order for order in range(count, 0, -1) if _known(order))
     larger = next(order for order in range(count, 4 * count) if _known(order))
     if count - smaller <= larger - count and knobs < smaller:
-        return tuple(tuple(_column(smaller, j) + _added(count - smaller, j)) for j in range(1, knobs + 1))
+        return tuple(
+            tuple(_column(smaller, j) + _added(count - smaller, j)) for j in range(1, knobs + 1)
+        )
     return tuple(tuple(_column(larger, j)[:count]) for j in _chosen(count, larger, knobs))
 
 
 def _added(rows: int, column: int) -> list[int]:
-    """A pair of opposite rows for each two, and one in the middle if the number is odd. Signs differ between columns."""
+    """A pair of opposite rows for each two, and one in the middle if the number is odd. Signs
+    differ between columns."""
     signs = [-1 if column >> pair & 1 else 1 for pair in range(rows // 2)]
     return [level for sign in signs for level in (sign, -sign)] + [0] * (rows % 2)
 
@@ -63,8 +97,9 @@ def _added(rows: int, column: int) -> list[int]:
 def _chosen(count: int, order: int, knobs: int) -> list[int]:
     """Columns of the matrix of this order whose first ``count`` rows make the best design.
 
-    Sums and products of the columns follow from the rows that are left out. The columns kept and the constant one are independent exactly if
-    the left-out rows of the columns put aside are (complementary minors); so as many columns are put aside first.
+    Sums and products of the columns follow from the rows that are left out. The columns kept and
+    the constant one are independent exactly if the left-out rows of the columns put aside are
+    (complementary minors); so as many columns are put aside first.
     """
     lost = {j: _column(order, j, first=count) for j in range(1, order)}
     aside: list[int] = []
@@ -74,7 +109,10 @@ def _chosen(count: int, order: int, knobs: int) -> list[int]:
     rest, chosen = [j for j in lost if j not in aside], list[int]()
     for _ in range(knobs):
         products = {j: [abs(sum(map(mul, lost[i], lost[j]))) for i in chosen] for j in rest}
-        best = min(rest, key=lambda j: (abs(sum(lost[j])), max(products[j], default=0), sum(products[j]), j))
+        best = min(
+            rest,
+            key=lambda j: (abs(sum(lost[j])), max(products[j], default=0), sum(products[j]), j),
+        )
         rest.remove(best)
         chosen.append(best)
     return chosen
@@ -88,11 +126,14 @@ def _independent(rows: Sequence[Sequence[int]]) -> bool:
         place = next((i for i, x in enumerate(pivot) if x), None)
         if place is None:
             return False
-        left = [[pivot[place] * x - row[place] * y for x, y in zip(row, pivot, strict=True)] for row in left]
+        left = [
+            [pivot[place] * x - row[place] * y for x, y in zip(row, pivot, strict=True)]
+            for row in left
+        ]
     return True
 
 
-# -- Hadamard matrices ---------------------------------------------------------------------------------------------------
+# -- Hadamard matrices -----------------------------------------------------------------------------
 
 
 def _column(order: int, j: int, first: int = 0) -> list[int]:
@@ -106,14 +147,22 @@ def _known(order: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _factors(order: int) -> tuple[int, int] | None:
-    """(0, q) of Paley's first kind, (1, q) of his second; (a, b): the Kronecker product of two; None: not known here."""
+    """(0, q) of Paley's first kind, (1, q) of his second; (a, b): the Kronecker product of two;
+    None: not known here."""
     if order == 2 or (order % 4 == 0 and _is_prime(order - 1)):
         return 0, order - 1
     if order % 4:
         return None
     if (order // 2) % 4 == 2 and _is_prime(order // 2 - 1):
         return 1, order // 2 - 1
-    return next(((a, order // a) for a in range(2, order // 2 + 1) if order % a == 0 and _known(a) and _known(order // a)), None)
+    return next(
+        (
+            (a, order // a)
+            for a in range(2, order // 2 + 1)
+            if order % a == 0 and _known(a) and _known(order // a)
+        ),
+        None,
+    )
 
 
 def _entry(order: int, i: int, j: int) -> int:
@@ -126,7 +175,9 @@ def _entry(order: int, i: int, j: int) -> int:
         return _entry(kind, i // q, j // q) * _entry(q, i % q, j % q)
     if kind == 0:  # I + S, S the skew conference matrix
         return 1 if i == 0 or i == j else -1 if j == 0 else _residue(i - j, q)
-    core = 0 if i // 2 == j // 2 else 1 if i < 2 or j < 2 else _residue(i // 2 - j // 2, q)  # the symmetric conference matrix
+    core = (
+        0 if i // 2 == j // 2 else 1 if i < 2 or j < 2 else _residue(i // 2 - j // 2, q)
+    )  # the symmetric conference matrix
     within = -1 if i % 2 and j % 2 else 1
     return core * within if core else (1 if not (i % 2 or j % 2) else -1)
 

@@ -1,6 +1,6 @@
-"""What a controller is told: the run, before it begins, and each cycle, when it has ended.
+"""What a controller is given: the run, before its first step, and each cycle, when it has ended.
 
-Every rank is told the same, to the bit. Losses that are missing or not finite arrive as None and are left out.
+Every rank is given the same, bitwise. Losses that are missing or not finite arrive as None.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One cycle, as seen by every rank alike. Losses in nats (or the user's unit), values in the knob's own unit."""
+    """One cycle. Losses in nats (or the user's unit), values in the knob's own unit."""
 
     cycle: int
     """Cycles closed before this one."""
@@ -50,9 +50,9 @@ class Evidence:
     total_steps: int | None
     """Length S of the run in steps, if known."""
     warmup_steps: int
-    """S_warm, of the optimizer's steps."""
+    """S_warm, in optimizer steps."""
     sync_interval: int
-    """Of the optimizer's steps, where those are not the schedule's."""
+    """T, in optimizer steps."""
     knobs: Sequence[str]
     """Their names."""
     multipliers: Sequence[Sequence[float]]
@@ -66,20 +66,21 @@ class Evidence:
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
-    """[knob]: the base value in force in the step to come, as far as a ramp has come."""
+    """[knob]: the base value in force."""
     corrections: Sequence[float]
-    """[knob]: the correction decided last, > 0, which a decision's factor multiplies. During a ramp `values` are behind it."""
+    """[knob]: the correction in force, > 0, which a decision's factor multiplies."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     local: bool = False
-    """Has each replica stepped with gradients of its own? Then its weights have noise that the others' have not."""
+    """Has each replica stepped with gradients of its own? Then its weights have noise of its
+    own."""
     measured: Mapping[str, Sequence[Sequence[float] | None]] = field(default_factory=dict)
-    """By the names of `Plan.measure`, [replica]: what was measured, None where a replica is left out. A measurement that only answers questions
-    is not in it, nor one that has nothing to tell yet."""
+    """By measurement, [replica]: what was measured, None where a replica is left out. Without those
+    that have nothing to report yet."""
     highest: Sequence[float] = ()
-    """[knob]: the highest value of the untouched schedule since the controller was told last: a peak may rise and fall within one cycle.
-    Empty in records of older versions."""
+    """[knob]: the highest value of the untouched schedule since the evidence before: a peak may
+    rise and fall within one cycle. Empty: not known."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, from which ``Evidence(**data)`` makes it again, to the bit."""
+        """Plain data, from which ``Evidence(**data)`` makes it again, bitwise."""
         return asdict(self)

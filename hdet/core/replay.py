@@ -1,94 +1,71 @@
-"""What was recorded of a run, decided again offline: the same, to the bit, or a list of where it is not."""
+"""What was recorded of a run, decided again offline: bitwise the same, or a list of differences."""
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from .controller import Controller
-from .engine import CycleOutcome, ask_and_tell
+from .engine import CycleOutcome
 from .evidence import Evidence
-from .plan import Ending, Moment, Plan, Question
 
-__all__ = ["recorded", "replay"]
+__all__ = ["record_of", "replay"]
 
 
-def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, restarted: Moment | None) -> dict[str, Any]:
-    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: of one that was taken back, when
-    the next one begins."""
+def record_of(outcome: CycleOutcome) -> dict[str, Any]:
+    """All that the controller was given in a cycle, and what it said, as plain data."""
     return {
-        "moment": asdict(moment),
-        "plan": _plain(plan),
-        "restarted": None if restarted is None else asdict(restarted),
+        "cycle": outcome.cycle,
+        "begin": outcome.begin,
+        "plan": asdict(outcome.plan),
+        "rolled_back": outcome.rolled_back,
         "evidence": None if outcome.evidence is None else outcome.evidence.to_dict(),
-        "answers": outcome.answers,
         "decisions": [asdict(decision) for decision in outcome.decisions],
-        "end": _plain(outcome.end),
     }
 
 
-def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: Mapping[str, Any] | None = None) -> Iterator[str]:
+def replay(
+    controller: Controller,
+    records: Iterable[Mapping[str, Any]],
+    state: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
     """Decide once more, offline, what was decided in a run; yields a sentence for each difference.
 
     Args:
-        controller: made as the run's was, and started (`Controller.start`) with ``ensemble.run``. It touches no tensor.
+        controller: made as the run's was, and started (`Controller.start`) with ``ensemble.run``.
         records: the history records of a run's cycles in their order, also read from JSON. Or
-            ``record["record"]`` of each (`recorded`), which has nothing of an `AutoLR`'s trial.
+            ``record["record"]`` of each, which has nothing of an `AutoLR`'s trial.
         state: of the controller, where the run was resumed before the first of them.
+
+    Example::
+
+        for difference in hdet.replay(hdet.SoftmaxController(decay=None), records):
+            print(difference)
     """
     if state is not None:
         controller.load_state_dict(state)
     for n, line in enumerate(records):
         record = line.get("record", line)
-        moment = Moment(**record["moment"])
-        if n == 0 and (state is not None or moment.step):
-            controller.restart(moment)
-        where = f"cycle {moment.cycle}"
+        if n == 0 and (state is not None or record["begin"]):
+            controller.restart()
+        where = f"cycle {record['cycle']}"
+        yield from _difference(f"{where}: plan", asdict(controller.plan()), record["plan"])
         if line.get("trial") is not None and controller.search is not None:
-            yield from _differs(f"{where}: what the trial says", *controller.search.decided_again(line["trial"]))
-        yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
-        if record["restarted"] is not None:
-            controller.restart(Moment(**record["restarted"]))
+            again = controller.search.decided_again(line["trial"])
+            yield from _difference(f"{where}: what the trial says", *again)
+            controller.search.done = line["trial"]["is_over"]
+        if record["rolled_back"]:
+            controller.restart()
         if record["evidence"] is None:
             continue
-        answers = deque(record["answers"])
-        try:
-            said, asked = ask_and_tell(controller, Evidence(**record["evidence"]), partial(_next, answers))
-        except _NotAskedError as other:
-            yield f"{where}: {other.args[0]!r} was not asked when this run was recorded, which has no answer for it"
-            return
-        yield from _differs(f"{where}: decisions", [asdict(decision) for decision in said.decisions], record["decisions"])
-        yield from _differs(f"{where}: end", _plain(said.end), record["end"])
-        if len(asked) != len(record["answers"]):
-            yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
+        decisions = [asdict(one) for one in controller.learn(Evidence(**record["evidence"]))]
+        yield from _difference(f"{where}: decisions", decisions, record["decisions"])
 
 
-class _NotAskedError(Exception):
-    """A question beyond those that were recorded."""
-
-
-def _next(answers: deque[Any], question: Question) -> Any:
-    if not answers:
-        raise _NotAskedError(question)
-    return answers.popleft()
-
-
-def _plain(value: Plan | Ending | None) -> Any:
-    """A dict with the name of its kind."""
-    if value is None:
-        return None
-    plain = asdict(value)
-    if isinstance(value, Plan):
-        plain["end"] = _plain(value.end)
-    return {"kind": type(value).__name__, **plain}
-
-
-def _differs(what: str, now: Any, then: Any) -> Iterator[str]:
-    """As JSON has them: tuples are lists there, and floats are written to the bit."""
+def _difference(what: str, now: Any, then: Any) -> Iterator[str]:
+    """As JSON has them: tuples are lists there, and floats are exact."""
     one, two = (json.dumps(value, sort_keys=True) for value in (now, then))
     if one != two:
         yield f"{what} differ: {one} now, {two} recorded"

@@ -1,4 +1,5 @@
-"""Scales: what a correction and a multiplier do to a knob's value. The engine itself only ever multiplies."""
+"""Scales: what a correction and a multiplier do to a knob's value. The engine itself only ever
+multiplies."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ KINDS = ("log", "linear", "horizon")
 
 @dataclass(frozen=True)
 class Scale:
-    """From a base value, a correction c > 0 and a multiplier rho > 0 to the value in use, which is held within [low, high].
+    """From a base value, a correction c > 0 and a multiplier rho > 0 to the value in use, which is
+    held within [low, high].
 
     - ``"log"``: value * c * rho, for values above 0 (rates, decay, temperatures).
     - ``"linear"``: value + unit * ln(c) + unit * (rho - 1), for values that may reach or pass 0.
-    - ``"horizon"``: 1 - value is divided by c * rho: the log scale of 1 / (1 - value), the number of steps that a running average with
-      this beta remembers.
+    - ``"horizon"``: 1 - value is divided by c * rho: the log scale of 1 / (1 - value), the number
+      of steps that a running average with this beta remembers.
 
-    Bounds are hard, for base values and for those of replicas. A factor of 1 leaves a value within them as it is, to the bit.
+    Bounds are hard, for base values and for those of replicas. A factor of 1 leaves a value within
+    them as it is, to the bit.
     """
 
     kind: str = "log"
@@ -32,12 +35,19 @@ class Scale:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"scale must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+            raise ValueError(
+                f"scale must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}"
+            )
         within(self.unit, "unit", "(0, inf)", "it is the change of the value for a factor e")
         if not (_is_number(self.low) and _is_number(self.high) and self.low < self.high):
-            raise ValueError(f"bounds must be (low, high) with low < high, got ({self.low!r}, {self.high!r})")
+            raise ValueError(
+                f"bounds must be (low, high) with low < high, got ({self.low!r}, {self.high!r})"
+            )
         if self.kind == "log" and self.high <= 0:
-            raise ValueError(f"bounds ({self.low!r}, {self.high!r}) have no value above 0, which scale='log' needs: use scale='linear'")
+            raise ValueError(
+                f"bounds ({self.low!r}, {self.high!r}) have no value above 0, which scale='log' "
+                "needs: use scale='linear'"
+            )
 
     @property
     def bounded(self) -> bool:
@@ -47,7 +57,11 @@ class Scale:
         """Within the bounds. Tensors stay tensors, and nobody waits for their device."""
         if not self.bounded:
             return value
-        return min(max(value, self.low), self.high) if isinstance(value, (int, float)) else value.clamp(self.low, self.high)
+        return (
+            min(max(value, self.low), self.high)
+            if isinstance(value, (int, float))
+            else value.clamp(self.low, self.high)
+        )
 
     def corrected(self, value: Any, correction: float) -> Any:
         """The base value: of the schedule's and a correction."""
@@ -74,7 +88,8 @@ class Scale:
         return value * factor if self.kind == "log" else 1.0 - (1.0 - value) / factor
 
     def effective(self, value: float, multiplier: float) -> float:
-        """The multiplier that really acts on this base value, where a bound holds the replica's back."""
+        """The multiplier that really acts on this base value, where a bound holds the replica's
+        back."""
         moved = self._moved(value, multiplier)
         held = self.hold(moved)
         if held == moved:
@@ -85,13 +100,18 @@ class Scale:
         return after / before if before > 0 and after > 0 else multiplier
 
     def corrections(self, value: float) -> tuple[float, float]:
-        """Lowest and highest correction that change anything, for this value of the schedule: beyond them a bound holds."""
+        """Lowest and highest correction that change anything, for this value of the schedule:
+        beyond them a bound holds."""
         if self.kind == "linear":
             return _exp((self.low - value) / self.unit), _exp((self.high - value) / self.unit)
         if self.kind == "log":
             return (max(self.low, 0.0) / value, self.high / value) if value > 0 else (0.0, math.inf)
         short, long = (1.0 - value) / (1.0 - self.low), 1.0 - self.high
-        return (short, (1.0 - value) / long if 0 < long < math.inf else math.inf) if value < 1 else (0.0, math.inf)
+        return (
+            (short, (1.0 - value) / long if 0 < long < math.inf else math.inf)
+            if value < 1
+            else (0.0, math.inf)
+        )
 
 
 def _is_number(value: object) -> bool:

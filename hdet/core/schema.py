@@ -1,5 +1,6 @@
-"""What a saved state has to look like. Each part of a run names its fields and their kinds. `read` checks them before anything is changed:
-it returns copies of the values, or raises ValueError that says which field is wrong and what it should be."""
+"""What a saved state has to look like. Each part of a run names its fields and their kinds. `read`
+checks them before anything is changed: it returns copies of the values, or raises ValueError that
+says which field is wrong and what it should be."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Kind(Protocol):
     """Of one value. Kinds have no state, so that they can stand in a class."""
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        """A copy of ``value``, which ``where`` names. ``sizes``: of the lists that are to be of one length, as far as they have been read.
-        Raises ValueError if it is of another kind."""
+        """A copy of ``value``, which ``where`` names. ``sizes``: of the lists that are to be of one
+        length, as far as they have been read. Raises ValueError if it is of another kind."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,15 @@ class Number(Kind):
     whole: bool = False
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and self.low <= value <= self.high
+        is_number = (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and self.low <= value <= self.high
+        )
         if not is_number or (self.whole and value % 1):
-            raise _wrong(where, value, f"a {'whole ' * self.whole}number in [{self.low:g}, {self.high:g}]")
+            raise _wrong(
+                where, value, f"a {'whole ' * self.whole}number in [{self.low:g}, {self.high:g}]"
+            )
         return int(value) if self.whole else value
 
 
@@ -107,7 +114,8 @@ class Or(Optional):
 
 @dataclass(frozen=True)
 class ListOf(Kind):
-    """Of one kind each. ``length``: how many; or a name: as many as in all lists with that name, which is none, or one for each knob."""
+    """Of one kind each. ``length``: how many; or a name: as many as in all lists with that name,
+    which is none, or one for each knob."""
 
     kind: Kind
     length: int | str | None = None
@@ -131,7 +139,10 @@ class Row(Kind):
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         entries = ListOf(ANYTHING, len(self.kinds)).read(value, where, sizes)
-        return [kind.read(entry, f"{where}[{i}]", sizes) for i, (kind, entry) in enumerate(zip(self.kinds, entries, strict=True))]
+        return [
+            kind.read(entry, f"{where}[{i}]", sizes)
+            for i, (kind, entry) in enumerate(zip(self.kinds, entries, strict=True))
+        ]
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,9 @@ class Plain(Kind):
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         if isinstance(value, (list, tuple)) and self.depth < DEEPEST:
             return ListOf(Plain(self.depth + 1)).read(value, where, sizes)
-        if isinstance(value, bool) or (isinstance(value, (int, float)) and not -math.inf < value < math.inf):
+        if isinstance(value, bool) or (
+            isinstance(value, (int, float)) and not -math.inf < value < math.inf
+        ):
             return value
         return Number().read(value, where, sizes)
 
@@ -156,13 +169,21 @@ class Fields(Kind):
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         _DICT.read(value, where, sizes)
-        missing = [key for key, kind in self.fields.items() if key not in value and not isinstance(kind, Or)]
+        missing = [
+            key
+            for key, kind in self.fields.items()
+            if key not in value and not isinstance(kind, Or)
+        ]
         if missing:
             raise ValueError(
-                f"{where} lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; "
+                f"{where} lacks {', '.join(map(repr, missing))}: it was saved by something else or "
+                "cut short; "
                 f"keys expected: {', '.join(map(str, self.fields))}"
             )
-        return {key: kind.read(value.get(key), f"{key} of {where}", sizes) for key, kind in self.fields.items()}
+        return {
+            key: kind.read(value.get(key), f"{key} of {where}", sizes)
+            for key, kind in self.fields.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -174,15 +195,25 @@ class Table(Kind):
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         _DICT.read(value, where, sizes)
-        return {self.keys.read(k, f"a key of {where}", sizes): self.values.read(v, f"{where}[{k!r}]", sizes) for k, v in value.items()}
+        return {
+            self.keys.read(k, f"a key of {where}", sizes): self.values.read(
+                v, f"{where}[{k!r}]", sizes
+            )
+            for k, v in value.items()
+        }
 
 
 def like(example: Any, least: float = -LARGEST) -> Kind:
-    """The kind of a state like ``example``: the same keys and lengths, and numbers >= ``least`` where the example's are."""
+    """The kind of a state like ``example``: the same keys and lengths, and numbers >= ``least``
+    where the example's are."""
     if isinstance(example, bool):
         return FLAG
     if isinstance(example, (int, float)):
-        return Number(least if example >= least else -LARGEST) if math.isfinite(example) else Number(-math.inf, math.inf)
+        return (
+            Number(least if example >= least else -LARGEST)
+            if math.isfinite(example)
+            else Number(-math.inf, math.inf)
+        )
     if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
         return Fields({key: like(value, least) for key, value in example.items()})
     if isinstance(example, Mapping):
@@ -192,19 +223,26 @@ def like(example: Any, least: float = -LARGEST) -> Kind:
     return ANYTHING if example is None else Instance(type(example))
 
 
-def read(state: Any, fields: Mapping[str, Kind], what: str, knobs: int | None = None) -> dict[str, Any]:
-    """The fields' values in a ``state``; keys that are none of them are left out, as older versions had others.
+def read(
+    state: Any, fields: Mapping[str, Kind], what: str, knobs: int | None = None
+) -> dict[str, Any]:
+    """The fields' values in a ``state``; keys that are none of them are left out, as older versions
+    had others.
 
-    ``what``: whose state it is, as "ensemble's"; ``knobs``: how many there are, where that is known. Raises ValueError for a field that is
+    ``what``: whose state it is, as "ensemble's"; ``knobs``: how many there are, where that is
+        known. Raises ValueError for a field that is
     missing or wrong, and for a state that is no dict.
     """
-    values: dict[str, Any] = Fields(fields).read(state, f"the {what} state", {} if knobs is None else {"knobs": knobs})
+    values: dict[str, Any] = Fields(fields).read(
+        state, f"the {what} state", {} if knobs is None else {"knobs": knobs}
+    )
     return values
 
 
 @contextmanager
 def unchanged_on_error(thing: Any) -> Iterator[None]:
-    """Around the loading of a state: whatever is raised becomes ValueError, and ``thing`` (or None) gets its own state back."""
+    """Around the loading of a state: whatever is raised becomes ValueError, and ``thing`` (or None)
+    gets its own state back."""
     before = None if thing is None else copy.deepcopy(thing.state_dict())
     try:
         yield
@@ -214,7 +252,9 @@ def unchanged_on_error(thing: Any) -> Iterator[None]:
         if type(error) is ValueError:
             raise
         kind, why = type(thing).__name__, f"{type(error).__name__}: {error}"
-        raise ValueError(f"the {kind}'s state cannot be loaded ({why}): it is damaged, or of something else") from error
+        raise ValueError(
+            f"the {kind}'s state cannot be loaded ({why}): it is damaged, or of something else"
+        ) from error
 
 
 def _wrong(where: str, value: Any, needed: str) -> ValueError:

@@ -11,16 +11,20 @@ __all__ = ["assignment", "check_spread", "multipliers"]
 
 
 def check_spread(spread: float, name: str = "spread") -> float:
-    """``spread`` as a float. Raises ValueError for what would make a multiplier zero, negative or undefined."""
-    why = "multipliers range over [1 - spread, 1 + spread] and must stay positive; 1/9 is the paper's, 0 is plain data-parallel training"
+    """``spread`` as a float. Raises ValueError for what would make a multiplier zero, negative or
+    undefined."""
+    why = (
+        "multipliers range over [1 - spread, 1 + spread] and must stay positive; 1/9 is the "
+        "paper's, 0 is plain data-parallel training"
+    )
     return float(within(spread, name, "[0, 1)", why))
 
 
 def multipliers(count: int, spread: float) -> list[float]:
     """Eq. 1: rho_r = 1 + alpha (r - (N-1)/2) / max((N-1)/2, 1/2), for r = 0 .. N-1.
 
-    Symmetric around 1, so their sum is N and the uniform mean of the replicas moves at the base rate.
-    ``spread`` (alpha) 0, or a single replica, gives exactly 1.0.
+    Symmetric around 1, so their sum is N and the uniform mean of the replicas moves at the base
+    rate. ``spread`` (alpha) 0, or a single replica, gives exactly 1.0.
     """
     check_spread(spread)
     middle = (count - 1) / 2
@@ -29,10 +33,12 @@ def multipliers(count: int, spread: float) -> list[float]:
 
 
 def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
-    """Eq. 8: a fresh permutation for each (cycle, knob); entry r is replica r's place on the grid of `multipliers`.
+    """Eq. 8: a fresh permutation for each (cycle, knob); entry r is replica r's place on the grid
+    of `multipliers`.
 
-    Sorting by a hash is a uniform permutation that every rank finds alone: no generator state, no communication,
-    the same on every platform and Python version, and the user's random numbers are never touched.
+    Sorting by a hash is a uniform permutation that every rank finds alone: no generator state, no
+    communication, the same on every platform and Python version, and the user's random numbers are
+    never touched.
     """
     begun = hashlib.sha256(f"{seed}/{cycle}/{knob}/".encode())
     copy, digests = begun.copy, []
@@ -48,5 +54,6 @@ def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _numbers(count: int) -> bytes:
-    """0 .. count - 1 in decimal: making these costs a third of an assignment, keeping them as one piece 4 kB at 1 024 replicas."""
+    """0 .. count - 1 in decimal: making these costs a third of an assignment, keeping them as one
+    piece 4 kB at 1 024 replicas."""
     return " ".join(map(str, range(count))).encode()

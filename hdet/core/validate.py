@@ -1,4 +1,5 @@
-"""Settings that users pass: one check and one wording for whole numbers and one for numbers in an interval."""
+"""Settings that users pass: one check and one wording for whole numbers and one for numbers in an
+interval."""
 
 from __future__ import annotations
 
@@ -14,16 +15,28 @@ def finite(value: object) -> bool:
 
 
 def whole(value: Any, name: str, least: int = 1, of: str = "", why: str = "") -> int:
-    """Returns ``value``. Raises ValueError unless it is an int >= ``least``; ``of``: what it counts, ``why``: the reason, for the message."""
+    """Returns ``value``. Raises ValueError unless it is an int >= ``least``; ``of``: what it
+    counts, ``why``: the reason, for the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         counted = f" of {of}" if of else ""
-        raise ValueError(f"{name} must be a whole number{counted} >= {least}, got {value!r}" + (f": {why}" if why else ""))
+        raise ValueError(
+            f"{name} must be a whole number{counted} >= {least}, got {value!r}"
+            + (f": {why}" if why else "")
+        )
     return value
 
 
 def within(value: Any, name: str, interval: str, why: str = "") -> float:
-    """Returns ``value``. Raises ValueError unless it is a finite number in ``interval``, which is written as in mathematics: ``"[0, 1)"``."""
+    """Returns ``value``. Raises ValueError unless it is a finite number in ``interval``, which is
+    written as in mathematics: ``"[0, 1)"``."""
     low, high = map(float, interval[1:-1].split(","))
-    if not (finite(value) and low <= value <= high and (value != low or interval[0] == "[") and (value != high or interval[-1] == "]")):
-        raise ValueError(f"{name} must be a number in {interval}, got {value!r}" + (f": {why}" if why else ""))
+    if not (
+        finite(value)
+        and low <= value <= high
+        and (value != low or interval[0] == "[")
+        and (value != high or interval[-1] == "]")
+    ):
+        raise ValueError(
+            f"{name} must be a number in {interval}, got {value!r}" + (f": {why}" if why else "")
+        )
     return value

@@ -1,4 +1,4 @@
-"""What controllers learn from: losses, probes, weight lines, cosines."""
+"""What controllers learn from beside training losses."""
 
 from .measurement import Measurement, Watched
 

@@ -1,7 +1,9 @@
-"""Losses of common mini-batches: every replica scores the same ones, at its cycle-averaged weights or on a weight line (docs/method.md).
+"""Losses of common mini-batches: every replica scores the same ones, at its cycle-averaged weights
+or on a weight line (docs/method.md).
 
-Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look better for the moment;
-scoring all replicas on the same mini-batches takes away the noise of the data. What remains is the direction.
+Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look
+better for the moment; scoring all replicas on the same mini-batches takes away the noise of the
+data. What remains is the direction.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
 from .measurement import Measurement, Watched
 from .points import CyclePoints, LinePoints
-from .weight_line import check_kernels, check_room
 
 __all__ = ["BatchLosses"]
 
 LATER = 0.5
-"""Part of an interval of several cycles that is left out of the average: that of all of it lags behind, and votes for a higher rate."""
+"""Part of an interval of several cycles that is left out of the average: that of all of it lags
+behind, and votes for a higher rate."""
 
 
 class BatchLosses(Measurement):
     """[replica][chunk]: losses of mini-batches that are common to all replicas.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients, on the bare module without a
-            DistributedDataParallel wrapper. All ranks of a replica call it together; a rank that does not see the loss (a pipeline stage
-            before the last) returns None.
+        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients,
+            on the bare module without a DistributedDataParallel wrapper. All ranks of a replica
+            call it together; one that does not see the loss (a pipeline stage before the last)
+            returns None.
         batches, chunks, model: as for a `ProbeController`.
         average_every: steps between samples of the average.
-        average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
+        average_from: part of the interval, in [0, 1), that is left out of the average at its
+            beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live.
-        dtype: of average and beginning in intervals of several cycles; None: float32, or the parameters' own if that is wider.
 
-    Settings in a plan: ``cycles`` from one measurement to the next (`CyclePoints` for one, `LinePoints` for several).
-
-    Costs ``chunks`` forward passes per replica and interval, no gradient, and one copy of the parameters. Several cycles: two copies, and two
-    averages of the parameters over replicas.
+    Costs ``chunks`` forward passes per replica and interval, no gradient, and one copy of the
+    parameters in float32. Intervals of several cycles: two copies and, while it scores, a third
+    one, and two averages of the parameters over replicas.
     """
 
     def __init__(
@@ -57,26 +59,31 @@ class BatchLosses(Measurement):
         average_every: int = 5,
         average_from: float | None = None,
         place: str = "device",
-        dtype: torch.dtype | None = None,
     ) -> None:
         if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}")
+            raise TypeError(
+                f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}"
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if not callable(batches) and not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
-            raise TypeError(
-                f"batches must be a list of mini-batches or a function of the cycle, got {type(batches).__name__}: list(...) it first"
-            )
         whole(chunks, "chunks", 2, why="the slope's error comes from the scatter over mini-batches")
+        _check_batches(batches, chunks)
         whole(average_every, "average_every", of="steps")
         if average_from is not None:
-            within(average_from, "average_from", "[0, 1)", "it is a part of the interval; None chooses one")
-        check_room(place, dtype)
-        if not callable(batches) and len(batches) < chunks:
-            raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
+            why = "it is a part of the interval; None chooses one"
+            within(average_from, "average_from", "[0, 1)", why)
+        if place not in ("device", "host"):
+            raise ValueError(
+                "place must be 'device' or 'host' (where copies of the weights live), got "
+                f"{place!r}"
+            )
         self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
-        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.average_every, self.average_from, self.place, self.dtype = average_every, average_from, place, dtype
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        self.model: nn.Module = model
+        self.average_every, self.average_from, self.place = average_every, average_from, place
+        self.cycles = 1
+        """From one measurement to the next (`CyclePoints` for one, `LinePoints` for several)."""
         self._points: CyclePoints | LinePoints | None = None
 
     @property
@@ -84,25 +91,31 @@ class BatchLosses(Measurement):
         return [self.model]
 
     def left_out(self, several: bool) -> float:
-        """The part of an interval of one cycle, or of ``several``, that is left out of the average."""
-        return (LATER if several else 0.0) if self.average_from is None else self.average_from
+        """The part of an interval of one cycle, or of ``several``, that is left out of the
+        average."""
+        if self.average_from is not None:
+            return self.average_from
+        return LATER if several else 0.0
 
     def watch(self, watched: Watched) -> None:
-        """Raises ValueError if none of the optimizer's parameters is the model's, RuntimeError where hdet's kernels are missing."""
+        """Raises ValueError if none of the optimizer's parameters is the model's."""
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in watched.sets[0]):
-            raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
-        check_kernels(watched.sets[0], self.place)
+            raise ValueError(
+                "the ProbeController's model has no parameter of this optimizer: pass the module "
+                "that it trains"
+            )
         self.release()
         self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
 
-    def on_cycle_start(self, settings: Any) -> None:
+    def on_cycle_start(self) -> None:
         if self._points is None:
-            cycles, every, after = (settings or {}).get("cycles", 1), self.average_every, self.left_out
-            if cycles == 1:
-                self._points = CyclePoints(self._watched, every, after(False), self.place)
-            else:
-                self._points = LinePoints(self._watched, cycles, every, after(True), self.place, self.dtype)
+            every, after = self.average_every, self.left_out(self.cycles > 1)
+            self._points = (
+                CyclePoints(self._watched, every, after, self.place)
+                if self.cycles == 1
+                else LinePoints(self._watched, self.cycles, every, after, self.place)
+            )
         self._points.on_cycle_start()
 
     def reset(self) -> None:
@@ -116,20 +129,19 @@ class BatchLosses(Measurement):
     def release(self) -> None:
         self._points = None
 
-    def sample(self, position: int, length: int, schedule_step: int) -> None:
+    def sample(self, position: int, length: int) -> None:
         """The last step of a cycle is always a sample."""
         if self._points is not None:
             self._points.sample(position, length)
 
     @ranged("hdet.probe")
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(chunks + 2,) float64: 1 and the chunk losses at this replica's point (zeros where this rank sees none), then the mini-batches'
-        digest; None while an interval goes on.
-        """
+        """(chunks + 2,) float64: 1 and the chunk losses at this replica's point (zeros where this
+        rank sees none), then the mini-batches' digest; None while an interval goes on."""
         if self._points is None:  # a cycle in which no step was counted
-            self.on_cycle_start(None)
+            self.on_cycle_start()
         assert self._points is not None
-        if not self._points.due:
+        if not self._points.is_due:
             return None
         with eval_mode(self.model):
             chosen = self._choose(cycle)
@@ -141,36 +153,62 @@ class BatchLosses(Measurement):
                 reshard(self.model)
         marks = digest(list(tensors_in(chosen)))[1:]
         if all(loss is None for loss in losses):
-            return torch.cat([torch.zeros(1 + self.chunks, dtype=torch.float64, device=self._device), marks.to(self._device)])
-        row = torch.stack([_scalar(loss) for loss in losses])
-        return torch.cat([torch.ones_like(row[:1]), row, marks.to(row.device)])
+            row = torch.zeros(1 + self.chunks, dtype=torch.float64, device=self._device)
+        else:
+            row = torch.stack([torch.ones_like(_scalar(losses[0])), *map(_scalar, losses)])
+        return torch.cat([row, marks.to(row.device)])
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Added-up rows -> chunk losses per replica. Raises ValueError if no rank of a replica has seen a loss, RuntimeError if replicas scored
-        different mini-batches, so that their losses cannot be compared."""
-        seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
+        """Added-up rows -> chunk losses per replica. Raises ValueError if no rank of a replica has
+        seen a loss, RuntimeError if replicas scored different mini-batches."""
+        # By columns: of a thousand rows each number by itself would cost too much.
+        seen, *chunks, marks = zip(*rows, strict=True)
         if len(set(marks)) > 1:
             raise RuntimeError(
-                "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared "
-                "generator)"
+                "the replicas were given different probe batches: make `batches` a function of the "
+                "cycle alone (not of the rank or a shared generator)"
             )
         if not all(seen):
             raise ValueError(
-                f"loss_fn returned None on every rank of replica {seen.index(0)}: the rank that sees the loss must return it as a tensor"
+                f"loss_fn returned None on every rank of replica {seen.index(0)}: the rank that "
+                "sees the loss must return it as a tensor"
             )
         return list(map(list, zip(*(map(truediv, chunk, seen) for chunk in chunks), strict=True)))
 
     def _choose(self, cycle: int) -> list[Any]:
-        if callable(self.batches):
-            chosen = list(self.batches(cycle))[: self.chunks]
-            if len(chosen) < self.chunks:
-                raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
-            return chosen
-        return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
+        if not callable(self.batches):
+            first = cycle * self.chunks
+            return [self.batches[(first + i) % len(self.batches)] for i in range(self.chunks)]
+        chosen = list(self.batches(cycle))[: self.chunks]
+        if len(chosen) < self.chunks:
+            raise ValueError(
+                f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for "
+                f"{self.chunks}"
+            )
+        return chosen
+
+
+def _check_batches(batches: Any, chunks: int) -> None:
+    if callable(batches):
+        return
+    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+        raise TypeError(
+            "batches must be a list of mini-batches or a function of the cycle, got "
+            f"{type(batches).__name__}: list(...) it first"
+        )
+    if len(batches) < chunks:
+        raise ValueError(
+            f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass "
+            "more, or lower chunks"
+        )
 
 
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return one number as a tensor, got {shape}: return the mean over the batch")
+        is_tensor = isinstance(loss, torch.Tensor)
+        shape = tuple(loss.shape) if is_tensor else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return one number as a tensor, got {shape}: return the mean over the "
+            "batch"
+        )
     return loss.detach().double().reshape(())

@@ -234,7 +234,8 @@ def check_controller(controller: Controller | None, run: Run) -> None:
         return
     controller.start(run)
     total, length = run.total_steps, run.sync_interval
-    if total is not None and total < 2 * length and not controller.plans_lengths:
+    decides_at_ends = controller.search is None or controller.needs_replicas
+    if total is not None and total < 2 * length and decides_at_ends:
         warnings.warn(
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): the controller {controller.name!r} decides where "
             f"a cycle ends, so it will hardly do anything. Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})",

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ..converge import Masters, all_finite, digest
 from ..core.divergence import Divergence, Verdict, judge
-from ..core.plan import Average, Plan
 from ..core.validate import within
 from ..profiling import ranged
 from ..replicas import Replicas
@@ -122,21 +121,15 @@ class CycleStats(NamedTuple):
 
 
 def verdict_on(
-    stats: Sequence[CycleStats], plan: Plan, divergence: Divergence, level: float | None, controller: str, searching: bool = False
+    stats: Sequence[CycleStats], divergence: Divergence, level: float | None, searching: bool = False
 ) -> tuple[Verdict, list[float | None]]:
-    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. Raises ValueError if the
-    plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell. ``searching``: is an `AutoLR` in its
-    first steps, which takes back what breaks in them?"""
+    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. ``searching``: is an
+    `AutoLR` in its first steps, which takes back what breaks in them?"""
+    losses = [stat.loss for stat in stats]
     if searching:
         finite = [r for r, stat in enumerate(stats) if stat.finite]
-        return Verdict(finite or list(range(len(stats))), roll_back=False, level=None, notes=[]), [s.loss for s in stats]
-    if plan.judged:
-        return judge(divergence, [s.finite for s in stats], [s.raw_loss for s in stats], level), [s.loss for s in stats]
-    if all(stat.finite and stat.raw_loss is None for stat in stats):
-        raise ValueError(f"the controller {controller!r} reads the training losses too: call step(loss, closure=...), or observe(loss)")
-    # One replica that broke breaks the average of all: its loss may not be left out then.
-    count = all(stat.votes for stat in stats) or not isinstance(plan.end, Average)
-    return Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[]), [stat.loss if count else None for stat in stats]
+        return Verdict(finite or list(range(len(stats))), roll_back=False, level=None, notes=[]), losses
+    return judge(divergence, [stat.finite for stat in stats], [stat.raw_loss for stat in stats], level), losses
 
 
 @ranged("hdet.cycle_stats")

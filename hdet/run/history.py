@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
-from ..core.plan import Moment, Plan
-from ..core.replay import recorded
-from ..core.rules import PROBE
+from ..core.replay import record_of
 from ..schedule import Schedule
 
 __all__ = ["cycle_record"]
@@ -19,57 +18,41 @@ def cycle_record(
     engine: Engine,
     schedule: Schedule,
     outcome: CycleOutcome,
-    moment: Moment,
-    plan: Plan,
     *,
-    losses: Sequence[float | None],
     scores: Mapping[str, Sequence[Sequence[float]]],
-    rolled_back: bool,
     notes: Sequence[str],
-    probe_ms: float,
-    converge_ms: float,
-    trial: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. Keys:
-
-    - event ("cycle"), cycle (from 0), step (optimizer steps);
-    - by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (in the
-      controller's own unit, nats per unit of ln rho under probe and line; None where none was found), t, multipliers ([N], of the cycle that ended);
-    - by replica: losses (mean training loss, None if it must not count), probe (mean probe loss; None without one);
-    - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
-      cycles taken back, replicas left out of an average);
-    - record: all that the controller was asked and told, and what it said (`hdet.core.replay.recorded`), from which `replay` decides again;
-    - trial: what an `AutoLR` has measured in this cycle (`hdet.trial.rule.RateInterval.to_dict`); None: nothing;
-    - converge_ms, probe_ms (milliseconds on this rank; a line search counts as a probe), notes (text).
-    """
-
-    def by_knob(values: Iterable[Any]) -> dict[str, Any]:
-        return dict(zip((knob.name for knob in schedule.knobs), values, strict=True))
-
-    scheduled = schedule.values()
+    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/index.md has the keys;
+    ``more``: those that the Ensemble knows (losses, trial, converge_ms, probe_ms)."""
     return {
         "event": "cycle",
         "cycle": outcome.cycle,
         "step": engine.step,
-        "values": by_knob(schedule.base_values()),
-        "scheduled": by_knob(scheduled),
-        "corrections": by_knob(engine.corrections),
-        "slopes": by_knob(d.slope for d in outcome.decisions),
-        "errors": by_knob(d.error for d in outcome.decisions),
-        "t": by_knob(d.t for d in outcome.decisions),
-        "multipliers": by_knob(outcome.multipliers),
-        "losses": list(losses),
+        **_by_knob(engine, schedule, outcome),
         "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
         "left_out": outcome.left_out,
-        "rolled_back": rolled_back,
+        "rolled_back": outcome.rolled_back,
         "rollbacks": engine.rollbacks,
         "diverged_total": engine.diverged_total,
-        "converge_ms": converge_ms,
-        "probe_ms": probe_ms,
-        "trial": trial,
+        **more,
         "notes": [*notes, *outcome.notes],
-        "record": recorded(moment, plan, outcome, engine.moment if rolled_back else None),
+        "record": record_of(outcome),
     }
+
+
+def _by_knob(engine: Engine, schedule: Schedule, outcome: CycleOutcome) -> dict[str, Any]:
+    columns: dict[str, Iterable[Any]] = {
+        "values": schedule.base_values(),
+        "scheduled": schedule.values(),
+        "corrections": engine.corrections,
+        "slopes": [decision.slope for decision in outcome.decisions],
+        "errors": [decision.error for decision in outcome.decisions],
+        "t": [decision.t for decision in outcome.decisions],
+        "multipliers": outcome.multipliers,
+    }
+    names = [knob.name for knob in schedule.knobs]
+    return {key: dict(zip(names, column, strict=True)) for key, column in columns.items()}
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:

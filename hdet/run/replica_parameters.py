@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..controllers.softmax import softmax_weights
 from ..converge import Average as Averaging
 from ..converge import Task
 from ..converge.plain import PlainAverage
 from ..core.divergence import Divergence
-from ..core.plan import Adopt, Average, Ending, Restore
-from ..core.rules.softmax import softmax_weights
 from ..policies import Sync
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
@@ -23,7 +22,7 @@ from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
-from .snapshot import CycleStarts, Snapshots
+from .snapshot import CycleStarts
 
 __all__ = ["ReplicaWeights", "check_tied"]
 
@@ -101,14 +100,9 @@ class ReplicaWeights:
         self._publish()
         return notes
 
-    def end_cycle(self, end: Ending, healthy: Sequence[int], losses: Sequence[float | None], snapshots: Snapshots) -> list[str]:
-        """As a plan ends, or a controller; an average as `Sync.converge` says. ``losses``: of all replicas. Returns notes for the record."""
-        if isinstance(end, Restore):
-            snapshots.restore(end.snapshot)
-            self.took_back()
-        if not isinstance(end, (Adopt, Average)):
-            return []
-        weights = [float(r == end.replica) for r in range(len(losses))] if isinstance(end, Adopt) else self._weights(healthy, losses)
+    def end_cycle(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[str]:
+        """An average as `Sync.converge` says. ``losses``: of all replicas. Returns notes for the record."""
+        weights = self._weights(healthy, losses)
         notes = self.average.end_cycle(weights)
         self.moments.converge(weights)
         self._publish()

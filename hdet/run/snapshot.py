@@ -1,4 +1,4 @@
-"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and where a plan says so."""
+"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and in a trial."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
-from ..core.plan import SnapshotOf
 from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
 from ..optim.moment_storage import EIGHT_BIT
@@ -21,7 +20,6 @@ __all__ = [
     "CycleStarts",
     "GroupNumbers",
     "Snapshot",
-    "Snapshots",
     "keeps_codes",
     "keeps_weights",
     "optimizers_in",
@@ -229,50 +227,3 @@ class CycleStarts:
         assert self._now.taken, "nothing to go back to: no cycle has begun"
         self._now.restore()
         self._went_back = True
-
-
-class Snapshots:
-    """`Plan.snapshots`: each is taken before the first step of the first cycle that names it, and given up with the first that does not. Of the
-    ``trained`` parameters of this process's (first) replica, in the order of the optimizer's groups, and of the ``model``'s buffers."""
-
-    def __init__(self, trained: Sequence[torch.Tensor], optimizer: Optimizer, model: nn.Module | None) -> None:
-        self._trained, self._optimizer, self._model = list(trained), optimizer, model
-        self._kept: dict[str, Snapshot] = {}
-        self.fresh: set[str] = set()
-        """Names of those that hold what the running cycle began with."""
-
-    def begin_cycle(self, wanted: Mapping[str, SnapshotOf]) -> None:
-        """Free what is not wanted any more, and prepare what is new."""
-        self.fresh = set()
-        for name in self._kept.keys() - wanted.keys():
-            del self._kept[name]
-        for name in wanted.keys() - self._kept.keys():
-            self._kept[name] = Snapshot(self._trained, self._optimizer, wanted[name].place, self._model)
-
-    def on_cycle_start(self) -> None:
-        """Before the first step: take those that have not been."""
-        for name, snapshot in self._kept.items():
-            if not snapshot.taken:
-                snapshot.take()
-                self.fresh.add(name)
-
-    def restore(self, name: str) -> None:
-        """Puts everything back, in place. Raises ValueError if there is none of that name, as `take` does."""
-        self._of(name).restore()
-
-    def take(self, name: str) -> None:
-        """What is there now in the place of what it has."""
-        self._of(name).take()
-
-    def forget(self) -> None:
-        """Other weights have been loaded: all are taken anew, with the next first step."""
-        for snapshot in self._kept.values():
-            snapshot.forget()
-
-    def _of(self, name: str) -> Snapshot:
-        found = self._kept.get(name)
-        if found is None or not found.taken:
-            raise ValueError(
-                f"there is no snapshot {name!r}, only {sorted(self._kept)}: name it in Plan.snapshots of the cycle before its first step"
-            )
-        return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
-from ..core.plan import Learned, Moment, Plan
+from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, Instance, Number, Optional, read
 from ..core.validate import within
 from ..run.snapshot import Snapshot
@@ -40,7 +40,7 @@ class Move:
         factor: of all rates; 1: nothing changes.
         restored: are the run's first weights in place again?
         note: one line.
-        trial: `RateInterval.to_dict`, for the log.
+        trial: `RateInterval.to_dict` and ``is_over``, is the search done, for the log.
     """
 
     factor: float
@@ -99,7 +99,6 @@ class AutoLR(Controller):
 
     name = "auto"
     needs_replicas = False
-    plans_lengths = True
     judges_held_out = True
 
     def __init__(
@@ -245,7 +244,8 @@ class AutoLR(Controller):
         self.close()
         verb = "" if self.obeyed or not interval.moves else " would go"
         note = str(interval).splitlines()[0].replace("rate:", f"rate{verb}")
-        return Move(factor if self.obeyed else 1.0, lowers, note, interval.to_dict())
+        record = {**interval.to_dict(), "is_over": self.done}
+        return Move(factor if self.obeyed else 1.0, lowers, note, record)
 
     def close(self) -> None:
         """Copies and hooks go. A search that was under way begins again with the next step."""
@@ -253,15 +253,12 @@ class AutoLR(Controller):
             self._arms.in_place.close()
         self._arms = self._steps = self._first = None
 
-    def restart(self, now: Moment) -> None:
+    def restart(self) -> None:
         """Other weights were loaded."""
         self.close()
 
-    def plan(self, now: Moment) -> Plan:
-        return Plan(spread=False)
-
-    def decide(self, evidence: Evidence) -> Learned:
-        return self._nothing(evidence)
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        return [Decision() for _ in evidence.knobs]
 
     @property
     def idle(self) -> bool:

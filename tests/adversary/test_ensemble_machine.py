@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from tests.harness import Scripted
 
 from .common import Boom, bits, quiet, trial
 
@@ -44,30 +45,25 @@ OWN = ["step", "cosine", "lambda"]
 """those that a user steps without the Ensemble"""
 
 
-class Scripted(hdet.Controller):
+class Decides(Scripted):
     """Decides what the test has written down for a cycle."""
 
-    name = "scripted"
+    def __init__(self, script: list[float], multipliers: list[float] | None) -> None:
+        super().__init__(multipliers=multipliers)
+        self.script, self.asked, self.bomb = script, 0, False
 
-    def __init__(self, script: list[tuple[float, int]], plan: hdet.Plan) -> None:
-        super().__init__()
-        self.script, self.asked, self.bomb, self.planned = script, 0, False, plan
+    def decision(self, cycle: int, correction: float) -> float:
+        """The factor: what is written for the cycle, as long as training bears it."""
+        factor = self.script[cycle % len(self.script)] if self.script else 1.0
+        return factor if 0.25 <= correction * factor <= 4 else 1.0
 
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return self.planned
-
-    def decision(self, cycle: int, correction: float) -> tuple[float, int]:
-        """(factor, steps to rise over): what is written for the cycle, as long as training bears it."""
-        factor, over = self.script[cycle % len(self.script)] if self.script else (1.0, 0)
-        return (factor, over) if 0.25 <= correction * factor <= 4 else (1.0, 0)
-
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+    def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         if self.bomb:
             raise Boom("controller")
         assert all(loss is None or math.isfinite(loss) for loss in evidence.losses)
         self.asked += 1
-        factor, over = self.decision(evidence.cycle, evidence.corrections[0])
-        return hdet.Learned([hdet.Decision(factor=factor, ramp=over)] * len(evidence.knobs))
+        factor = self.decision(evidence.cycle, evidence.corrections[0])
+        return [hdet.Decision(factor=factor)] * len(evidence.knobs)
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": self.asked}
@@ -114,18 +110,18 @@ def optimizer_of(net: nn.Module, setup: dict[str, Any], cls: Callable[[type], ty
 class Shadow:
     """The schedule that nobody corrects, counters, and the correction: what the base value has to be."""
 
-    def __init__(self, setup: dict[str, Any], script: list[tuple[float, int]]) -> None:
+    def __init__(self, setup: dict[str, Any], script: list[float]) -> None:
         self.setup, self.script = setup, script
         groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": RATE / 2}]
         self.optimizer = torch.optim.SGD(groups, lr=RATE)
         self.scheduler = SCHEDULERS[setup["scheduler"]](self.optimizer)
         self.own = SCHEDULERS[setup["own"]](self.optimizer)
         self.step = self.position = self.cycle = 0
-        self.correction, self.ramp, self.temperature = 1.0, (1.0, 0, 0), 2.0
+        self.correction, self.temperature = 1.0, 2.0
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
 
     def state(self) -> dict[str, Any]:
-        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "ramp", "temperature")}
+        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "temperature")}
         schedulers = {key: s and copy.deepcopy(s.state_dict()) for key, s in (("scheduler", self.scheduler), ("own", self.own))}
         return {"plain": plain, "lr": [group["lr"] for group in self.optimizer.param_groups], **schedulers}
 
@@ -142,25 +138,15 @@ class Shadow:
         with quiet():  # this optimizer never steps
             scheduler.step()
 
-    def in_force(self) -> float:
-        before, since, over = self.ramp
-        part = (self.step - since + 1) / over if over else 1.0
-        return self.correction if part >= 1 else before * (self.correction / before) ** part
-
     def base(self) -> list[float]:
-        return [group["lr"] * (self.in_force() if g in self.corrected else 1.0) for g, group in enumerate(self.optimizer.param_groups)]
+        return [group["lr"] * (self.correction if g in self.corrected else 1.0) for g, group in enumerate(self.optimizer.param_groups)]
 
     def ends(self) -> bool:
         return self.position >= self.setup["interval"]
 
-    def decide(self, decision: tuple[float, int]) -> None:
+    def decide(self, factor: float) -> None:
         if self.step - self.setup["interval"] >= self.setup["warmup"]:
-            factor, over = decision
-            before, after = self.in_force(), self.correction * factor
-            done = self.step if self.scheduler is None else self.scheduler.last_epoch
-            self.correction = after
-            if factor != 1:
-                self.ramp = (before, self.step, round(over * self.step / (done or self.step)) if after > before else 0)
+            self.correction *= factor
         self.cycle, self.position = self.cycle + 1, 0
 
 
@@ -178,14 +164,14 @@ SETUP = st.fixed_dictionaries(
         "temperature": st.booleans(),
     }
 )
-SCRIPT = st.lists(st.sampled_from([(2.0, 0), (0.5, 0), (2.0, 3), (4.0, 0), (0.25, 0), (1.0, 0)]), max_size=4)
+SCRIPT = st.lists(st.sampled_from([2.0, 0.5, 4.0, 0.25, 1.0]), max_size=4)
 
 
 class EnsembleMachine(RuleBasedStateMachine):
     # -- the beginning -----------------------------------------------------------------------------------------------------
 
     @initialize(setup=SETUP, script=SCRIPT)
-    def begin(self, setup: dict[str, Any], script: list[tuple[float, int]]) -> None:
+    def begin(self, setup: dict[str, Any], script: list[float]) -> None:
         if setup["replicas"] > 1 and not setup["optimizer"].startswith("Fused"):
             setup = {**setup, "optimizer": f"Fused{setup['optimizer']}"}
         setup = dict(zip(("scheduler", "own"), setup["schedulers"], strict=True)) | setup
@@ -216,8 +202,8 @@ class EnsembleMachine(RuleBasedStateMachine):
             settings = {"spread": 0.5 * self.setup["spread"], "valid_on_train_loss": True, "affects_eval_loss": True}
             knobs.append(hdet.Scalar("temperature", lambda: self.temperature, lambda x: setattr(self, "temperature", x), **settings))
         # One replica plays another one's part, with this multiplier; no others are needed to see where it acts.
-        alone = [[self.setup["rho"]]] * len(knobs) if self.replicas is None else None
-        self.controller = Scripted(self.script, hdet.Plan(multipliers=alone))
+        alone = [self.setup["rho"]] * len(knobs) if self.replicas is None else None
+        self.controller = Decides(self.script, alone)
         with quiet():
             self.ensemble = hdet.Ensemble(
                 self.optimizer,
@@ -285,10 +271,10 @@ class EnsembleMachine(RuleBasedStateMachine):
 
     def base_values_at_rest(self) -> None:
         assert self.rates() == pytest.approx(self.shadow.base(), rel=1e-12, abs=0), (self.rates(), self.shadow.base())
-        if self.shadow.in_force() == 1:  # torch's own values, to the bit
+        if self.shadow.correction == 1:  # torch's own values, to the bit
             assert self.rates() == self.shadow.base()
         assert self.ensemble.values()[self.knob] == self.rates()[0]
-        temperature = self.shadow.temperature * (self.shadow.in_force() if self.setup["temperature"] else 1.0)
+        temperature = self.shadow.temperature * (self.shadow.correction if self.setup["temperature"] else 1.0)
         assert self.temperature == pytest.approx(temperature, rel=1e-12)
 
     def counts(self) -> None:
@@ -580,7 +566,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         """It is the base value, and the schedule goes on from there."""
         value = self.shadow.optimizer.param_groups[0]["lr"] * factor
         self.ensemble.set_value(self.knob, value)
-        self.shadow.correction, self.shadow.ramp = factor, (1.0, 0, 0)
+        self.shadow.correction = factor
 
     @rule(group=st.integers(0, 1), value=st.sampled_from([0.03125, 0.25]))
     def schedule_written_by_hand(self, group: int, value: float) -> None:
@@ -666,7 +652,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         else:
             shadow = self.shadow
             shadow.step, shadow.position, shadow.cycle = getattr(self.scheduler, "last_epoch", 0), 0, 0
-            shadow.correction, shadow.ramp, shadow.temperature = 1.0, (1.0, 0, 0), self.temperature
+            shadow.correction, shadow.temperature = 1.0, self.temperature
             for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
                 group["lr"] = rate
         self.stepped, self.broken_losses, self.saved = False, set(), self.saved if go_on else None

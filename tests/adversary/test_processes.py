@@ -38,7 +38,7 @@ def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str,
     warnings.simplefilter("ignore")  # of replicas that are left out, and of states in the middle of a cycle
     for number, (actions, spread, softmax) in enumerate(sequences):
         folder = Path(root, str(number))
-        controller = hdet.SoftmaxController(decay=None) if softmax else hdet.SlopeController()
+        controller = hdet.SoftmaxController(decay=None, step_size=0.5 if softmax else 0.1)
         run = Run(rank, spread=spread, total=200, every=3, controller=controller)
         saved: Any = None
         for place, (action, chosen) in enumerate(actions):

@@ -27,9 +27,6 @@ from .common import bits, mutated, quiet, tree, trial
 CONTROLLERS: dict[str, Callable[[Any], Any] | None] = {
     "none": None,
     "softmax": lambda net: hdet.SoftmaxController(decay=None),
-    "slope": lambda net: hdet.SlopeController(),
-    "rank": lambda net: hdet.RankController(),
-    "hypergradient": lambda net: hdet.HypergradientController(2),
     "probe": probe,
 }
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import hdet
 from benchmarks.scaling import cost
 from benchmarks.scaling.cost import Job, Link, Traffic
+from hdet.controllers.probe_rule import ProbeRule
+from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.rules import ProbeRule, SoftmaxController
 
 sizes = st.floats(1, 1e12)
 counts = st.integers(2, 5000)

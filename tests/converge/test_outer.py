@@ -184,30 +184,3 @@ def test_a_resumed_run_is_the_run_to_the_bit(tmp_path: Path, sharded: bool) -> N
     for whole, resumed, plain, notes in ranks:
         assert torch.equal(whole, ranks[0][0]) and torch.equal(whole, resumed) and not torch.allclose(whole, plain)
         assert all(note == [] for note in notes)
-
-
-class Broken(hdet.Controller):
-    """A cycle that nobody judges, at a rate that breaks the weights; then back to where it began."""
-
-    name = "broken"
-
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return hdet.Plan(snapshots={"begin": hdet.SnapshotOf()}, judged=False) if now.cycle < 2 else hdet.Plan()
-
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
-        return hdet.Learned([hdet.Decision()] * len(evidence.knobs), hdet.Restore("begin") if evidence.cycle == 1 else None)
-
-
-def broken(rank: int, world: int) -> Any:
-    run = local(rank, controller=Broken())
-    run.steps(7)
-    with torch.no_grad():
-        next(run.net.parameters()).fill_(torch.inf)
-    return weights(run.steps(3)), weights(run.steps())
-
-
-def test_the_momentum_of_weights_that_were_given_up_is_given_up() -> None:
-    first, second = run_ranks(broken, 2)
-    for restored, end in (first, second):
-        assert torch.equal(restored, torch.cat([p.detach().flatten() for p in model().parameters()]))
-        assert end.isfinite().all() and torch.equal(end, first[1])

@@ -10,24 +10,24 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hdet.controllers.probe_rule import PROBE
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import CycleOutcome, Engine, KnobSpec, ask_and_tell
+from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence
-from hdet.core.plan import Decision, Question
-from hdet.core.rules import COSINES, PROBE
+from hdet.core.plan import Decision
 
 CHUNKS = 8
 
 
-def decide(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None = None) -> list[Decision]:
+def decide(controller: Controller, evidence: Evidence) -> list[Decision]:
     """What it makes of a cycle, by knob."""
-    return list(ask_and_tell(controller, evidence, answer)[0].decisions)
+    return controller.learn(evidence)
 
 
 def evidence(**given: Any) -> Evidence:
-    """Of one knob with four replicas, or what is given; rates at their peak. ``probes`` and ``inner``: rows of losses and of cosines."""
-    rows = {PROBE: given.pop("probes", None), COSINES: given.pop("inner", None)}
+    """Of one knob with four replicas, or what is given; rates at their peak. ``probes``: rows of losses."""
+    rows = {PROBE: given.pop("probes", None)}
     knobs = given.get("knobs", ["lr"])
     return Evidence(**{
         "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": knobs,
@@ -69,11 +69,8 @@ def bowl(
             for r, point in enumerate(points)
         ]
         probes = [[depth * sum((x - shift) ** 2 for x in point) for shift in shifts] for point in points]
-        inner = [2 * depth * math.log(value) / (1 + abs(math.log(value))) + draw.gauss(0, 0.2) for value in at_peak for _ in range(CHUNKS)]
         now = phase((cycle + 1) / cycles)
-        outcome = engine.close(
-            spoil(cycle, losses), {PROBE: probes, COSINES: [inner] * replicas}, scheduled=[s * now for s in starts], peak=list(starts)
-        )
+        outcome = engine.close(spoil(cycle, losses), {PROBE: probes}, scheduled=[s * now for s in starts], peak=list(starts))
         yield engine, outcome, [start * c for start, c in zip(starts, engine.corrections, strict=True)]
 
 

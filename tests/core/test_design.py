@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hdet.controllers.regression import slopes
 from hdet.core.clock import Clock
 from hdet.core.design import columns, orthogonal
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision
-from hdet.core.rules.regression import slopes
 from hdet.core.scale import Scale
 from hdet.core.spread import assignment, multipliers
 

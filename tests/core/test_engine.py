@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Evidence
-from hdet.core.plan import Decision, Learned
-from hdet.core.rules import SoftmaxController
+from hdet.core.plan import Decision
 
 
 class Scripted(Controller):
@@ -23,9 +23,9 @@ class Scripted(Controller):
         super().__init__()
         self.decisions, self.seen = decisions, []  # type: ignore[var-annotated]
 
-    def learn(self, evidence: Evidence) -> Learned:
+    def decide(self, evidence: Evidence) -> list[Decision]:
         self.seen.append(evidence)
-        return Learned(list(self.decisions))
+        return list(self.decisions)
 
 
 def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
@@ -144,55 +144,3 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(damage: Any, m
 def test_knobs_must_exist_and_differ(knobs: list[KnobSpec]) -> None:
     with pytest.raises(ValueError, match="knobs"):
         Engine(knobs, 2, Clock(1))
-
-
-# -- ramps -----------------------------------------------------------------------------------------------------------------
-
-
-class Says(Scripted):
-    """Answers with its decisions one after the other."""
-
-    def learn(self, evidence: Evidence) -> Learned:
-        super().learn(evidence)
-        return Learned([self.decisions[len(self.seen) - 1] if len(self.seen) <= len(self.decisions) else Decision()])
-
-
-def ramped(*decisions: Decision) -> Engine:
-    """Cycles of two steps."""
-    return Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(*decisions))
-
-
-def course(engine: Engine, steps: int, pace: int = 1) -> list[float]:
-    """The correction of each step; ``pace``: steps of the schedule for each of the engine's."""
-    values = []
-    for _ in range(steps):
-        values.append(engine.value(0, 1.0))
-        if engine.tick():
-            engine.close([1.0], scheduled=[1.0], schedule_step=pace * engine.step)
-    return values
-
-
-@pytest.mark.parametrize(
-    ("decisions", "pace", "expected"),
-    [
-        # A rise comes in steps that are even by the logarithm, a fall at once.
-        ([Decision(factor=16.0, ramp=4), Decision(), Decision(factor=0.5, ramp=4)], 1, [1, 1, 2, 4, 8, 16, 8, 8, 8]),
-        # One that is under way goes on from what is in force: 8 would have been next.
-        ([Decision(factor=16.0, ramp=4), Decision(factor=8.0, ramp=2)], 1, [1, 1, 2, 4, 32, 128, 128]),
-        # A restart begins at a part of its value, even where that falls.
-        # It is counted in steps of the schedule, as under accelerate.
-        ([Decision(factor=16.0, ramp=16)], 4, [1, 1, 2, 4, 8, 16, 16]),
-    ],
-)
-def test_how_a_decision_comes_into_force(decisions: list[Decision], pace: int, expected: list[float]) -> None:
-    assert course(ramped(*decisions), len(expected), pace) == pytest.approx(expected)
-
-
-def test_a_ramp_is_part_of_the_state_and_older_states_load() -> None:
-    straight, resumed, older = ramped(Decision(factor=16.0, ramp=4)), ramped(), ramped()
-    course(straight, 3)
-    state = json.loads(json.dumps(straight.state_dict()))
-    resumed.load_state_dict(state)
-    assert course(resumed, 4) == course(straight, 4) == pytest.approx([4, 8, 16, 16])
-    older.load_state_dict({key: value for key, value in state.items() if key != "ramps"})
-    assert course(older, 2) == [16.0, 16.0]

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from hdet.controllers.probe_rule import PROBE, ProbeRule
+from hdet.controllers.regression import mean_and_error, slopes
 from hdet.core.evidence import Evidence
-from hdet.core.rules import PROBE, ProbeRule
-from hdet.core.rules.regression import mean_and_error, slopes
 from hdet.core.spread import multipliers
 from tests.core import controller_runs
 from tests.core.controller_runs import decide
@@ -130,15 +130,6 @@ def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
     for _ in range(3):
         (decision,) = decide(shared, replace(steep, local=False))
     assert decision.factor > 1
-
-
-def test_a_state_from_before_there_was_noise_loads() -> None:
-    rule = ProbeRule()
-    decide(rule, evidence())
-    rule.load_state_dict(
-        {key: value for key, value in rule.state_dict().items() if key not in ("noise", "frozen")} | {"log_correction": [9.0]}
-    )
-    assert rule.noise == [0.0, 0.0], "and a key that older versions had is of no consequence"
 
 
 def test_votes_count_near_the_peak_only() -> None:

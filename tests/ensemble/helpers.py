@@ -25,7 +25,7 @@ def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     own = list(net.parameters())
     return Watched(
         optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(),
-        lambda: [[1.0]], False,
+        lambda: [[1.0]],
     )  # fmt: skip
 
 

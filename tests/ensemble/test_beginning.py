@@ -1,4 +1,4 @@
-"""What a plan that restores its beginning goes back to: all that the run had at its first step. And buffers, which forward passes change."""
+"""What a cycle that is taken back goes back to: all that the run had at its first step. And buffers, which forward passes change."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import nn
 
 import hdet
 from hdet.tensors.buffers import Averaged
-from tests.harness import Run, Scripted, losses_of, model, taught
+from tests.harness import Run, losses_of, model, taught
 
+from ..adversary.common import bits
 from ..distributed import run_ranks
 from .helpers import STOCK, flat, on_all_ranks, same, state_of, told, trained
 
@@ -25,12 +26,17 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
+class Short(Run):
+    """The first cycle, of four steps, is taken back, because its losses are NaN."""
+
+    def step(self, report: Any = None) -> torch.Tensor:
+        return super().step(math.nan if self.index < 4 else report)
+
+
 def short(net: nn.Module, **settings: Any) -> Run:
-    """Goes back after four steps, once."""
-    trial = hdet.Plan(4, spread=False, judged=False, snapshots={"start": hdet.SnapshotOf()}, end=hdet.Restore("start"))
     buffers = {"buffers": net} if any(True for _ in net.buffers()) else {}
-    defaults = {"lr": 1e-2, "total": 400, "ddp": False, "data": lambda key: taught(key // 100), **buffers}
-    return Run(net=net, controller=Scripted(plans=[trial, hdet.Plan(1, spread=False)]), **{**defaults, **settings})
+    defaults = {"lr": 1e-2, "total": 400, "every": 4, "spread": 0.0, "ddp": False, "data": lambda key: taught(key // 100), **buffers}
+    return Short(net=net, divergence=hdet.Divergence(rollback="device"), **{**defaults, **settings})
 
 
 # -- weights and buffers -------------------------------------------------------------------------------------------------
@@ -93,7 +99,7 @@ def test_a_restart_goes_back_to_what_its_first_step_found(make: Callable[[], nn.
 
 @pytest.mark.parametrize("make", [model, batch_norm])
 def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> None:
-    """No error, no cycle taken back by `Divergence`, and the run goes on from the beginning."""
+    """And the run goes on from the beginning."""
     net = make()
     run = short(net)
     begin = run.weights()
@@ -101,7 +107,7 @@ def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> N
     with torch.no_grad():
         next(net.parameters()).fill_(math.nan)
     run.steps(2)
-    assert torch.equal(run.weights(), begin) and not any(record["rolled_back"] for record in run.records)
+    assert torch.equal(run.weights(), begin)
     assert all(value.isfinite().all() for value in run.steps(100).net.state_dict().values())
 
 
@@ -254,3 +260,20 @@ def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
     marks = tensors.marks()
     net.mean.add_(1)
     assert not tensors.unwritten(marks)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [(torch.float32, None), (torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+)
+def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(dtype: torch.dtype, masters: str | None, place: str) -> None:
+    """After a cycle: masters are beside their weights by then."""
+    optimizer = functools.partial(hdet.FusedAdamW, master_weights=masters) if masters else torch.optim.AdamW
+    run = Run(lr=1e-2, dtype=dtype, optimizer=optimizer, divergence=hdet.Divergence(rollback=place)).steps(5)
+    held = bits([run.weights(), run.optimizer.state_dict()["state"]])
+    for _ in range(4):
+        run.step(report=math.nan)
+    assert bits([run.weights(), run.optimizer.state_dict()["state"]]) != held
+    run.step(report=math.nan)
+    assert bits([run.weights(), run.optimizer.state_dict()["state"]]) == held

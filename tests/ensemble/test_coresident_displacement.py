@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import Run, Scripted, model, probe
+from tests.harness import Run, model, probe
 
 ADAMW = partial(hdet.FusedAdamW, decay_at="base")
 SGD = partial(hdet.FusedSGD, momentum=0.9)
@@ -71,34 +71,6 @@ def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype
                 assert torch.equal(state[key], expected[key]), key
     run.steps(5)
     assert run.ensemble.in_sync
-
-
-def test_adopting_a_replica_makes_all_of_them_it() -> None:
-    adopt = Scripted(plans=[hdet.Plan(end=hdet.Adopt(2))])
-    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=adopt).steps(4)
-    run.backward()
-    run.optimizer.step()
-    expected = run.all_weights()[2]
-    run.ensemble.step()
-    assert all(torch.equal(w, expected) for w in run.all_weights())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_snapshot_s_weights_become_the_base(dtype: torch.dtype) -> None:
-    back = Scripted(plans=[hdet.Plan(snapshots={"start": hdet.SnapshotOf()}, end=hdet.Restore("start"))])
-    run = Run(together=2, optimizer=ADAMW, storage="displacement", controller=back, dtype=dtype, lr=1e-2)
-    before = run.weights()
-    assert not torch.equal(run.steps(4).weights(), before)
-    assert all(torch.equal(w, before) for w in run.steps(1).all_weights())
-    assert all(torch.equal(run.optimizer.state[p]["base"], p.float()) for p in run.net.parameters())
-
-
-def test_replicas_that_are_kept_apart_cannot_get_other_rates() -> None:
-    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=Scripted(plans=[hdet.Plan(end=hdet.Keep())])).steps(5)
-    before = run.all_weights()
-    with pytest.raises(ValueError, match=r"multipliers changed .* while the replicas are apart"):
-        run.steps(1)
-    assert all(torch.equal(a, b) for a, b in zip(before, run.all_weights(), strict=True))
 
 
 @pytest.mark.parametrize(

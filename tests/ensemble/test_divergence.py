@@ -16,7 +16,7 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.run.moments import Moments
 from hdet.run.snapshot import Snapshot, keeps_weights
-from tests.harness import Run, Scripted, model
+from tests.harness import Run, model
 
 from ..checkpoint.helpers import FusedEightBit
 from ..distributed import run_ranks
@@ -61,33 +61,6 @@ def test_a_cycle_taken_back_lowers_rates_alone() -> None:
     engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
     engine.roll_back(0.5)
     assert engine.corrections == [0.5, 1.0]
-
-
-def rising() -> Engine:
-    """Its controller asks for eight times the rate, by and by."""
-    controller = Scripted()
-    controller.learn = lambda evidence: hdet.Learned([hdet.Decision(factor=8.0, ramp=8)])  # type: ignore[method-assign]
-    return Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), controller)
-
-
-def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> None:
-    engine = rising()
-    engine.tick(), engine.tick()
-    engine.close([1.0], scheduled=[1.0])
-    assert engine.corrections == [8.0] and engine.in_force(0) == pytest.approx(8 ** (1 / 8))
-    before = engine.in_force(0)
-    engine.roll_back(0.5)
-    assert engine.in_force(0) == pytest.approx(before / 2)
-
-
-@pytest.mark.parametrize(
-    "ramps", [[[1.0, "x", 0]], [[1.0, 0, 0], [1.0, 0, 0]], [[0.0, 0, 0]], [[math.inf, 0, 0]], [[1.0, -1, 0]], [[1.0, 0]], [1.0]]
-)
-def test_a_damaged_easing_is_refused_before_anything_changes(ramps: list[Any]) -> None:
-    engine = rising()
-    with pytest.raises(ValueError, match="ramps"):
-        engine.load_state_dict({**engine.state_dict(), "ramps": ramps, "corrections": [3.0]})
-    assert engine.corrections == [1.0]
 
 
 def test_counts_and_level_are_part_of_the_state() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class Grouped(Run):
 @pytest.mark.parametrize("design", ["permutation", "orthogonal"])
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({}, 2e-6), ({"place": "host"}, 2e-6), ({"dtype": torch.bfloat16}, 2e-3)],
+    [({}, 2e-6), ({"place": "host"}, 2e-6)],
 )
 def test_every_replica_is_scored_on_the_line_by_hand(design: str, settings: dict[str, Any], error: float) -> None:
     """At the multipliers of the interval's last cycle, though other cycles had others; with decay, and several groups."""
@@ -91,16 +90,16 @@ def test_every_replica_is_scored_on_the_line_by_hand(design: str, settings: dict
 
 def test_scoring_leaves_replicas_as_they_were() -> None:
     def weights(interval: int) -> list[torch.Tensor]:
-        return Grouped(4, lambda net: Scored(net, interval=interval, rule=Waits())).steps(25).all_weights()
+        return Grouped(4, lambda net: Waits(net, interval=interval)).steps(25).all_weights()
 
     assert all(map(torch.equal, weights(3), weights(1)))
 
 
-class Waits(hdet.ProbeRule):
+class Waits(Scored):
     """Remembers what it is asked, and moves nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, net: torch.nn.Module, **settings: Any) -> None:
+        super().__init__(net, **settings)
         self.asked: list[hdet.Evidence] = []
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
@@ -130,8 +129,8 @@ def test_ranks_score_one_line() -> None:
 
 
 def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycles() -> None:
-    run = Grouped(4, lambda net: Scored(net, interval=3, rule=Waits()), knobs=[hdet.LearningRate(0.3)], total=44).steps()
-    asked = run.controller.rule.asked
+    run = Grouped(4, lambda net: Waits(net, interval=3), knobs=[hdet.LearningRate(0.3)], total=44).steps()
+    asked = run.controller.asked
     assert [evidence.step for evidence in asked] == [12, 24, 36]
     assert all("probe" in evidence.measured and evidence.sync_interval == 12 for evidence in asked)
     assert asked[0].multipliers[0] == pytest.approx([float(rho[0]) for rho in run.rhos[11]])
@@ -153,7 +152,7 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
             )
         )  # fmt: skip
         idle_from = cycle if controller.idle and idle_from is None else idle_from
-    assert controller.rule.warm == [True] and idle_from == 15
+    assert controller.warm == [True] and idle_from == 15
 
 
 def test_a_rise_takes_two_intervals() -> None:
@@ -201,7 +200,7 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
 
     run = make().steps(20)  # two and a half intervals
     other = make().loaded(run.saved())
-    assert other.controller.rule.last == run.controller.rule.last != [0.0]
+    assert other.controller.last == run.controller.last != [0.0]
     other.trajectory = [other.mean()]
     other.steps(4)
     assert not other.controller.seen
@@ -218,7 +217,7 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
 )
 def test_by_default_averages_are_over_a_fortieth_of_the_run(total: int, interval: int, expected: int) -> None:
     run = Run(together=2, controller="probe", total=total, every=interval)
-    assert run.ensemble.engine.controller.cycles == expected
+    assert run.ensemble.engine.controller.losses.cycles == expected
 
 
 def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
@@ -239,16 +238,16 @@ def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
     ],
 )
 def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(settings: dict[str, Any], message: str) -> None:
-    assert of(None).cycles == 5
-    assert of(None, **settings).cycles == of(1, **settings).cycles == 1
+    assert of(None).losses.cycles == 5
+    assert of(None, **settings).losses.cycles == of(1, **settings).losses.cycles == 1
     with pytest.raises(ValueError, match=message):
         of(2, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
 def test_an_interval_longer_than_the_run_is_refused() -> None:
-    assert of(100).cycles == 100
-    assert of(7, total_steps=None).cycles == 7 and of(None, total_steps=None).cycles == 1
+    assert of(100).losses.cycles == 100
+    assert of(7, total_steps=None).losses.cycles == 7 and of(None, total_steps=None).losses.cycles == 1
     with pytest.raises(ValueError, match="interval is 101 cycles, but the run has 100"):
         of(101)
 
@@ -260,8 +259,6 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
         ({"interval": 1.5}, "interval"),
         ({"interval": True}, "interval"),
         ({"place": "disk"}, "place"),
-        ({"dtype": torch.int8}, "dtype"),
-        ({"interval": 1, "dtype": torch.bfloat16}, "it would stand still"),
         ({"chunks": 1}, "chunks"),
         ({"average_every": 0}, "average_every"),
         ({"average_from": 1.0}, "average_from"),
@@ -271,16 +268,3 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})
-
-
-def test_a_probe_without_kernels_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at the end of its first cycle. Averages in float64 need none."""
-    monkeypatch.setattr("hdet.kernels.native.missing", "hdet._C is not built")
-    make = functools.partial(Run, optimizer=torch.optim.SGD, replicas=hdet.Replicas.single())
-    with pytest.warns(UserWarning, match="one replica"), pytest.raises(RuntimeError, match=r"cpu.* not usable: hdet\._C is not built"):
-        make(controller="probe")
-    with pytest.warns(UserWarning, match="one replica"):
-        run = make(controller="probe", dtype=torch.float64)
-    data = [(x.double(), y.double()) for x, y in map(batch, range(8))]
-    run.controller.losses.batches = data
-    assert run.steps(5).history["probe"] is not None

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import hdet
-from tests.controllers.asking import Asking
 from tests.distributed import run_ranks
 from tests.harness import Run, batch, losses_of, model, probe, taught
 
@@ -32,9 +31,6 @@ class First(hdet.Controller):
     @property
     def finished(self) -> bool:
         return self.cycles >= OVER // EVERY
-
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return hdet.Plan(spread=False)
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.cycles += 1
@@ -73,15 +69,6 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
     assert run.ensemble.corrections == {"lr": 4.0}
 
 
-def test_a_controller_that_asks_may_come_first() -> None:
-    net = model()
-    both = hdet.SequentialController(Asking(net, freeze_after=OVER), Listener())
-    run = Run(net=net, controller=both, total=TOTAL, every=EVERY, data=taught).steps(OVER)
-    assert run.controller.handed_over and len(run.history["record"]["answers"]) == 2
-    run.steps()
-    assert len(both.then.state_dict()["steps"]) == (TOTAL - OVER) / EVERY
-
-
 def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
     """At a rate that is far too low it votes for more, and freezes at half of the run."""
     net = model()
@@ -93,7 +80,7 @@ def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
     run.steps(3)
     assert not run.equal() and run.ensemble.engine.explores
     run.steps()
-    assert run.ensemble.corrections["lr"] > 2 and run.controller.then.rule.frozen and run.controller.idle and run.equal()
+    assert run.ensemble.corrections["lr"] > 2 and run.controller.then.frozen and run.controller.idle and run.equal()
 
 
 @pytest.mark.parametrize("after", [8, 40])
@@ -114,7 +101,7 @@ def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
     with pytest.warns(UserWarning, match="one replica"):
         run = chained(probe(net), net=net, scheduler=cosine, every=20)
     run.steps(TOTAL * 3 // 4)
-    assert run.controller.handed_over and run.controller.then.rule.warm == [True] and run.controller.idle
+    assert run.controller.handed_over and run.controller.then.warm == [True] and run.controller.idle
 
 
 def test_a_damaged_state_changes_nothing() -> None:
@@ -138,8 +125,8 @@ def test_what_is_no_other_controller_is_refused() -> None:
             hdet.SequentialController(first, other)
         with pytest.raises(TypeError, match="first must be a controller"):
             hdet.SequentialController(other, first)
-    with pytest.raises(ValueError, match="both controllers have a measurement 'scaled'"):
-        hdet.SequentialController(Asking(model()), Asking(model()))
+    with pytest.raises(ValueError, match="both controllers have a measurement 'probe'"):
+        hdet.SequentialController(probe(model()), probe(model()))
     with pytest.raises(ValueError, match="pass decay=None"):
         hdet.SequentialController(first, hdet.SoftmaxController(decay="floor"))
 
@@ -157,15 +144,6 @@ def test_what_follows_asks_for_what_it_needs() -> None:
         chained(hdet.SoftmaxController(decay=None))
     both = hdet.SequentialController(First(), hdet.SoftmaxController(decay=None))
     assert both.name == "first, then softmax" and both.needs_replicas and not both.idle
-
-
-@pytest.mark.filterwarnings("ignore:one replica")
-def test_a_rule_without_what_it_measures_is_refused_before_anything_is_touched() -> None:
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    for controller in (hdet.ProbeRule(), hdet.HypergradientRule()):
-        with pytest.raises(ValueError, match=r"measures '(probe|cosines)', and has no measurement of that name.*ProbeController\(rule="):
-            hdet.Ensemble(optimizer, controller=controller, total_steps=100)
-    hdet.Ensemble(optimizer)  # nobody drives it
 
 
 def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_can() -> None:

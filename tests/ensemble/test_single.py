@@ -168,10 +168,10 @@ def test_the_probe_changes_nothing() -> None:
         return loss_of(m, data)
 
     losses = watching(net, noisy_loss, optimizer)
-    losses.on_cycle_start(None)
+    losses.on_cycle_start()
     for position in range(1, 11):
         trained(net, optimizer, [position])
-        losses.sample(position, 10, position)
+        losses.sample(position, 10)
 
     def everything() -> Any:
         return copy.deepcopy([
@@ -197,11 +197,11 @@ def test_the_probe_changes_nothing() -> None:
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     losses = watching(net, lambda m, _: m.weight.sum(), average_every=2, average_from=0.5)
-    losses.on_cycle_start(None)
+    losses.on_cycle_start()
     for position in range(1, 11):
         with torch.no_grad():
             net.weight.fill_(position)
-        losses.sample(position, 10, position)
+        losses.sample(position, 10)
     assert losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
     assert net.weight.item() == 10.0
 
@@ -325,3 +325,12 @@ def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch)
     assert run.ensemble.engine.position == 6
     bool(loss)
     assert reads == ["__bool__"], "the watch itself works"
+
+
+def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> None:
+    run = Run(spread=0.0).steps(3)
+    with pytest.raises(TypeError, match=r"an Ensemble cannot be copied.*state_dict\(\)"):
+        copy.deepcopy(run.ensemble)
+    with pytest.raises(TypeError, match="an Ensemble cannot be copied"):
+        copy.deepcopy({"model": run.net, "trainer": [run.ensemble]})
+    assert run.steps(2).ensemble.cycle == 1

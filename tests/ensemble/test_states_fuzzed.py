@@ -101,9 +101,6 @@ CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda net: hdet.SoftmaxController(decay=None),
     "softmax with a decay": lambda net: hdet.SoftmaxController(decay="printed"),
     "probe": probe,
-    "slope": lambda net: hdet.SlopeController(),
-    "rank": lambda net: hdet.RankController(),
-    "hypergradient": lambda net: hdet.HypergradientController(2),
 }
 AUTO: dict[str, Callable[[Any], Any]] = {
     "auto in a trial": lambda net: hdet.AutoLR(net, budget=0.99),
@@ -113,9 +110,9 @@ AUTO: dict[str, Callable[[Any], Any]] = {
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"]) for name, build in CONTROLLERS.items()},
     **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=240) for name, build in AUTO.items()},
-    **{name: functools.partial(Run, CONTROLLERS["slope"], build) for name, build in SCHEDULERS.items() if name != "none"},
-    "constant rates": functools.partial(Run, CONTROLLERS["rank"], SCHEDULERS["none"]),
-    "two rates": functools.partial(Run, CONTROLLERS["slope"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]),
+    **{name: functools.partial(Run, CONTROLLERS["softmax"], build) for name, build in SCHEDULERS.items() if name != "none"},
+    "constant rates": functools.partial(Run, CONTROLLERS["softmax"], SCHEDULERS["none"]),
+    "two rates": functools.partial(Run, CONTROLLERS["softmax"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]),
     "OneCycleAutoLR": functools.partial(Run, CONTROLLERS["softmax"], None, auto=True),
 }
 SAVED_AFTER = {"auto in a trial": 3, "auto": 70, "auto, then softmax": 70}
@@ -205,12 +202,6 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
     check(name, damaged(state, path, how, wrong))
 
 
-def test_what_a_damaged_state_leads_to_is_a_state_that_loads() -> None:
-    """The square of such a moment is more than a state may hold."""
-    state = damaged(saved("CosineAnnealingLR"), ("controller_state", "moments", 0), "other", 6.21429301126293e49)
-    assert check("CosineAnnealingLR", state) == "went on"
-
-
 @pytest.mark.parametrize("steps", [110, 120])
 def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
     """The optimizer's state may be loaded later."""
@@ -224,7 +215,7 @@ def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
 
 
 @pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, nested(3000)])
-@pytest.mark.parametrize("name", ["slope", "OneCycleAutoLR"])
+@pytest.mark.parametrize("name", ["softmax", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
     assert check(name, state) == "refused"
 
@@ -257,9 +248,9 @@ class TornController(Torn, hdet.Controller):
     def check_state(self, state: Any, knobs: int | None = None) -> Any:
         return state
 
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+    def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.step()
-        return hdet.Learned([hdet.Decision(factor=1.5)] * len(evidence.knobs))
+        return [hdet.Decision(factor=1.5)] * len(evidence.knobs)
 
 
 @pytest.mark.filterwarnings("ignore:saving in the middle")

@@ -81,10 +81,8 @@ def test_a_probe_is_turned_off_and_a_spread_that_stays_is_said(spread: float, to
 
 def test_another_controller_is_refused_with_the_way_out() -> None:
     run, state = saved()
-    with pytest.raises(
-        ValueError, match=r"controller 'halves', this run has 'hypergradient'.*controller=None, which keeps the corrections"
-    ):
-        resumed(run, state, controller=lambda net: hdet.HypergradientController())
+    with pytest.raises(ValueError, match=r"controller 'halves', this run has 'softmax'.*controller=None, which keeps the corrections"):
+        resumed(run, state, controller=lambda net: hdet.SoftmaxController(decay=None))
 
 
 def test_a_decay_that_stands_for_the_schedule_cannot_be_left_alone() -> None:

@@ -66,9 +66,7 @@ class Loop:
             if settings.pop("probe", False):
                 batches = [next(iter(torch.utils.data.DataLoader(Numbers(8), batch_size=8)))] * 2
                 loss = lambda model, batch: losses_of(model, batch).mean()
-                settings["controller"] = hdet.ProbeController(
-                    loss, batches, 2, model=self.model, interval=1, rule=hdet.ProbeRule(end=0.0)
-                )  # does not rest
+                settings["controller"] = hdet.ProbeController(loss, batches, 2, model=self.model, interval=1, end=0.0)  # does not rest
             free = settings.pop("free", False)
             if auto is not None or free:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)

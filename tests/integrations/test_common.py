@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hdet.core.sequential import SequentialController, Shadow
 from torch import nn
 
 import hdet
-from hdet.core.sequential import SequentialController, Shadow
 from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, numbers, require, states, step, wants_trial
 from hdet.trial.rule import SCORES, STEPS
 

@@ -274,7 +274,7 @@ def _probe(module: Any) -> hdet.Controller:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
     batches = [(x, x.sum(1, keepdim=True))] * 2
     return hdet.ProbeController(
-        lambda model, batch: losses_of(model, batch).mean(), batches, 2, model=module, interval=1, rule=hdet.ProbeRule(end=0.0)
+        lambda model, batch: losses_of(model, batch).mean(), batches, 2, model=module, interval=1, end=0.0
     )  # does not rest
 
 

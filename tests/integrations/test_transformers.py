@@ -143,9 +143,7 @@ def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves
 
 def _probe(model: Any) -> hdet.Controller:
     batches = [{name: torch.stack([Text(4)[i][name] for i in range(4)]) for name in ("input_ids", "labels")}] * 2
-    return hdet.ProbeController(
-        lambda model, batch: model(**batch).loss, batches, 2, model=model, interval=1, rule=hdet.ProbeRule(end=0.0)
-    )  # does not rest
+    return hdet.ProbeController(lambda model, batch: model(**batch).loss, batches, 2, model=model, interval=1, end=0.0)  # does not rest
 
 
 FP16: dict[str, dict[str, Any] | None] = {

@@ -12,9 +12,9 @@ import hdet
 from tests.harness import Scripted, policies
 
 
-def given(*multipliers: float, count: int = 8) -> Scripted:
+def given(*multipliers: float) -> Scripted:
     """All replicas have these multipliers, one for each knob (rates come first), from the first step on; all they are judged by is held out."""
-    controller = Scripted(plans=[hdet.Plan(multipliers=[[rho] * count for rho in multipliers])])
+    controller = Scripted(multipliers=multipliers)
     controller.judges_held_out = True
     return controller
 

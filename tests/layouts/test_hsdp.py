@@ -51,7 +51,6 @@ def run(rank: int, way: str) -> dict[str, Any]:
 
     make = hdet.FusedAdamW if way == "fused" else torch.optim.AdamW
     # This rule looks and never decides: t is cut at 1000.
-    rule = hdet.ProbeRule(dead=1e4)
     trace = train(
         parameters,
         make(parameters, lr=RATE, weight_decay=DECAY),
@@ -59,7 +58,7 @@ def run(rank: int, way: str) -> dict[str, Any]:
         STEPS,
         evaluate,
         replicas=hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"),
-        controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, rule=rule, average_every=1) if way == "probe" else None,
+        controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, dead=1e4, average_every=1) if way == "probe" else None,
         total_steps=STEPS,
         refresh=(lambda: [module.reshard() for module in (net[0], net)]) if way == "evaluated" else None,
         buffers=net if way == "evaluated, module known" else (),

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from hdet.controllers import softmax
+from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.rules import SoftmaxController, softmax
 from hdet.core.spread import assignment, multipliers
 from tests.reference import method, toy
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.core import engine as engine_module
+from hdet.core import design
 from tests.distributed import run_ranks
 from tests.reference import simulator, toy
 from tests.reference.simulator import RUNS, simulate
@@ -32,7 +32,7 @@ def _batch(step, replica):
 def _train(rank, world, settings, drop_in):
     bare = LeastSquares()
     # What the golden run fixes is the order of Eq. 8, which the paper leaves open; everything else is hdet's own.
-    with mock.patch.object(engine_module, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)):
+    with mock.patch.object(design, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)):
         model = torch.nn.parallel.DistributedDataParallel(bare) if world > 1 else bare
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=settings.weight_decay)
         schedule = {

@@ -143,7 +143,7 @@ def pair(build: Any, case: Case, rank: int = 0, **more: Any) -> tuple[Toy, Any]:
 
 def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
     """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs at the end of one cycle."""
-    return Scripted([1.0] * cycle + [factors or 1.0], [hdet.Plan(multipliers=[[rho]] * (len(factors) or 2))])
+    return Scripted([1.0] * cycle + [factors or 1.0], [rho] * (len(factors) or 2))
 
 
 def rates(optimizer: Optimizer) -> list[float]:

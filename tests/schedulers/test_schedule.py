@@ -442,7 +442,7 @@ def test_decisions_are_of_what_was_scheduled() -> None:
     seen = []
 
     class Looks(Scripted):
-        def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+        def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
             seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
             return super().learn(evidence)
 

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from hdet.cli.report import COLOURS, GREY
 
-from . import horizon, signal
+from . import horizon
 from .curves import Record, by, curves, of_one_kind, score
 from .hero import HDET, ONE_CYCLE, Methods, rank, untrained
-from .tables import percent, start
+from .tables import start
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
@@ -75,43 +75,6 @@ def _style(method: str, methods: Methods) -> dict[str, Any]:
     return {"color": colour, "linewidth": 1.3, "linestyle": ":" if "-" in method else "-"}
 
 
-# -- signal ----------------------------------------------------------------------------------------------------------------
-
-
-def signal_figure(records: Sequence[Record]) -> Figure:
-    """A row for each problem, a panel for each controller with an error: t against the truth, with the truth's error; right signs lie in
-    the shaded quarters, what lies between the dotted lines is not significant."""
-    rows = {problem: signal.heard(lines) for problem, lines in of_one_kind(records, signal.RUN).items()}
-    names = list(dict.fromkeys(name for said in rows.values() for name, all_of in said.items() if any(one.t is not None for one in all_of)))
-    columns = max(len(names), 1)
-    figure, panels = _panels(len(rows), columns, 2.7 * max(len(names), 2) + 0.8, 3.3 * len(rows) + 0.5, sharex=True, sharey=True)
-    for row, (problem, said) in zip(panels, rows.items(), strict=True):
-        for axes, name in zip(row, names, strict=False):
-            _draw_heard(axes, [one for one in said.get(name, []) if one.t is not None])
-            _dress(axes, name, size=10, grid=False)
-        row[0].set_ylabel(f"{problem}: t of the controller's slope")
-    figure.supxlabel("truth: d final loss / d ln(rate), nats (below 0: higher is better)", fontsize=10)
-    _legend(figure, panels.flat, 4)
-    return figure
-
-
-def _draw_heard(axes: Axes, said: Sequence[signal.Heard]) -> None:
-    style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "elinewidth": 0.8}
-    for moment, colour in zip(sorted({one.moment for one in said}), COLOURS, strict=False):
-        own = [one for one in said if one.moment == moment]
-        axes.errorbar(
-            [one.truth for one in own], [one.t or 0.0 for one in own], xerr=[one.uncertainty for one in own], yerr=1.0,
-            color=colour, label=f"at {percent(moment)} of the run", **style,
-        )  # fmt: skip
-    axes.set_xscale("symlog", linthresh=0.02)
-    axes.set_yscale("symlog", linthresh=signal.CERTAIN)
-    for sign in (-1, 1):
-        axes.axhline(sign * signal.CERTAIN, color=GREY, linestyle=":", linewidth=0.8)
-        axes.fill([0, sign * 10, sign * 10, 0], [0, 0, sign * 1e3, sign * 1e3], color="#E9F2EA", zorder=0)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.axhline(0, color=GREY, linewidth=0.8)
-
-
 # -- horizon ---------------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +110,5 @@ def _draw_cycles(axes: Axes, lines: Sequence[Record], value: Callable[[Sequence[
 
 FIGURES: dict[str, Callable[[Sequence[Record]], Figure]] = {
     "hero": hero_figure,
-    "signal": signal_figure,
     "horizon": horizon_figure,
 }

@@ -13,12 +13,10 @@ from .curves import Record
 from .hero import hero_tables
 from .horizon import horizon_tables
 from .paper import paper_tables
-from .signal import signal_tables
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "hero": hero_tables,
     "paper": paper_tables,
-    "signal": signal_tables,
     "horizon": horizon_tables,
 }
 """benchmark -> its part of the page, in this order; it begins with a heading and shows the figure as ``<benchmark>.png``"""

@@ -264,8 +264,7 @@ class Run:
     # -- records and files -------------------------------------------------------------------------------------------------
 
     def _correction(self) -> float:
-        """The correction in the next step: a controller may ramp it."""
-        return 1.0 if self.ensemble is None else self.ensemble.engine.in_force(0)
+        return 1.0 if self.ensemble is None else self.ensemble.engine.corrections[0]
 
     def _record_cycle(self, record: dict[str, Any], step: int) -> None:
         self.probe_ms += record["probe_ms"]

@@ -1,0 +1,222 @@
+"""The probe's rule: losses of common mini-batches in, a bounded move of each knob's correction out
+(docs/method.md). Pure Python.
+
+Every replica scores the same mini-batches at the average of its own weights over the cycle. t is
+the mean slope over the mini-batches by its standard error; t < 0: a higher value was better.
+
+1. Votes count near the schedule's peak only. Before it the value is low on purpose, and every vote
+   says "higher"; after it a lower value is the point of the schedule.
+2. A rise needs two votes in a row, of which the weaker counts; a fall needs one.
+3. ln(correction) moves by step * tanh((|t| - dead) / scale).
+
+With local gradients each replica's weights have noise of their own, which all its mini-batches see
+alike, so their scatter does not show it. The residual of the regression over replicas does: it is
+pooled over cycles and added to the error. (With N - 1 knobs there is no residual, and the error is
+too small.)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.controller import Controller
+from ..core.evidence import Evidence
+from ..core.plan import Decision
+from ..core.schema import COUNT, FLAG, Kind, ListOf, Number, Row
+from ..core.validate import within
+from .regression import mean_and_error, slopes, unexplained
+
+__all__ = ["PROBE", "ProbeRule"]
+
+PROBE = "probe"
+"""The measurement: [replica][chunk], losses on mini-batches common to all replicas."""
+
+SHARED, LOCAL = 6.0, 2.0
+"""default scales, with shared and with local gradients"""
+FORGET = 0.9
+"""of the replicas' own noise, from cycle to cycle"""
+KNOWN = 4.0
+"""Degrees of freedom from which on that noise is known well enough to move anything."""
+LARGEST_T = 1e3
+"""t is cut here: where losses do not scatter at all, any slope would be infinitely significant."""
+ENOUGH = 2
+"""Decisions near the peak without which next to nothing can be corrected: a rise needs two."""
+
+
+class ProbeRule(Controller):
+    """Moves corrections near the schedule's peak. Values enter as ratios only (now / peak of the
+    same knob), so nothing here knows a unit.
+
+    Args:
+        step: the largest move of ln(correction) in one cycle.
+        dead: standard errors that count as noise; a vote within them moves nothing.
+        scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
+            None: 6 with shared gradients, where errors do not hold what is common to all
+            mini-batches, 2 with local ones, where they do.
+        begin, end: parts of the schedule's peak, on the way up and on the way down, between which
+            votes count.
+        bound: the correction stays within [1 / bound, bound].
+        freeze_after: see `Controller`.
+
+    Replicas without a finite probe are left out. Fewer than two, or knobs that cannot be told apart
+    in a cycle: no move, and the next rise needs two votes again.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    name = PROBE
+    regresses = judges_held_out = True
+    state_keys: Mapping[str, Kind] = {
+        "warm": ListOf(FLAG, "seen"),
+        "phase": ListOf(Number(), "seen"),
+        "looks": ListOf(COUNT, "seen"),
+        "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen"),
+        "noise": Row(Number(0), Number(0)),
+    }
+
+    def __init__(
+        self,
+        step: float = 0.9,
+        dead: float = 2.0,
+        scale: float | None = None,
+        begin: float = 0.95,
+        end: float = 0.9,
+        bound: float = 1e3,
+        freeze_after: float | None = None,
+    ) -> None:
+        super().__init__(freeze_after)
+        within(step, "step", "(0, inf)")
+        if scale is not None:
+            within(scale, "scale", "(0, inf)")
+        within(dead, "dead", "[0, inf)", "it counts standard errors")
+        for name, value in (("begin", begin), ("end", end)):
+            within(value, name, "[0, 1]", "it is a part of the schedule's peak")
+        within(bound, "bound", "(1, inf)")
+        self.step, self.dead, self.begin, self.end, self.bound = step, dead, begin, end, bound
+        self.scale, self.local_scale = (scale, scale) if scale is not None else (SHARED, LOCAL)
+        self._begin_run(0)
+
+    def _begin_run(self, knobs: int) -> None:
+        """The state at the first evidence, when the number of knobs is known."""
+        self.warm = [False] * knobs
+        """[knob]: has the schedule been near its peak?"""
+        self.phase = [0.0] * knobs
+        """[knob]: scheduled / peak in the evidence before."""
+        self.looks = [0] * knobs
+        """[knob]: decisions near the peak; `ENOUGH` also where too few were warned of."""
+        self.last = [0.0] * knobs
+        """[knob]: t of the decision before."""
+        self.noise = [0.0, 0.0]
+        """Of replicas with gradients of their own: squares that no knob explains, and how many are
+        free."""
+
+    @property
+    def idle(self) -> bool:
+        """Frozen, or the schedule of every knob is past its peak for good."""
+        pairs = zip(self.warm, self.phase, strict=True)
+        return self.frozen or (bool(self.warm) and all(w and p < self.end for w, p in pairs))
+
+    def report(self) -> str:
+        if self.idle:
+            return "rests: nothing is measured any more, and what was found stays in force"
+        return (
+            f"a value moves where |t| is above {self.dead:g}, while the schedule is near its peak"
+        )
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        self.observe(evidence)
+        self.looks = [count + self._counts(k) for k, count in enumerate(self.looks)]
+        probes = evidence.measured.get(PROBE)
+        fits = None if probes is None else slopes(evidence.multipliers, probes)
+        if probes is None or fits is None:
+            self.last = [0.0] * len(self.last)
+            note = "" if probes is None else "the replicas' probes cannot be compared"
+            return [Decision(note=note)] * len(self.last)
+        noise, is_known = self._noise_of_replicas(evidence, probes)
+        scale = self.local_scale if evidence.local else self.scale
+        decisions = []
+        for k, of_chunks in enumerate(fits):
+            slope, error = mean_and_error(of_chunks)
+            error = math.hypot(error, noise[k])
+            t = _ratio(slope, error)
+            move = self._move(t, self.last[k], scale) if is_known else 0.0
+            factor = self._factor(k, move, evidence)
+            decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
+            self.last[k] = t
+        return decisions
+
+    def observe(self, evidence: Evidence) -> None:
+        """Where the schedule is now: also where another controller decides, so that its peak is
+        not missed."""
+        if not self.warm:
+            self._begin_run(len(evidence.knobs))
+        self.phase = _parts(evidence.scheduled, evidence.peak)
+        highest = _parts(evidence.highest or evidence.scheduled, evidence.peak)
+        self.warm = [w or p >= self.begin for w, p in zip(self.warm, highest, strict=True)]
+        missed = [
+            k
+            for k, count in enumerate(self.looks)
+            if self.warm[k] and self.phase[k] < self.end and count < ENOUGH
+        ]
+        if missed and not self.frozen:
+            self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
+            self._warn_of_missed_peak([evidence.knobs[k] for k in missed], evidence.sync_interval)
+
+    def _warn_of_missed_peak(self, knobs: Sequence[str], interval: int) -> None:
+        warnings.warn(
+            f"the schedule of {', '.join(knobs)} has fallen below {self.end:.0%} of its peak "
+            f"before the controller {self.name!r} has decided twice near it, which it does once in "
+            f"{interval} steps: it rests from now on. Make cycles shorter, sync=hdet.Sync(...), so "
+            f"that two or more end between {self.begin:.0%} of the peak on the way up and "
+            f"{self.end:.0%} on the way down",
+            stacklevel=2,
+        )
+
+    def _counts(self, k: int) -> bool:
+        """Is knob k near its schedule's peak?"""
+        return self.warm[k] and self.phase[k] >= self.end
+
+    def _noise_of_replicas(self, evidence: Evidence, probes: Any) -> tuple[list[float], bool]:
+        """[knob]: the standard error of its slope that comes from what each replica has seen alone,
+        0 with shared gradients; and whether it is known as well as it can be."""
+        if not evidence.local:
+            return [0.0] * len(evidence.knobs), True
+        squares, free, spread = unexplained(evidence.multipliers, probes)
+        if free > 0:
+            self.noise = [FORGET * self.noise[0] + squares, FORGET * self.noise[1] + free]
+        variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0
+        return [math.sqrt(variance * x) for x in spread], free == 0 or self.noise[1] >= KNOWN
+
+    def _move(self, t: float, before: float, scale: float) -> float:
+        """The move of ln(correction) for a vote ``t`` and the one before it: of two for a rise the
+        weaker counts."""
+        vote = t if t > 0 else -min(-t, max(-before, 0.0))
+        size = self.step * math.tanh(max(abs(vote) - self.dead, 0.0) / scale)
+        return math.copysign(size, -vote)
+
+    def _factor(self, k: int, move: float, evidence: Evidence) -> float:
+        """For a move of ln(correction): 1 away from the peak, and never further out than the
+        bound."""
+        if move == 0 or not self._counts(k):
+            return 1.0
+        now, limit = math.log(evidence.corrections[k]), math.log(self.bound)
+        # Where a cycle that was taken back has put it outside, it may come back by its own moves.
+        if move > 0:
+            return math.exp(min(now + move, max(limit, now)) - now)
+        return math.exp(max(now + move, min(-limit, now)) - now)
+
+
+def _parts(values: Sequence[float], peaks: Sequence[float]) -> list[float]:
+    """[knob]: of its peak."""
+    return [value / peak if peak > 0 else 1.0 for value, peak in zip(values, peaks, strict=True)]
+
+
+def _ratio(slope: float, error: float) -> float:
+    """t = slope / error, within +-LARGEST_T."""
+    if error > 0:
+        return max(-LARGEST_T, min(LARGEST_T, slope / error))
+    return math.copysign(LARGEST_T, slope) if slope else 0.0

@@ -1,0 +1,199 @@
+"""The paper's controller: replicas with a lower training loss pull the base value towards their own
+(Eq. 4 to 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..core.controller import Controller
+from ..core.evidence import Evidence, Run
+from ..core.plan import Decision
+from ..core.schema import POSITIVE, Kind, ListOf, Number
+from ..core.validate import within
+
+__all__ = [
+    "SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal",
+    "softmax_weights",
+]  # fmt: skip
+
+
+def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
+    """Eq. 4: s_r = (mean(L) - L_r) / sigma, w = softmax(s). ``losses`` finite; ``temperature``
+    (sigma) in the loss's unit."""
+    mean = math.fsum(losses) / len(losses)
+    scores = [(mean - loss) / temperature for loss in losses]
+    highest = max(scores)
+    raised = [math.exp(score - highest) for score in scores]
+    total = math.fsum(raised)
+    return [x / total for x in raised]
+
+
+def signal(weights: Sequence[float], rates: Sequence[float]) -> float:
+    """Eq. 5: Delta = sum_r w_r eta_r - mean_r eta_r, in the unit of ``rates``."""
+    weighted = math.fsum(w * eta for w, eta in zip(weights, rates, strict=True))
+    return weighted - math.fsum(rates) / len(rates)
+
+
+def momentum_update(
+    velocity: float, delta: float, base: float,
+    *, momentum: float, step_size: float, gamma: float = 0.0,
+) -> tuple[float, float]:  # fmt: skip
+    """Eq. 6: v <- beta v + (1 - beta) Delta; base <- base (1 - gamma) + lambda v. Returns
+    (v, base)."""
+    velocity = momentum * velocity + (1 - momentum) * delta
+    return velocity, base * (1 - gamma) + step_size * velocity
+
+
+def gamma_floor(base: float, floor: float, intervals: float) -> float:
+    """Eq. 7, corrected: gamma = 1 - (min_lr / base_at_warm)^(1/K), so that K neutral intervals end
+    at the schedule's floor."""
+    return 1 - (floor / base) ** (1 / intervals)
+
+
+def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) -> float:
+    """Eq. 7 as printed: 1 - exp(-ln(f_div / f_final) / K). With torch's meaning of the factors it
+    is NEGATIVE (the rate grows)."""
+    return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
+
+
+class SoftmaxController(Controller):
+    """Eq. 4 to 7, with sigma, lambda, beta and the decay explicit.
+
+    Args:
+        temperature: sigma of Eq. 4, in the loss's unit. Not scale-free: at 0.1 nats differences of
+            0.001 hardly move anything.
+        step_size: lambda of Eq. 6.
+        momentum: beta of Eq. 6, in [0, 1).
+        decay: ``None`` - corrections multiply the schedule, which keeps its shape; Eq. 6 runs on
+            relative values in log space. ``"floor"`` - the published behaviour with the corrected
+            gamma: after the warm-up the schedule is left and the base value decays to the
+            schedule's floor. ``"printed"`` - the same with gamma as printed.
+        div_factor, final_div_factor: f_div and f_final, read by ``decay="printed"`` only (torch's
+            defaults).
+        freeze_after: see `Controller`. A decay goes on after it, because it stands for the
+            schedule; losses move nothing.
+
+    A base value is held within [floor of the schedule, 1000 times its value after the warm-up].
+    Replicas without a finite loss are left out of the weights and of the mean; with fewer than two
+    left nothing moves. With several knobs each uses its own multipliers and the common weights, as
+    published.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    name = "softmax"
+    knob_per_group = True
+    state_keys: Mapping[str, Kind] = {
+        "velocities": ListOf(Number(), "moved"),
+        "gammas": ListOf(Number(), "left"),
+        "ceilings": ListOf(POSITIVE, "left"),
+    }
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        step_size: float = 0.5,
+        momentum: float = 0.9,
+        decay: str | None = "floor",
+        *,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        freeze_after: float | None = None,
+    ) -> None:
+        super().__init__(freeze_after)
+        within(temperature, "temperature", "(0, inf)")
+        within(div_factor, "div_factor", "(0, inf)")
+        within(final_div_factor, "final_div_factor", "(0, inf)")
+        within(step_size, "step_size", "[0, 100]")
+        within(momentum, "momentum", "[0, 1)")
+        if decay not in (None, "floor", "printed"):
+            raise ValueError(f"decay must be None, 'floor' or 'printed', got {decay!r}")
+        self.temperature, self.step_size, self.momentum = temperature, step_size, momentum
+        self.decay, self.leaves_schedule = decay, decay is not None
+        self.div_factor, self.final_div_factor = div_factor, final_div_factor
+        self.velocities: list[float] = []
+        self.gammas: list[float] = []
+        self.ceilings: list[float] = []
+
+    def start(self, run: Run) -> None:
+        """Raises ValueError for a decay without the length of the run, towards a floor that the
+        schedule does not have, or of a knob that is no rate."""
+        super().start(run)
+        self._check_decay(run.total_steps, run.floor)
+        other = next((knob.name for knob in run.knobs if not knob.rate), None)
+        if self.decay is not None and other is not None:
+            raise ValueError(
+                f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule "
+                f"and means nothing for the knob {other!r}: pass decay=None"
+            )
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        if self.decay is not None and not self.gammas:
+            if min(evidence.values) <= 0:  # a schedule that begins or ends at zero
+                note = "the scheduled value is not positive: no decision"
+                return [Decision(note=note) for _ in evidence.knobs]
+            self._leave_schedule(evidence)
+        self.velocities = self.velocities or [0.0] * len(evidence.knobs)
+        present = {r: loss for r, loss in enumerate(evidence.losses) if loss is not None}
+        # With fewer than two nothing moves, but the decay goes on: it is a clock.
+        note = "" if len(present) >= 2 else "fewer than two usable losses"
+        weights = softmax_weights(list(present.values()), self.temperature) if present else []
+        return [
+            self._decide(k, weights, [row[r] for r in present], evidence, note)
+            for k, row in enumerate(evidence.multipliers)
+        ]
+
+    def hold(self, evidence: Evidence) -> list[Decision]:
+        self.velocities = [0.0] * len(self.velocities)
+        nothing = replace(evidence, losses=[None] * len(evidence.losses))
+        return [replace(decision, note="") for decision in self.decide(nothing)]
+
+    def _check_decay(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        if self.decay is not None and total_steps is None:
+            raise ValueError(
+                f"decay={self.decay!r} needs the length of the run: pass total_steps, or a "
+                "scheduler that has it, or decay=None"
+            )
+        if self.decay == "floor" and min(floor) <= 0:
+            raise ValueError(
+                "decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's "
+                "min_lr): use decay=None with this scheduler"
+            )
+
+    def _leave_schedule(self, evidence: Evidence) -> None:
+        """Fix gamma at the end of the warm-up, from the values then in force."""
+        self._check_decay(evidence.total_steps, evidence.floor)
+        intervals = evidence.decisions_left or 1
+        self.ceilings = [1000 * value for value in evidence.values]
+        if self.decay == "printed":
+            gamma = gamma_printed(self.div_factor, self.final_div_factor, intervals)
+            self.gammas = [gamma] * len(evidence.values)
+            return
+        self.gammas = [
+            gamma_floor(base, min(floor, base), intervals)
+            for base, floor in zip(evidence.values, evidence.floor, strict=True)
+        ]
+
+    def _decide(
+        self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str
+    ) -> Decision:
+        relative = signal(weights, multipliers) if weights else 0.0
+        if self.decay is None:
+            # Relative values keep a stale velocity harmless while the schedule falls; exp keeps
+            # the value positive.
+            self.velocities[k], moved = momentum_update(
+                self.velocities[k], relative, 1.0,
+                momentum=self.momentum, step_size=self.step_size,
+            )  # fmt: skip
+            return Decision(factor=math.exp(min(max(moved - 1.0, -700.0), 700.0)), note=note)
+        # What is in force, and not what was decided: a cycle that was taken back has lowered it.
+        before = evidence.values[k]
+        self.velocities[k], base = momentum_update(
+            self.velocities[k], before * relative, before,
+            momentum=self.momentum, step_size=self.step_size, gamma=self.gammas[k],
+        )  # fmt: skip
+        lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
+        return Decision(value=min(max(base, lowest), self.ceilings[k]), note=note)
