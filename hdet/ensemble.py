@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .converge import Plain
 from .core.clock import Clock
 from .core.controller import Controller
 from .core.divergence import Divergence, Verdict
@@ -281,7 +280,9 @@ class Ensemble:
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (self.weights.average.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
+        if not (
+            self.weights.average.idle and not self.weights.moments.are_averaged and len({(stat.digest, stat.marks) for stat in stats}) == 1
+        ):
             with self.during("average"):
                 self.weights.complete(finite, [stat.loss for stat in stats])
         self._mark_in_sync()
@@ -417,6 +418,7 @@ class Ensemble:
         if not self._agreement.reached:
             with self.during("agreement"):
                 self._agreement.check(self.weights.device)
+            self.weights.moments.check()
             self._tell_report()  # not before: a state may be loaded, and another `tell` be set
 
     def _tell_report(self) -> None:
@@ -474,7 +476,7 @@ class Ensemble:
 
     def _begin_cycle(self) -> None:
         self.engine.schedule_step = self._schedule_step()
-        if self.sync.converge != Plain() and not isinstance(self.engine.plan.end, Average):
+        if self.sync.converge.needs_averages and not isinstance(self.engine.plan.end, Average):
             raise ValueError(
                 f"the controller {self.engine.controller_name!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
                 f"{self.sync.converge!r}, which has averages under way within cycles: leave converge out"
@@ -514,7 +516,7 @@ class Ensemble:
         searching = self._search is not None and not self._search.done
         verdict, losses = verdict_on(stats, plan, self.divergence, self.engine.level, self.engine.controller_name, searching)
         self._notes += verdict.notes
-        together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
+        together = self._converge(plan.end, verdict, losses, equal=compare and len({(stat.digest, stat.marks) for stat in stats}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, measured, stats)
         if outcome.end is not None:
@@ -535,13 +537,13 @@ class Ensemble:
 
     def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
         """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
-        of_weights = self.weights.mark()
-        marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *([] if of_weights is None else [of_weights])]
+        marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *self.weights.marks()]
         with self.during("statistics"):
             stats = gather_stats(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
         of_each = list(zip(*(stat.marks for stat in stats), strict=True))
-        for check, column in zip((self.schedule.check_marks, self.weights.check_marks), of_each, strict=False):
-            check(column)
+        if of_each:
+            self.schedule.check_marks(of_each[0])
+            self.weights.check_marks(of_each[1:])
         return stats
 
     def _check_explored(self) -> None:

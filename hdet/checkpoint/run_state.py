@@ -119,7 +119,7 @@ class RunState:
 
     def _converge_part(self) -> dict[str, Any]:
         """What the way of averaging keeps of each parameter from one cycle to the next, if it does."""
-        kept = self.ensemble.weights.average.kept()
+        kept = self.ensemble.weights.average.state()
         return (
             {"converge": {key: like(value, p) for (key, p), value in zip(self.averaged_keys().items(), kept, strict=True)}} if kept else {}
         )
@@ -228,7 +228,7 @@ class RunState:
             groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
         self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
         if "converge" in state:
-            self.ensemble.weights.average.keep([local(tensor) for tensor in state["converge"].values()])
+            self.ensemble.weights.average.load_state([local(tensor) for tensor in state["converge"].values()])
 
 
 # -- an optimizer's state, without a step of the optimizer ---------------------------------------------------------------

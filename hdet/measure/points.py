@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from .measurement import Watched
-from .weight_line import AveragedWeights, WeightLine
+from .weight_line import RunningMean, WeightLine
 
 __all__ = ["CyclePoints", "LinePoints"]
 
@@ -20,7 +20,7 @@ class CyclePoints:
     due = True
 
     def __init__(self, run: Watched, every: int, after: float, place: str) -> None:
-        self.averages = [AveragedWeights(own, masters, place=place) for own, masters in zip(run.sets, run.masters, strict=True)]
+        self.averages = [RunningMean(own, masters, place=place) for own, masters in zip(run.sets, run.masters, strict=True)]
         self._every, self._after = every, after
 
     def on_cycle_start(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..converge import BucketedAverage, Masters
+from ..converge import Masters, average_tensors
 from ..kernels import PairPlan, select
 from ..kernels.reference.rules import value_of
 from ..kernels.spec.arguments import FLOATS
@@ -17,7 +17,7 @@ from ..optim.finish import values_to
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["AveragedWeights", "WeightLine", "check_kernels", "check_room"]
+__all__ = ["RunningMean", "WeightLine", "check_kernels", "check_room"]
 
 
 def check_room(place: Any, dtype: Any) -> None:
@@ -40,7 +40,7 @@ def _is_native(tensor: torch.Tensor) -> bool:
     return tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
 
 
-class AveragedWeights:
+class RunningMean:
     """Running mean of some tensors: one more copy of the parameters, float32 (or better) beside them.
 
     Args:
@@ -98,7 +98,7 @@ class AveragedWeights:
 class WeightLine:
     """The line from some weights (the origin) through the mean of where a run has been since, and any point on it.
 
-    Two copies of the tensors; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In 16 bits the mean is that of the displacement from
+    Two copies of the tensors; ``masters``, ``dtype`` and ``place`` as in `RunningMean`. In 16 bits the mean is that of the displacement from
     the origin, so that this is rounded and not the weights.
     """
 
@@ -108,7 +108,7 @@ class WeightLine:
         self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
         self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)]
         self._from_origin = bool(self.origin) and self.origin[0].dtype.itemsize < 4
-        self.mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
+        self.mean = RunningMean(tensors, masters, dtype, place, self.origin if self._from_origin else None)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class WeightLine:
         """
         for room, tensor in zip((*self.origin, *self.mean.means), 2 * local_parts(self._tensors), strict=True):
             beside = room.to(tensor.device)
-            BucketedAverage([beside], replicas)()
+            average_tensors([beside], replicas)
             if beside is not room:
                 room.copy_(beside)
 
