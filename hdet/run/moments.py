@@ -39,14 +39,20 @@ class Moments:
     also those that an optimizer of another library keeps in its groups (Prodigy's d).
     """
 
-    def __init__(self, policy: str | None, optimizer: Optimizer, replicas: Replicas, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        policy: str | None,
+        optimizer: Optimizer,
+        replicas: Replicas,
+        bucket_bytes: int,
+    ) -> None:
         self.policy, self._optimizer, self._replicas = policy, optimizer, replicas
         alone = replicas.count == 1 or len(replicas.local) > 1
         self.must_be_compared = policy is None and not alone and not follows_gradients(optimizer)
         """Is it to be found out at each average whether the state is equal on all replicas?"""
         self.differ = False
         """What the last comparison has found."""
-        self._buckets = Buckets(lambda: [Part(entry.local) for entry in self._tensors()], bucket_bytes, in_place=True)
+        self._buckets = Buckets(self._parts, bucket_bytes, in_place=True)
         self._groups = GroupNumbers(optimizer)
 
     @property
@@ -109,6 +115,9 @@ class Moments:
         if not self.are_averaged:
             return []
         return [entry.local for entry in self._tensors() if entry.parameter is parameter]
+
+    def _parts(self) -> list[Part]:
+        return [Part(entry.local) for entry in self._tensors()]
 
     def _tensors(self) -> list[_Entry]:
         return [entry for entry in _entries(self._optimizer) if not entry.is_number]
@@ -214,7 +223,8 @@ def _group_entries(optimizer: Optimizer) -> Iterator[_Entry]:
 
 def _walk(owner: str, key: str, parameter: Any, container: Any, place: Any) -> Iterator[_Entry]:
     value = container[place]
-    if isinstance(value, torch.Tensor) or (type(value) in (int, float) and not isinstance(container, tuple)):
+    is_number = type(value) in (int, float) and not isinstance(container, tuple)
+    if is_number or isinstance(value, torch.Tensor):
         yield _Entry(owner, key, parameter, container, place, value)
     elif isinstance(value, (dict, list, tuple)):
         for inner in sorted(value, key=str) if isinstance(value, dict) else range(len(value)):

@@ -1,4 +1,5 @@
-"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas, and deaf to a replica of weight 0."""
+"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas,
+and deaf to a replica of weight 0; what it sends; what it refuses."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def average_cases(rank: int, world: int, seeds: range, way: Averaging, method: s
     return reports
 
 
-# The first average of Compressed is exact, Streaming's after no step is of all fragments; Overlapped's leaves last bits different.
+# The first average of Compressed is exact, Streaming's after no step is of all fragments;
+# Overlapped's leaves last bits different.
 @pytest.mark.parametrize(
     ("way", "method"),
     [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]],
@@ -313,7 +315,7 @@ def test_overlapped_averages_are_applied_before_others_begin() -> None:
     assert run_ranks(overlapped_early, 2) == [(1.5, 2.0, True), (2.5, 2.0, True)]
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def given(count: int, **changes: Any) -> Task:
