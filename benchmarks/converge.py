@@ -3,7 +3,7 @@
     python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE]
     python -m benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
 
-Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (BucketedAverage), torch's
+Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (Buckets), torch's
 PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.
 
 With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls between optimizer steps, in turn. Bytes are
@@ -23,9 +23,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import hdet
 from hdet import Replicas
 from hdet.converge import (
-    BucketedAverage,
+    Averaging,
     Compressed,
-    Converge,
     ExactLocal,
     Hierarchical,
     Outer,
@@ -34,6 +33,7 @@ from hdet.converge import (
     Streaming,
     Task,
 )
+from hdet.converge.buckets import Buckets, Part
 
 from .harness import alternate, counted, emit, spawn, summary
 
@@ -46,7 +46,8 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
         return [torch.nn.Parameter(torch.randn(size)) for size in sizes]
 
     flat = torch.randn(sum(sizes))
-    ours = BucketedAverage(parameters(), Replicas.from_group())
+    parts = [Part(parameter) for parameter in parameters()]
+    ours, replicas = Buckets(lambda: parts, in_place=True), Replicas.from_group()
     torchs, torchs_own, loops_own = PeriodicModelAverager(period=1, warmup_steps=0), parameters(), parameters()
     for parameter in torchs_own:
         parameter.grad = torch.zeros_like(parameter)  # it takes only parameters that have one
@@ -58,7 +59,7 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
 
     candidates = {
         "flat all_reduce (floor)": lambda: dist.all_reduce(flat),
-        "ours": ours,
+        "ours": lambda: ours.average(replicas),
         "torch PeriodicModelAverager": lambda: torchs.average_parameters(iter(torchs_own)),
     }
     result = summary(alternate(candidates, repeats, barrier=True), "flat all_reduce (floor)")
@@ -74,7 +75,7 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
 # -- the ways ----------------------------------------------------------------------------------------------------------------
 
 INTERVAL = 8
-WAYS: dict[str, Callable[[int], Converge]] = {
+WAYS: dict[str, Callable[[int], Averaging]] = {
     "plain": lambda n: Plain(),
     "hierarchical": lambda n: Hierarchical(n // 2),
     "bf16": lambda n: Compressed("bf16"),
@@ -86,7 +87,7 @@ WAYS: dict[str, Callable[[int], Converge]] = {
 }
 
 
-def cycle_of(way: Converge, sizes: list[int], bucket_bytes: int = 32 << 20) -> Callable[[], None]:
+def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 32 << 20) -> Callable[[], None]:
     """All that a way does in a cycle, apart from the optimizer's steps."""
     replicas, parameters = Replicas.from_group(), [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     optimizer = hdet.FusedAdamW(parameters, lr=1e-3, weight_decay=0.0)

@@ -7,7 +7,7 @@ Layouts: DDP; HSDP (`fully_shard` on a two-dimensional mesh); tp x pp x dp with 
 weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on the tensors of this rank and over its peer group:
 
 - floor: one flat all_reduce of the same bytes, which no average can undercut;
-- ours: BucketedAverage;
+- ours: Buckets;
 - torch: PeriodicModelAverager (on the local shards: DTensors it cannot average);
 - per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does; written here.
 
@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.scaling.cost import Link, Traffic
 from hdet import Replicas
-from hdet.converge import BucketedAverage
+from hdet.converge.buckets import Buckets, parts_of
 from hdet.tensors.dtensor import local_parts
 
 from .harness import alternate, counted, emit, spawn, summary
@@ -114,9 +114,10 @@ def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, tuple[Ca
         for tensor, copy in zip(each, copies, strict=True):
             tensor.copy_(copy.div_(count))
 
+    ours = Buckets(lambda: parts_of(tensors, lambda: [None] * len(tensors)), in_place=True)
     return {
         "floor": (lambda: dist.all_reduce(flat, group=group), lambda: [flat]),
-        "ours": (BucketedAverage(tensors, replicas), lambda: tensors),
+        "ours": (lambda: ours.average(replicas), lambda: tensors),
         "torch": (lambda: averager.average_parameters(iter(torchs)), lambda: [p.detach() for p in torchs]),
         "per parameter": (per_parameter, lambda: each),
     }

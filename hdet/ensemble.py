@@ -273,7 +273,9 @@ class Ensemble:
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (self.weights.average.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
+        if not (
+            self.weights.average.idle and not self.weights.moments.are_averaged and len({(stat.digest, stat.marks) for stat in stats}) == 1
+        ):
             with self.during("average"):
                 self.weights.complete(finite, [stat.loss for stat in stats])
         self._mark_in_sync()
@@ -408,6 +410,7 @@ class Ensemble:
         if not self._agreement.reached:
             with self.during("agreement"):
                 self._agreement.check(self.weights.device)
+            self.weights.moments.check()
             self._tell_report()  # not before: a state may be loaded, and another `tell` be set
 
     def _tell_report(self) -> None:
@@ -491,7 +494,7 @@ class Ensemble:
         searching = self._search is not None and not self._search.done
         verdict, losses = verdict_on(stats, self.divergence, self.engine.level, searching)
         self._notes += verdict.notes
-        self._converge(verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
+        self._converge(verdict, losses, equal=compare and len({(stat.digest, stat.marks) for stat in stats}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, measured, stats)
         self._mark_in_sync()
@@ -505,13 +508,13 @@ class Ensemble:
 
     def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
         """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
-        of_weights = self.weights.mark()
-        marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *([] if of_weights is None else [of_weights])]
+        marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *self.weights.marks()]
         with self.during("statistics"):
             stats = gather_stats(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
         of_each = list(zip(*(stat.marks for stat in stats), strict=True))
-        for check, column in zip((self.schedule.check_marks, self.weights.check_marks), of_each, strict=False):
-            check(column)
+        if of_each:
+            self.schedule.check_marks(of_each[0])
+            self.weights.check_marks(of_each[1:])
         return stats
 
     def _check_explored(self) -> None:

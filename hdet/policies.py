@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .converge import Converge, Plain
-from .converge.bucketed_average import DEFAULT_BUCKET_BYTES
+from .converge import Averaging, Plain
+from .converge.buckets import DEFAULT_BUCKET_BYTES
 from .core.validate import whole
 
 __all__ = ["MOMENTS", "Sync", "Tied"]
@@ -53,7 +53,7 @@ class Sync:
 
     every: int = 1000
     _: KW_ONLY
-    converge: Converge = field(default_factory=Plain)
+    converge: Averaging = field(default_factory=Plain)
     gradients: str = "shared"
     moments: str | None = None
     weights: str = "mean"
@@ -76,8 +76,7 @@ class Sync:
             )
         if self.weights not in ("mean", "softmax"):
             raise ValueError(f"weights must be 'mean' or 'softmax', got {self.weights!r}")
-        if isinstance(self.converge, type) or not (isinstance(self.converge, Converge) and is_dataclass(self.converge)):
-            # A dataclass, because ranks compare its repr.
-            raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), a dataclass, got {self.converge!r}")
+        if not isinstance(self.converge, Averaging):
+            raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), got {self.converge!r}")
         if self.refresh is not None and not callable(self.refresh):
             raise TypeError(f"refresh must be callable as refresh(), got {type(self.refresh).__name__}")

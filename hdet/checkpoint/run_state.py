@@ -96,7 +96,7 @@ class RunState:
         inventory, tensors = Inventory(self.model), dict[str, torch.Tensor]()
         parts: dict[str, Any] = {"model": inventory.tensors, "modules": inventory.others}
         parts["optimizer"] = self._optimizer_part()
-        kept = self.ensemble.weights.average.kept()
+        kept = self.ensemble.weights.average.state()
         if kept:
             params = self.averaged_parameters().items()
             parts["average"] = {n: like(t, p) for (n, p), t in zip(params, kept, strict=True)}

@@ -87,7 +87,7 @@ class SavedState:
                 self.optimizer["state"][i]["replica_params"] = [param.detach()] * further
         optimizer.load_state_dict(self.optimizer)
         if self.average is not None:
-            self.run.ensemble.weights.average.keep(self.average)
+            self.run.ensemble.weights.average.load_state(self.average)
 
     # -- reading ----------------------------------------------------------------------------------
 

@@ -1,21 +1,18 @@
-"""Converge: the average of the replicas' parameters, the ways of taking it, and the checks that go with it (Eq. 3; docs/converge.md)."""
+"""Ways of averaging the replicas' parameters, and the checks that go with it (docs/converge.md)."""
 
-from .base import Average, Converge, Masters, Task
-from .bucketed_average import BucketedAverage
+from .base import Averager, Averaging, Plain, Task
+from .buckets import Masters, average_tensors
 from .compressed import Compressed
 from .exact_local import ExactLocal
-from .health import all_finite, digest, fingerprints
+from .health import all_finite, digest
 from .hierarchical import Hierarchical
 from .outer import Outer
-from .overlapped import Overlapped
-from .plain import Plain
-from .streaming import Streaming
+from .spread_out import Overlapped, Streaming
 
 __all__ = [
-    "Average",
-    "BucketedAverage",
+    "Averager",
+    "Averaging",
     "Compressed",
-    "Converge",
     "ExactLocal",
     "Hierarchical",
     "Masters",
@@ -25,6 +22,6 @@ __all__ = [
     "Streaming",
     "Task",
     "all_finite",
+    "average_tensors",
     "digest",
-    "fingerprints",
 ]

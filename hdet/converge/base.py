@@ -1,19 +1,17 @@
-"""The interface of a way of averaging: its settings, its task, and what an Ensemble asks of it (docs/converge.md says which pays when)."""
+"""What all ways of averaging share: settings and their averager, and the plain average."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..replicas import Replicas
-
-Masters = Callable[[], Sequence[torch.Tensor | None]]
-"""Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
+from .buckets import Buckets, Masters, Part, parts_of
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,8 @@ class Task:
     """What is to be averaged, on this rank."""
 
     tensors: Sequence[torch.Tensor]
-    """Parameters, then buffers, in the same order on all peers; DTensors stand for their local shards (`local_parts`). To be asked whenever they
-    are needed: another tensor may be in a buffer's place by then."""
+    """Parameters, then buffers, in the same order on all peers; a DTensor stands for its shard.
+    Ask whenever they are needed: another tensor may be in a buffer's place by then."""
     replicas: Replicas
     optimizer: Optimizer
     masters: Masters
@@ -33,78 +31,138 @@ class Task:
     gradients: str = "shared"
     """"shared" or "local"."""
 
+    def parts(self) -> list[Part]:
+        """The tensors as they lie on this rank, with their masters."""
+        return parts_of(self.tensors, self.masters)
 
-class Average(Protocol):
-    """Eq. 3 for one `Task`. All ranks call the same methods in the same order: what communicates, and when, is a pure function of the
-    arguments. ``weights``: w_r of all N replicas, summing to 1; a replica of weight 0 contributes nothing, not even a NaN, and takes the
-    average like the others.
+
+@dataclass(frozen=True)
+class Averaging:
+    """How replicas are averaged: settings, from which `build` makes an `Averager`.
+
+    Subclasses are frozen dataclasses, because ranks compare their repr. Class attributes say what
+    they need of a run; a run that has it not is refused.
     """
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is under way and nothing is kept back: after an average the tensors are the whole state, equal on all replicas."""
+    needs_processes: ClassVar[bool] = True
+    """Does each replica need a process of its own?"""
+    needs_averages: ClassVar[bool] = True
+    """Has every cycle to end with an average, because something is kept from one to the next?"""
+    needs_rates_only: ClassVar[bool] = False
+    """May replicas differ in learning rates only, with multipliers that add up to N?"""
+
+    def build(self, task: Task) -> Averager:
+        """The averager for this task; of one replica, one that does nothing.
+
+        Raises:
+            ValueError: the task cannot be done, by name and with the way out. Nothing is changed.
+        """
+        self.check_task(task)
+        return Averager(task) if task.replicas.count == 1 else self.make_averager(task)
+
+    def check_task(self, task: Task) -> None:
+        """Raises ValueError for a task that cannot be done."""
+
+    def make_averager(self, task: Task) -> Averager:
+        """For two replicas or more."""
+        raise NotImplementedError
+
+
+class Averager:
+    """Averages the tensors of a `Task`: plainly, unless a subclass does otherwise (Eq. 3).
+
+    All ranks call the same methods in the same order. What communicates, and when, is a pure
+    function of the arguments. ``weights``: w_r of all N replicas, summing to 1. A replica of
+    weight 0 contributes nothing, not even a NaN, and takes the average like the others.
+    """
+
+    companions: ClassVar[int] = 0
+    """Further sets of parameters that the optimizer steps beside this one, at multiplier 1."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.idle = True
+        """Is nothing under way or kept back? Then tensors are equal on all replicas after an
+        average, and they are the whole state."""
+        self._plain = Buckets(task.parts, task.bucket_bytes, in_place=True)
+        self._hooks: list[RemovableHandle] = []
 
     def on_cycle_start(self) -> None:
         """Before the first step after an average, a start or a load. No communication."""
 
     def acts_after(self, position: int) -> bool:
-        """Is there anything to do after step ``position`` (1 .. T - 1) of a cycle, before its end? The same on all ranks."""
+        """Is there anything to do after step ``position`` (1 .. T - 1)? The same on all ranks."""
+        return False
 
     def after_step(self, position: int) -> list[str]:
-        """Do it: may communicate and write to the tensors. Only where `acts_after` says so. Returns notes for the record."""
+        """Do it; only where `acts_after` says so. Returns notes for the record."""
+        return []
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """After the last step of a cycle. Returns notes for the record."""
+        self._average_plainly(weights)
+        return []
 
     def complete(self, weights: Sequence[float]) -> None:
-        """Now, in full and exactly: afterwards `idle`. What was under way is finished or dropped, what was kept back is forgotten."""
+        """Average now, in full and exactly. Afterwards it is `idle`: what was under way is finished
+        or dropped, what was kept back is forgotten."""
+        self._average_plainly(weights)
+        self._forget()
 
     def mean(self) -> list[torch.Tensor] | None:
-        """The mean of the replicas at this very step, without communication, where this rank has it; else None. Not to be written to."""
+        """The mean at this very step, where this rank has it without communication; else None."""
+        return None
 
-    def kept(self) -> list[torch.Tensor]:
-        """What goes on from one cycle to the next and belongs into a checkpoint: a tensor for each parameter (for each shard of this rank), equal on
-        all replicas after an average; [] for nothing."""
+    def state(self) -> list[torch.Tensor]:
+        """What goes on from one cycle to the next and belongs into a checkpoint: a tensor for each
+        parameter (for each shard of this rank), equal on all replicas after an average; or []."""
+        return []
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on with what `kept` gave, of which these are copies, after the parameters were loaded; with []: begin anew, as what was kept is
-        not of these parameters."""
+    def load_state(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on with copies of what `state` gave, after the parameters were loaded. With []: begin
+        anew, because what was kept belongs to other parameters."""
 
     def close(self) -> None:
-        """Give the optimizer back as it was given: no hooks, no further sets of parameters. No communication; the last call, and a
-        second one does nothing. What is under way is dropped."""
+        """Give the optimizer back as it was given. No communication. Twice is as good as once."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._forget()
 
-    @property
-    def companions(self) -> int:
-        """Further sets of parameters that the optimizer steps at the base rate (multiplier 1) beside this replica's: 0 or 1."""
+    def _average_plainly(self, weights: Sequence[float]) -> None:
+        self._plain.average(self.task.replicas, weights)
 
+    def _average_at_once(self, weights: Sequence[float]) -> list[str]:
+        """Complete, in a cycle that leaves a replica out: it is to train on with the mean.
 
-@runtime_checkable
-class Converge(Protocol):
-    """The settings of a way of averaging: a frozen dataclass that is checked when it is made."""
+        Returns a note then, else nothing."""
+        absent = [str(r) for r, weight in enumerate(weights) if weight == 0]
+        if not absent:
+            return []
+        self.complete(weights)
+        return [f"averaged at once: replica {', '.join(absent)} is left out"]
 
-    def build(self, task: Task) -> Average:
-        """Raises ValueError, by name and with the way out, for a task it cannot do; nothing is changed then."""
+    def _forget(self) -> None:
+        """Drop what is under way or kept back."""
+        self.idle = True
 
-
-# -- who averages with whom, and torch's flat collectives under the names that this torch has ----------------------------
-
-
-def peers(replicas: Replicas, member: int) -> list[int]:
-    """Ranks of the default group that hold this part of the model, by replica."""
-    return [replica[member] for replica in replicas.ranks]
-
-
-def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """output = the ``own`` of all ranks, one after the other."""
-    _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
-
-
-def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """own = this rank's part of the sum of all ``whole``."""
-    _existing("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group)
+    def _forget_on_load(self) -> None:
+        """What was kept is of no use once the optimizer has loaded another state."""
+        register = getattr(self.task.optimizer, "register_load_state_dict_post_hook", None)
+        if register is not None:
+            self._hooks.append(register(lambda _: self._forget()))
 
 
-def _existing(name: str, former: str) -> Any:
-    """torch 2.13 renames these, and the former names warn."""
-    return getattr(dist, name, None) or getattr(dist, former)
+@dataclass(frozen=True)
+class Plain(Averaging):
+    """Average all parameters at the end of each cycle, exactly, while training waits: the default.
+
+    Sends 2 (N - 1) / N * P bytes a rank and cycle, P the bytes of the parameters on this rank
+    (16-bit ones count as fp32). Extra memory: ``bucket_bytes`` at most.
+    """
+
+    needs_processes: ClassVar[bool] = False
+    needs_averages: ClassVar[bool] = False
+
+    def make_averager(self, task: Task) -> Averager:
+        return Averager(task)

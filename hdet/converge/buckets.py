@@ -1,4 +1,7 @@
-"""Buckets: tensors and their masters copied into flat memory and back, which is what every way of averaging sends."""
+"""Buckets: tensors and their masters are copied into flat memory, averaged there, and copied back.
+
+Every way of averaging sends them.
+"""
 
 from __future__ import annotations
 
@@ -6,167 +9,266 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .. import kernels
+from ..core.validate import whole
 from ..kernels.spec.arguments import FLOATS
+from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
-from .base import Masters
+from .collectives import start_weighted_sum
 
-DIRECT_BYTES = 4 << 20
-"""A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
+DEFAULT_BUCKET_BYTES = 32 << 20
+IN_PLACE_BYTES = 4 << 20
+"""A tensor this large is reduced where it lies: a copy would cost more than its own collective."""
+
+Masters = Callable[[], Sequence[torch.Tensor | None]]
+"""Gives the master of each of some tensors, or None. Asked whenever they are needed, because an
+optimizer makes masters in its first step."""
 
 
 class Part(NamedTuple):
-    """A tensor, or a piece of one, and its master: float32, or int16, the lower half of a bfloat16 tensor's exact value."""
+    """A tensor, or a piece of one, and its master.
+
+    A master is float32, or int16: the lower half of a bfloat16 tensor's exact value.
+    """
 
     tensor: torch.Tensor
     master: torch.Tensor | None = None
 
     @property
     def value(self) -> torch.Tensor:
-        return self.tensor if self.master is None or self.master.dtype == torch.int16 else self.master
+        split = self.master is not None and self.master.dtype == torch.int16
+        return self.tensor if self.master is None or split else self.master
 
     @property
     def lower(self) -> torch.Tensor | None:
-        return self.master if self.master is not None and self.master.dtype == torch.int16 else None
+        return self.master if self.value is self.tensor else None
 
     @property
     def wire(self) -> torch.dtype:
-        """16-bit values are averaged in fp32: a sum in bf16 would lose what the replicas differ by."""
+        """16-bit values are averaged in fp32: a sum in bf16 would lose what replicas differ by."""
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
+
+    @property
+    def goes_in_place(self) -> bool:
+        t = self.tensor
+        return t.is_contiguous() and t.dtype == self.wire and t.nbytes >= IN_PLACE_BYTES
 
 
 def parts_of(tensors: Sequence[torch.Tensor], masters: Masters) -> list[Part]:
-    """What lies on this rank; asked anew each time, because a shard may move and masters come with an optimizer's first step."""
-    held = [None if m is None else local_parts([m])[0] for m in masters()]
-    return [Part(tensor, master) for tensor, master in zip(local_parts(tensors), held, strict=True)]
+    """What lies on this rank. To be asked anew each time, because a shard may move."""
+    local_masters = [None if m is None else local_parts([m])[0] for m in masters()]
+    return [Part(t, m) for t, m in zip(local_parts(tensors), local_masters, strict=True)]
+
+
+def average_tensors(
+    tensors: Sequence[torch.Tensor],
+    replicas: Replicas,
+    weights: Sequence[float] | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> None:
+    """Replace every tensor by its weighted mean over the replicas, in place (Eq. 3).
+
+    Afterwards the tensors are bitwise equal on all replicas. Costs one all_reduce of their bytes,
+    16-bit ones as fp32; the host never waits for a CUDA device.
+
+    Args:
+        tensors: the same ones in the same order on every replica; a DTensor stands for its shard.
+        replicas: who takes part.
+        weights: w_r of all N replicas, summing to 1; default 1/N each. A replica of weight 0
+            contributes nothing, not even a NaN, and takes the mean like the others.
+        bucket_bytes: upper bound of the extra memory.
+
+    Raises:
+        ValueError: a tensor that has no mean in place (`check_averageable`); ``bucket_bytes``
+            below 1024.
+    """
+    for i, tensor in enumerate(local_parts(tensors)):
+        check_averageable(tensor, f"tensor {i}")
+    parts = [Part(tensor) for tensor in local_parts(tensors)]
+    Buckets(lambda: parts, bucket_bytes, in_place=True).average(replicas, weights)
+
+
+def check_averageable(tensor: torch.Tensor, name: str) -> None:
+    """Raises ValueError, by ``name``, for what has no mean in place. Of a DTensor: its shard."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name} has layout {tensor.layout}: only dense tensors can be averaged in place"
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}: only floating-point tensors have an average"
+        )
+    if tensor.element_size() < 2:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}, which has no arithmetic: leave it out of the "
+            "optimizer, whose steps would not move it, or keep it in 16 bits"
+        )
 
 
 class Filling:
-    """What travels together: ``flat`` is the used part of a bucket, in the wire's dtype, with zeros at the end up to a multiple."""
+    """Parts that travel together. ``flat``: the used memory, zeros at its end up to a multiple."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.flat, self._memory, self._used = memory[:0], memory, 0
         self._views: list[torch.Tensor] = []
         self._parts: list[Part] = []
 
-    def add(self, piece: Part) -> bool:
-        """False if there is no room for it any more."""
-        size = piece.tensor.numel()
+    def add(self, part: Part) -> bool:
+        """Returns False if there is no room for it any more."""
+        size = part.tensor.numel()
         if self._used + size > self._memory.numel():
             return False
-        self._views.append(self._memory[self._used : self._used + size].view(piece.tensor.shape))
-        self._parts.append(piece)
+        view = self._memory[self._used : self._used + size].view(part.tensor.shape)
+        self._views.append(view)
+        self._parts.append(part)
         self._used += size
         return True
 
     def seal(self, multiple: int) -> Filling:
-        """Full: prepare the way in, from the masters where there are any, and the way out, to both. Gathering is left to torch."""
+        """Prepare the way in, from masters where there are any, and the way out, to both."""
         self.flat = self._memory[: _rounded_up(self._used, multiple)]
-        tensors, values, lowers, masters = zip(*((p.tensor, p.value, p.lower, p.master) for p in self._parts), strict=True)
-        native = all(t.dtype in FLOATS and t.is_contiguous() for t in tensors) and self.flat.dtype == torch.float32
-        backend = "auto" if native and self.flat.device.type in ("cpu", "cuda") else "torch"
-        self._pack = kernels.pair_plan(values, self._views, source_lowers=lowers, backend=backend)
-        self._unpack = kernels.pair_plan(self._views, tensors, masters=masters, backend=backend)
+        columns = [(p.tensor, p.value, p.lower, p.master) for p in self._parts]
+        tensors, values, lowers, masters = zip(*columns, strict=True)
+        native = self.flat.dtype == torch.float32 and self.flat.device.type in ("cpu", "cuda")
+        native = native and all(t.dtype in FLOATS and t.is_contiguous() for t in tensors)
+        backend = "auto" if native else "torch"
+        views = self._views
+        self._way_in = kernels.pair_plan(values, views, source_lowers=lowers, backend=backend)
+        self._way_out = kernels.pair_plan(views, tensors, masters=masters, backend=backend)
         self._versioned = [t for t in tensors if not t.is_inference()]
         return self
 
-    def gather(self, weight: float = 1.0) -> torch.Tensor:
-        """flat = weight * values; weight 0 writes zeros, whatever the values are."""
-        self._pack.copy(weight)
+    def pack(self, weight: float = 1.0) -> torch.Tensor:
+        """Write weight * values into ``flat``, and return it; weight 0 writes zeros."""
+        self._way_in.copy(weight)
         self.flat[self._used :].zero_()
         return self.flat
 
-    def expect(self) -> None:
-        """Native copies write behind autograd's back, and what a backward pass has saved of these tensors is no longer valid.
+    def mark_written(self) -> None:
+        """Tell autograd that what a backward pass has saved of these tensors is no longer valid.
 
-        Takes the host some time, so it is apart from `scatter`: to be called while something travels.
+        Native copies write behind its back. It takes the host some time, so it is apart from
+        `unpack`: call it while something travels.
         """
         torch.autograd.graph.increment_version(self._versioned)
 
-    def scatter(self) -> None:
-        """values = flat, in tensors and masters."""
-        self._unpack.copy(1.0)
+    def unpack(self) -> None:
+        """Write ``flat`` into tensors and masters."""
+        self._way_out.copy(1.0)
 
 
 class Buckets:
-    """The parts of a model in fillings. Their order and sizes follow from shapes and dtypes alone, so they are the same on all peers.
+    """The parts of a model in fillings.
+
+    Order and sizes follow from shapes and dtypes alone, so they are the same on all peers.
 
     Args:
-        parts: gives what is to be sent; asked at every `plan`.
-        bytes_: upper bound of the memory of one filling, all kinds of tensors together.
-        direct: large tensors that are on the wire as they are in memory are left out and listed in ``direct``.
+        ask_parts: gives what is to be sent; asked whenever something is sent.
+        bucket_bytes: upper bound of the memory of one filling, all kinds of tensors together.
+        in_place: large tensors that have the wire's dtype in memory are reduced where they lie.
         multiple: fillings have a multiple of so many elements.
-        keep: each filling has memory of its own, instead of one bucket for all.
+        own_memory: each filling has memory of its own, instead of one bucket for all.
+
+    Raises:
+        ValueError: ``bucket_bytes`` below 1024.
     """
 
     def __init__(
-        self, parts: Callable[[], Sequence[Part]], bytes_: int, *, direct: bool = False, multiple: int = 1, keep: bool = False
+        self,
+        ask_parts: Callable[[], Sequence[Part]],
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        in_place: bool = False,
+        multiple: int = 1,
+        own_memory: bool = False,
     ) -> None:
-        self._parts, self._bytes, self._allow_direct, self._multiple, self._keep = parts, bytes_, direct, multiple, keep
-        self._planned: list[tuple[int, torch.Size, torch.dtype]] = []
+        whole(bucket_bytes, "bucket_bytes", 1024, of="bytes")
+        self._ask_parts, self._bytes, self._in_place = ask_parts, bucket_bytes, in_place
+        self._multiple, self._own_memory = multiple, own_memory
+        self._layout: list[tuple[int, torch.Size, torch.dtype]] = []
         self._memories: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
-        self.direct: list[torch.Tensor] = []
-        self.fillings: list[Filling] = []
+        self._large: list[torch.Tensor] = []
+        self._fillings: list[Filling] = []
 
     @property
     def extra_bytes(self) -> int:
         """Bytes of memory held since the first plan."""
         return sum(memory.nbytes for memory in self._memories.values())
 
+    @torch.no_grad()
+    def average(self, replicas: Replicas, weights: Sequence[float] | None = None) -> None:
+        """Replace all parts by their mean over the replicas, as `average_tensors` does."""
+        group = replicas.peer_group
+        if group is None:
+            return
+        weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
+        fillings = self.plan()
+        pending = [start_weighted_sum(tensor, weight, group) for tensor in self._large]
+        for filling in fillings:
+            work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
+            filling.mark_written()
+            work.wait()
+            filling.unpack()
+        for work in pending:
+            work.wait()  # on CUDA this orders streams; the host goes on
+
     def plan(self) -> list[Filling]:
-        """The fillings; made anew only if a tensor has moved or is another, over the same memory."""
-        parts = [part for part in self._parts() if part.tensor.numel()]
-        planned = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for part in parts for tensor in part if tensor is not None]
-        if planned == self._planned:
-            return self.fillings
-        self._planned, self.direct, self.fillings = planned, [], []
+        """The fillings; made anew only if a tensor has moved or is another, in the same memory."""
+        parts = [part for part in self._ask_parts() if part.tensor.numel()]
+        layout = [(t.data_ptr(), t.shape, t.dtype) for part in parts for t in part if t is not None]
+        if layout == self._layout:
+            return self._fillings
+        self._layout, self._large, self._fillings = layout, [], []
         kinds: dict[tuple[torch.device, torch.dtype], list[Part]] = {}
         for part in parts:
-            tensor = part.tensor
-            if self._allow_direct and tensor.is_contiguous() and tensor.dtype == part.wire and tensor.nbytes >= DIRECT_BYTES:
-                self.direct.append(tensor)
+            if self._in_place and part.goes_in_place:
+                self._large.append(part.tensor)
             else:
-                kinds.setdefault((tensor.device, part.wire), []).append(part)
+                kinds.setdefault((part.tensor.device, part.wire), []).append(part)
+        multiple = self._multiple
         for (device, dtype), members in kinds.items():
             wanted = sum(part.tensor.numel() for part in members)
-            allowed = self._bytes // len(kinds) // dtype.itemsize // self._multiple * self._multiple
-            size = min(_rounded_up(wanted, self._multiple), max(allowed, self._multiple))
-            self.fillings += self._fill(members, device, dtype, size)
-        return self.fillings
+            allowed = self._bytes // len(kinds) // dtype.itemsize // multiple * multiple
+            size = min(_rounded_up(wanted, multiple), max(allowed, multiple))
+            self._fillings += self._fill(members, device, dtype, size)
+        return self._fillings
 
-    def _fill(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, size: int) -> Iterator[Filling]:
-        """Lay the tensors out over buckets of ``size`` elements; a tensor may be cut between two fillings."""
+    def _fill(
+        self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, size: int
+    ) -> Iterator[Filling]:
+        """Lay the parts out over buckets of ``size`` elements; one may be cut between two."""
 
         def start(number: int) -> Filling:
-            key = (device, dtype, number if self._keep else 0)
+            key = (device, dtype, number if self._own_memory else 0)
             if key not in self._memories or self._memories[key].numel() != size:
                 self._memories[key] = torch.empty(size, dtype=dtype, device=device)
             return Filling(self._memories[key])
 
-        number = 0
-        filling = start(number)
-        for part in parts:
-            for piece in _pieces(part, size):
-                if not filling.add(piece):
-                    yield filling.seal(self._multiple)
-                    number += 1
-                    filling = start(number)
-                    filling.add(piece)
+        number, filling = 0, start(0)
+        for piece in (piece for part in parts for piece in _pieces(part, size)):
+            if not filling.add(piece):
+                yield filling.seal(self._multiple)
+                number += 1
+                filling = start(number)
+                filling.add(piece)
         yield filling.seal(self._multiple)
 
 
 def _pieces(part: Part, capacity: int) -> Iterator[Part]:
-    """The tensor itself, or, larger than the bucket, pieces of it that fit."""
+    """The part itself, or, if it is larger than the bucket, pieces of it that fit."""
     tensor, master = part
     if tensor.numel() <= capacity:
         yield part
     elif tensor.is_contiguous():  # and so is a master
         cuts = tensor.view(-1).split(capacity)
-        yield from map(Part, cuts, [None] * len(cuts) if master is None else master.view(-1).split(capacity))
+        below = [None] * len(cuts) if master is None else master.view(-1).split(capacity)
+        yield from map(Part, cuts, below)
     else:
-        for row, below in zip(tensor.unbind(0), [None] * len(tensor) if master is None else master.unbind(0), strict=True):
-            yield from _pieces(Part(row, below), capacity)
+        rows = [None] * len(tensor) if master is None else master.unbind(0)
+        for row, below_row in zip(tensor.unbind(0), rows, strict=True):
+            yield from _pieces(Part(row, below_row), capacity)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

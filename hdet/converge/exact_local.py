@@ -1,10 +1,10 @@
-"""ExactLocal: the mean is computed on each rank beside its replica, and nothing is sent (docs/method.md: what shared gradients imply)."""
+"""ExactLocal: the mean is computed on each rank beside its replica, and nothing is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,151 +12,174 @@ from ..core.validate import whole
 from ..kernels.spec.interface import COUPLED
 from ..optim.fused import FusedOptimizer
 from ..tensors.dtensor import local_parts
-from .base import Average, Task
+from .base import Averager, Averaging, Task
 from .health import digest
-from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
-class ExactLocal:
-    """Each rank also steps the mean of all replicas, from the same gradient and moments at the base rate, and copies it at a cycle's end.
+class ExactLocal(Averaging):
+    """Step the mean of all replicas beside each replica, and copy it at a cycle's end.
 
-    Replicas that share gradients are at theta_r = D theta_0 - rho_r s, and sum rho_r = N: their uniform mean is D theta_0 - s, which is
-    the trajectory of multiplier 1. It is computed from what all ranks have alike, so it is bitwise equal on all of them.
+    Replicas that share gradients are at theta_r = D theta_0 - rho_r s, and sum rho_r = N: their
+    uniform mean is D theta_0 - s, the trajectory of multiplier 1 (docs/method.md). It is computed
+    from what all ranks have alike, so it is bitwise equal on all of them, and `Ensemble.mean` gives
+    it at every step.
 
-    ``check_every``: after so many cycles a digest of the mean (two numbers a replica) is compared over all ranks; where it differs, that
-    cycle's average is taken plainly. The first cycle is always compared. Other cycles send nothing.
+    Only for what the identity holds for: hdet's fused optimizers with shared gradients, decay 0 or
+    decoupled at the base rate (``decay_at="base"``), 16-bit parameters with masters, no buffers.
+    Weights that are not uniform make a cycle's average a plain one, with a note. Weights that
+    somebody writes in the middle of a cycle are not in the mean: load them together with the
+    optimizer's state, or call `Ensemble.converge` after.
 
-    Only for what the identity holds for: hdet's fused optimizers with shared gradients, decay 0 or decoupled at the base rate
-    (``decay_at="base"``), 16-bit parameters with masters, no buffers. Weights that are not uniform (a replica is left out, or
-    ``average="softmax"``) make a cycle's average a plain one, with a note.
+    Costs a second set of parameters (and masters) in memory and 8 bytes more traffic for each fp32
+    parameter and step.
 
-    Costs a second set of parameters (and masters) in memory and 8 bytes more traffic for each fp32 parameter and step.
-    `Ensemble.mean` gives the mean at every step. Weights that somebody writes in the middle of a cycle are not in it: load them together
-    with the optimizer's state, or call `Ensemble.converge` after.
+    Args:
+        check_every: after so many cycles, and in the first, a digest of the mean (two numbers a
+            replica) is compared over all ranks; where it differs, that cycle's average is plain.
+            Other cycles send nothing.
+
+    Raises:
+        ValueError, TypeError: of `build`, an optimizer, settings or tensors for which the mean is
+            no trajectory of its own.
     """
 
     check_every: int = 10
+    needs_rates_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         whole(self.check_every, "check_every", of="cycles")
 
-    def build(self, task: Task) -> Average:
-        """Raises ValueError or TypeError for an optimizer, settings or tensors for which the mean is no trajectory of its own."""
+    def check_task(self, task: Task) -> None:
         if task.gradients != "shared":
             raise ValueError(
-                "ExactLocal needs gradients='shared': replicas with gradients of their own have no common direction; use Plain()"
+                "ExactLocal needs gradients='shared': replicas with gradients of their own have no "
+                "common direction; use Plain()"
             )
         optimizer: Any = task.optimizer
         if not isinstance(optimizer, FusedOptimizer):
             raise TypeError(
-                f"ExactLocal needs one of hdet's fused optimizers, which step the mean with the replica; got {type(optimizer).__name__}: "
-                "use hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon, or Plain()"
+                "ExactLocal needs one of hdet's fused optimizers, which step the mean with the "
+                f"replica; got {type(optimizer).__name__}: use hdet.FusedAdamW, FusedAdam, "
+                "FusedSGD, FusedLion or FusedMuon, or Plain()"
             )
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
-            raise ValueError("this optimizer is already driven by an Ensemble: close() the other first")
+            raise ValueError(
+                "this optimizer is already driven by an Ensemble: close() the other first"
+            )
         if optimizer.num_replicas != 1:
-            raise ValueError(f"the optimizer steps {optimizer.num_replicas} replicas already: use Plain()")
+            raise ValueError(
+                f"the optimizer steps {optimizer.num_replicas} replicas already: use Plain()"
+            )
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for i, tensor in enumerate(task.tensors):
             if id(tensor) not in owned:
                 raise ValueError(
-                    f"tensor {i} is not the optimizer's: ExactLocal cannot know the mean of buffers; leave them out or use Plain()"
+                    f"tensor {i} is not the optimizer's: ExactLocal cannot know the mean of "
+                    "buffers; leave them out or use Plain()"
                 )
-        reason = _refusal(optimizer)
-        if reason is not None:
+        if (reason := _reason_to_refuse(optimizer)) is not None:
             raise ValueError(f"ExactLocal: {reason}; or use Plain()")
-        return PlainAverage(task) if task.replicas.count == 1 else _ExactLocal(task, optimizer, self.check_every)
+
+    def make_averager(self, task: Task) -> Averager:
+        return _ExactLocal(task, self.check_every)
 
 
-def _refusal(optimizer: FusedOptimizer) -> str | None:
-    """Why the mean of the replicas is not the trajectory at the base rate, if it is not; with the way out."""
+def _reason_to_refuse(optimizer: FusedOptimizer) -> str | None:
+    """Why the mean of the replicas is not the trajectory at the base rate; with the way out."""
     for g, group in enumerate(optimizer.param_groups):
         decay = float(group.get("weight_decay", 0.0))
+        of_group = f"weight_decay={decay:g} of group {g}"
         if decay != 0 and optimizer.rule in COUPLED:
-            return f"weight_decay={decay:g} of group {g} is part of the gradient, which replicas then do not share: set it to 0"
+            return f"{of_group} is part of the gradient, which replicas do not share: set it to 0"
         if decay != 0 and optimizer.decay_at != "base":
-            return f"weight_decay={decay:g} of group {g} acts at each replica's own rate: construct the optimizer with decay_at='base'"
+            return f"{of_group} acts at each replica's own rate: use decay_at='base'"
+        if optimizer.master_weights is not None:
+            continue
         for i, p in enumerate(group["params"]):
-            if p.requires_grad and p.dtype != torch.float32 and optimizer.master_weights is None:
+            if p.requires_grad and p.dtype != torch.float32:
                 return (
-                    f"parameter {i} of group {g} is {p.dtype} without a master, so steps round away: use master_weights='fp32' or 'split'"
+                    f"parameter {i} of group {g} is {p.dtype} without a master, so steps round "
+                    "away: use master_weights='fp32' or 'split'"
                 )
     return None
 
 
-class _ExactLocal(PlainAverage):
-    companions = 1
+class _ExactLocal(Averager):
+    companions: ClassVar[int] = 1
 
-    def __init__(self, task: Task, optimizer: FusedOptimizer, check_every: int) -> None:
+    def __init__(self, task: Task, check_every: int) -> None:
         super().__init__(task)
+        optimizer: Any = task.optimizer
         self._optimizer, self._check_every = optimizer, check_every
-        self._unchecked = True  # ranks may have begun with different parameters
-        self._cycles = 0  # since the last check
+        self._compare_next = True  # ranks may have begun with different parameters
+        self._cycles = 0
+        """Since the last comparison."""
+        self._mean_is_model = True
+        """Until a step: weights may still be loaded, initialised or broadcast."""
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
-        # Until a step the mean track is the model: weights may still be loaded, initialised or broadcast.
-        self._follows = True
         self._hooks = [
-            optimizer.register_step_pre_hook(self._finish_step),
-            optimizer.register_step_post_hook(self._part),
-            optimizer.register_state_dict_pre_hook(self._finish_step),
+            optimizer.register_step_pre_hook(self._update_mean),
+            optimizer.register_step_post_hook(self._after_optimizer_step),
+            optimizer.register_state_dict_pre_hook(self._update_mean),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
-    def _finish_step(self, *_: Any) -> None:
-        """Before a step, or before the state is read: the mean track takes the model's values, if it follows the model."""
-        if self._follows:
+    def _update_mean(self, *_: Any) -> None:
+        """Before a step, or before the state is read."""
+        if self._mean_is_model:
             self._optimizer.average_replicas([1.0, 0.0])
 
-    def _part(self, *_: Any) -> None:
-        self._follows = False
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self._mean_is_model = False
 
     def _before_load(self, _: Any, state: dict[str, Any]) -> None:
-        self._brings_mean = any("replica_params" in values for values in state["state"].values())
+        """A state saved within a cycle has the mean; another one says that replicas were equal."""
+        self._loads_mean = any("replica_params" in values for values in state["state"].values())
 
-    def _loaded(self, _: Any) -> None:
-        """A state saved in the course of a cycle has the mean with it; another one says that replicas were equal."""
-        self._follows, self._unchecked = not self._brings_mean, True
+    def _after_load(self, _: Any) -> None:
+        self._mean_is_model, self._compare_next = not self._loads_mean, True
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        note = self._reason_against(weights)
-        if note is None:
+        reason = self._reason_for_plain(weights)
+        if reason is None:
             self._optimizer.average_replicas([0.0, 1.0])
-            self._follows = True
+            self._mean_is_model = True
             return []
         self.complete(weights)
-        return [f"averaged plainly: {note}"]
+        return [f"averaged plainly: {reason}"]
 
-    def _reason_against(self, weights: Sequence[float]) -> str | None:
-        """Why the mean track is not the average wanted in this cycle. Communicates in cycles that compare."""
+    def _reason_for_plain(self, weights: Sequence[float]) -> str | None:
+        """Why the mean is not the average that this cycle wants. Communicates in some cycles."""
         self._cycles += 1
         if len(set(weights)) > 1:
             return "the replicas' weights are not uniform"
-        changed = _refusal(self._optimizer)
-        if changed is not None:
+        if (changed := _reason_to_refuse(self._optimizer)) is not None:
             return changed
-        if self._unchecked or self._cycles >= self._check_every:
-            self._unchecked, self._cycles = False, 0
-            masters = [m for m in self._optimizer.masters(self._task.tensors, 1) if m is not None]
-            row = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
-            rows = self._task.replicas.sum_rows(row.to(local_parts(self._task.tensors[:1])[0].device)).tolist()
-            if any(other != rows[0] for other in rows):
-                return "the mean tracks of the replicas differ"
-        return None
+        if not (self._compare_next or self._cycles >= self._check_every):
+            return None
+        self._compare_next, self._cycles = False, 0
+        tensors = self.task.tensors
+        masters = [m for m in self._optimizer.masters(tensors, 1) if m is not None]
+        own = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
+        rows = self.task.replicas.sum_rows(own.to(local_parts(tensors[:1])[0].device)).tolist()
+        same = all(row == rows[0] for row in rows)
+        return None if same else "the mean tracks of the replicas differ"
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
-        self._follows, self._unchecked, self._cycles = True, False, 0
+        self._mean_is_model, self._compare_next, self._cycles = True, False, 0
 
     def mean(self) -> list[torch.Tensor] | None:
-        own = self._task.tensors
-        if self._follows:
+        own = self.task.tensors
+        if self._mean_is_model:
             return [p.detach() for p in own]
-        return [(mean if p.requires_grad else p).detach() for p, mean in zip(own, self._optimizer.replica_parameters(1), strict=True)]
+        means = self._optimizer.replica_parameters(1)
+        return [(m if p.requires_grad else p).detach() for p, m in zip(own, means, strict=True)]
 
     def close(self) -> None:
         if self._hooks:
             super().close()
             self._optimizer.set_replicas(1, lambda p: [p])
-            self._follows = True
+            self._mean_is_model = True

@@ -4,64 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ..core.validate import whole
 from ..replicas.process_groups import own_group
-from .base import Average, Task, all_gather, peers, reduce_scatter
-from .plain import PlainAverage
+from .base import Averager, Averaging, Task
+from .buckets import Buckets
+from .collectives import all_gather, peers, reduce_scatter
 
 
 @dataclass(frozen=True)
-class Hierarchical:
-    """The exact average in three steps: reduce-scatter inside each node, all-reduce of one n-th across nodes, all-gather inside.
+class Hierarchical(Averaging):
+    """Average exactly in three steps: reduce-scatter inside each node, all-reduce of one n-th
+    across nodes, all-gather inside.
 
-    ``replicas_per_node``: n, how many neighbouring replicas (r // n) share a node, or whatever has a fast network inside; it divides N.
+    Sends 2 (n - 1) / n * P bytes inside and 2 (m - 1) / m * P / n across the m = N / n nodes, a
+    rank and cycle. Sums are taken in another order than by `Plain`, so results differ by rounding;
+    they are bitwise equal on all replicas.
 
-    Sends 2 (n - 1) / n * P bytes inside and 2 (m - 1) / m * P / n across the m = N / n nodes, per rank and cycle.
-    Sums are taken in another order than by `Plain`, so results differ by rounding; they are bitwise equal on all replicas.
+    Args:
+        replicas_per_node: n, how many neighbouring replicas (r // n) share a node, or whatever
+            has a fast network inside. It divides N.
     """
 
     replicas_per_node: int
+    needs_averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        whole(self.replicas_per_node, "replicas_per_node", 2, why="with one replica a node there is one level, use Plain()")
+        why = "with one replica a node there is one level, use Plain()"
+        whole(self.replicas_per_node, "replicas_per_node", 2, why=why)
 
-    def build(self, task: Task) -> Average:
-        """Raises ValueError unless replicas_per_node divides the number of replicas and is smaller."""
+    def make_averager(self, task: Task) -> Averager:
         n, count = self.replicas_per_node, task.replicas.count
-        if count == 1:
-            return PlainAverage(task)
         if n == count:
-            raise ValueError(f"replicas_per_node={n} puts all {count} replicas in one node: there is one level, use Plain()")
+            raise ValueError(
+                f"replicas_per_node={n} puts all {count} replicas in one node: there is one level, "
+                "use Plain()"
+            )
         if count % n:
-            raise ValueError(f"replicas_per_node={n} does not divide the {count} replicas: use a divisor of {count}, or Plain()")
+            raise ValueError(
+                f"replicas_per_node={n} does not divide the {count} replicas: use a divisor of "
+                f"{count}, or Plain()"
+            )
         return _Hierarchical(task, n)
 
 
-class _Hierarchical(PlainAverage):
+class _Hierarchical(Averager):
     def __init__(self, task: Task, n: int) -> None:
         super().__init__(task)
-        self._replicas, self._n = task.replicas, n
+        self._n = n
         columns = [peers(task.replicas, member) for member in range(task.replicas.members)]
-        nodes = [column[first : first + n] for column in columns for first in range(0, len(column), n)]
+        nodes = [column[i : i + n] for column in columns for i in range(0, len(column), n)]
         across = [column[place::n] for column in columns for place in range(n)]
         self._inside: dist.ProcessGroup = own_group(nodes, task.replicas.ranks)
         self._across: dist.ProcessGroup = own_group(across, task.replicas.ranks)
-        self._buckets = self._make_buckets(multiple=n)
+        self._buckets = Buckets(task.parts, task.bucket_bytes, multiple=n)
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        weight = float(weights[self._replicas.index])
+        weight = float(weights[self.task.replicas.index])
         for filling in self._buckets.plan():
-            flat = filling.gather(weight)
+            flat = filling.pack(weight)
             own = torch.empty_like(flat[: len(flat) // self._n])
             reduce_scatter(own, flat, self._inside)
             work = dist.all_reduce(own, group=self._across, async_op=True)
-            filling.expect()
+            filling.mark_written()
             work.wait()
             all_gather(flat, own, self._inside)
-            filling.scatter()
+            filling.unpack()
         return []

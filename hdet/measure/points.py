@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .measurement import Watched
-from .weight_line import AveragedWeights, WeightLine
+from .weight_line import RunningMean, WeightLine
 
 __all__ = ["CyclePoints", "LinePoints"]
 
@@ -26,7 +26,7 @@ class CyclePoints:
 
     def __init__(self, run: Watched, every: int, after: float, place: str) -> None:
         pairs = zip(run.sets, run.masters, strict=True)
-        self.averages = [AveragedWeights(own, masters, place) for own, masters in pairs]
+        self.averages = [RunningMean(own, masters, place) for own, masters in pairs]
         self._every, self._after = every, after
 
     def on_cycle_start(self) -> None:

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-from ..converge import BucketedAverage, Masters
+from ..converge import Masters, average_tensors
 from ..kernels.reference.rules import value_of
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["AveragedWeights", "WeightLine"]
+__all__ = ["RunningMean", "WeightLine"]
 
 
-class AveragedWeights:
+class RunningMean:
     """Running mean of some tensors: one more copy of the parameters, float32 (or better).
 
     Args:
@@ -77,7 +77,7 @@ class AveragedWeights:
 class WeightLine:
     """The line from some weights (the origin) through the mean of where a run has been since, and
     any point on it. Two copies of the tensors, and a third one inside `at`; arguments as for
-    `AveragedWeights`."""
+    `RunningMean`."""
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], masters: Masters | None = None, place: str = "device"
@@ -85,7 +85,7 @@ class WeightLine:
         self._tensors = list(tensors)
         self._masters = masters or (lambda: [None] * len(tensors))
         self.origin = [_room_for(tensor, place) for tensor in local_parts(self._tensors)]
-        self.mean = AveragedWeights(tensors, masters, place)
+        self.mean = RunningMean(tensors, masters, place)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class WeightLine:
         rooms, tensors = [*self.origin, *self.mean.means], 2 * local_parts(self._tensors)
         for room, tensor in zip(rooms, tensors, strict=True):
             on_device = room.to(tensor.device)
-            BucketedAverage([on_device], replicas)()
+            average_tensors([on_device], replicas)
             if on_device is not room:
                 room.copy_(on_device)
 

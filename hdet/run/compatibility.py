@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..converge import ExactLocal, Plain
-from ..converge.bucketed_average import check_averageable
+from ..converge.buckets import check_averageable
 from ..core.controller import Controller
 from ..core.design import columns
 from ..core.divergence import Divergence
@@ -23,8 +22,9 @@ from ..policies import Sync
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
-from ..tensors.buffers import Averaged
+from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
+from .moments import follows_gradients
 from .snapshot import keeps_codes, keeps_weights
 
 __all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "check_several", "design_of"]
@@ -78,7 +78,7 @@ def check_arguments(
         raise ValueError(
             "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
         )
-    if replicas is not None and len(replicas.local) > 1 and sync.converge != Plain():
+    if replicas is not None and len(replicas.local) > 1 and sync.converge.needs_processes:
         raise ValueError(f"converge is {sync.converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
@@ -97,7 +97,7 @@ def _needed(step: Any) -> str | None:
     return next((p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), None)
 
 
-def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
+def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> ReplicaTensors:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
     Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
@@ -105,13 +105,13 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
         raise ValueError("optimizer has no parameters: there is nothing to train")
     if isinstance(buffers, nn.Module):
         check_buffers_stay(buffers)
-        found = Averaged(tensors, model=buffers)
+        found = ReplicaTensors(tensors, model=buffers)
     else:
         listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
         given: list[Any] = list(buffers) if listed else [buffers]
         if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
             raise TypeError(f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}")
-        found = Averaged(tensors, given)
+        found = ReplicaTensors(tensors, given)
     for name, group in (("parameter", tensors), ("buffer", found.buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
@@ -187,13 +187,13 @@ def check_knobs(
                 "stay apart: pass moments='average'"
             )
     elif shared:
-        _check_moments_of_shared(knobs, moments)
-    if isinstance(sync.converge, ExactLocal):
+        _check_moments_of_shared(knobs, moments, follows_gradients(optimizer))
+    if sync.converge.needs_rates_only:
         _check_mean_is_base(knobs, replicas.count, design)
 
 
-def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None) -> None:
-    if moments is not None and not any(knob.moments_diverge for knob in knobs):
+def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None, equal: bool) -> None:
+    if moments is not None and equal and not any(knob.moments_diverge for knob in knobs):
         raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     parting = [knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0]
     if parting and moments not in ("average", "reset"):

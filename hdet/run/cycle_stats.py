@@ -139,7 +139,7 @@ def gather_stats(
     probes: Sequence[torch.Tensor] | None,
     *,
     compare: bool,
-    marks: Sequence[float] = (),
+    marks: Sequence[float | torch.Tensor] = (),
 ) -> list[CycleStats]:
     """One small all_reduce, then one read by the host: the only place where a cycle waits for the device. ``probes``: the probe's row of each
     member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``: whole numbers below 2^40 that are to be compared."""
@@ -148,7 +148,7 @@ def gather_stats(
     return parse(replicas.sum_rows(*local), compare=compare, marks=len(marks))
 
 
-def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float]) -> torch.Tensor:
+def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float | torch.Tensor]) -> torch.Tensor:
     """float64 on the parameters' device."""
     parameters = local_parts(member.parameters())
     row = member.loss_meter.stats()
@@ -157,7 +157,7 @@ def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks:
     if compare:
         # Masters may differ where their rounded copies do not.
         pieces.append(digest([*parameters, *local_parts([m for m in member.masters() if m is not None])]))
-    pieces.append(row.new_tensor(marks))
+    pieces += [mark.reshape(1) if isinstance(mark, torch.Tensor) else row.new_tensor([mark]) for mark in marks]
     if probe is not None:
         pieces.append(probe)
     return torch.cat([piece.to(row.device) for piece in pieces])

@@ -11,14 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..controllers.softmax import softmax_weights
-from ..converge import Average as Averaging
-from ..converge import Task
-from ..converge.plain import PlainAverage
+from ..converge import Averager, Task
 from ..core.divergence import Divergence
 from ..policies import Sync
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
-from ..tensors.buffers import Averaged
+from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
@@ -38,7 +36,7 @@ class ReplicaWeights:
 
     def __init__(
         self,
-        tensors: Averaged,
+        tensors: ReplicaTensors,
         optimizer: Optimizer,
         replicas: Replicas,
         sync: Sync,
@@ -48,7 +46,7 @@ class ReplicaWeights:
         self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes, sync.gradients)
-        self.average: Averaging = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        self.average: Averager = _CoresidentAverager(optimizer) if len(self.local) > 1 else sync.converge.build(task)
         self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
         self._kind, self._tied, self._refresh, self.modules = sync.weights, list(sync.tied), sync.refresh, list(modules)
         self._starts = None if divergence.rollback is None else CycleStarts(self.tensors, optimizer, divergence.rollback)
@@ -60,17 +58,22 @@ class ReplicaWeights:
         """Where the parameters are."""
         return local_parts(self.tensors[:1])[0].device
 
-    def mark(self) -> float | None:
-        """What peers must have alike for this cycle's average, as a number for the stats; None: nothing but what was agreed on."""
-        if self.moments.policy != "average" and self.tensors.model is None:
-            return None
-        buffers = [] if self.tensors.model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
-        return float(digest((self.moments.structure(), buffers)))
+    def marks(self) -> list[float | torch.Tensor]:
+        """What peers have to compare for this cycle's average, as whole numbers for the stats. Raises ValueError for moments without a mean."""
+        found: list[float | torch.Tensor] = []
+        moments, model = self.moments, self.tensors.model
+        if moments.must_be_compared:
+            found.append(moments.digest())
+        if moments.must_be_compared or moments.are_averaged or model is not None:
+            buffers = [] if model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+            found.append(float(digest((moments.structure(), buffers))))
+        return found
 
-    def check_marks(self, marks: Sequence[float]) -> None:
-        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
-        if len(set(marks)) > 1:
-            if self.moments.policy != "average":
+    def check_marks(self, marks: Sequence[Sequence[float]]) -> None:
+        """Of all replicas, each of `marks`. Raises `ReplicaDisagreement`, on every rank alike, if what is to be averaged is not the same on all."""
+        moments = self.moments
+        if marks and len(set(marks[-1])) > 1:
+            if not (moments.are_averaged or moments.must_be_compared):
                 raise ReplicaDisagreement(
                     "the model's buffers differ in number, shape or dtype between replicas, so they have no average: make them alike on all, or "
                     "leave out buffers=model"
@@ -80,6 +83,9 @@ class ReplicaWeights:
                 "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
                 + ("" if self.tensors.model is None else " (or the model's buffers differ, which are averaged too)")
             )
+        if moments.must_be_compared:
+            moments.differ = len(set(marks[0])) > 1
+            moments.check()
 
     # -- in the course of a cycle ----------------------------------------------------------------------------------------
 
@@ -95,7 +101,7 @@ class ReplicaWeights:
             self._starts.forget()
 
     def after_step(self, position: int) -> list[str]:
-        """What `Average.acts_after` has announced. Returns notes for the record."""
+        """What `Averager.acts_after` has announced. Returns notes for the record."""
         notes = self.average.after_step(position)
         self._publish()
         return notes
@@ -104,7 +110,7 @@ class ReplicaWeights:
         """An average as `Sync.converge` says. ``losses``: of all replicas. Returns notes for the record."""
         weights = self._weights(healthy, losses)
         notes = self.average.end_cycle(weights)
-        self.moments.converge(weights)
+        self.moments.end_cycle(weights)
         self._publish()
         return notes
 
@@ -112,8 +118,8 @@ class ReplicaWeights:
         """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no end of a cycle."""
         weights = self._weights(healthy, losses)
         self.average.complete(weights)
-        if self.moments.policy == "average":
-            self.moments.converge(weights)
+        if self.moments.are_averaged:
+            self.moments.average(weights)
         self._publish()
 
     def roll_back(self, attempt: int) -> None:
@@ -124,14 +130,14 @@ class ReplicaWeights:
         assert self._starts is not None, "rollback needs a snapshot"
         self._starts.go_back(attempt)
         if attempt >= 2:  # before the last average
-            self.average.keep([])
+            self.average.load_state([])
         self.average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
     def took_back(self) -> None:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
         self.loaded()
-        self.average.keep([])
+        self.average.load_state([])
         if self.replicas.count > 1:
             self.complete([0], [None] * self.replicas.count)
         else:
@@ -150,7 +156,7 @@ class ReplicaWeights:
     def _publish(self) -> None:
         """Parameters were written: whoever holds copies follows."""
         for tensor, group in self._tied:
-            for part in [*self._with_master(tensor), *self.moments.of(tensor)]:
+            for part in [*self._with_master(tensor), *self.moments.tensors_of(tensor)]:
                 sent = part.reshape(-1).view(torch.uint8)  # no backend's business what it is, and gloo knows no int16
                 dist.broadcast(sent, group_src=0, group=group)
                 if not part.is_contiguous():
@@ -181,8 +187,11 @@ def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
 
 
-class _Coresident(PlainAverage):
+class _CoresidentAverager(Averager):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._hooks, self._plain, self.idle = [], optimizer.average_replicas, True
+        self.idle, self._hooks, self._optimizer = True, [], optimizer
+
+    def _average_plainly(self, weights: Sequence[float]) -> None:
+        self._optimizer.average_replicas(weights)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import __version__ as version
-from ..converge import fingerprints
+from ..converge import digest as digest_of_tensors
 from ..core.controller import Controller
 from ..core.engine import STATE_VERSION, Engine
 from ..replicas import Replicas
@@ -47,7 +47,8 @@ class Agreement:
     def look(self) -> None:
         """Before the first step: after it replicas may differ."""
         if not self.reached and self._values is None and self.replicas.world_group is not None:
-            self._values = fingerprints(local_parts(self.parameters))
+            tensors = local_parts(self.parameters)
+            self._values = torch.stack([digest_of_tensors([t]).to(tensors[0].device) for t in tensors])
 
     def check(self, device: torch.device) -> None:
         """One all_gather. Raises on all ranks alike if they differ."""
@@ -108,9 +109,9 @@ _OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_
 """Settings that hdet's optimizers do not keep in their groups."""
 
 
-def _in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
+def _in_order(digests: torch.Tensor) -> tuple[int, int]:
     """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
-    rows = [digest(row) for row in fingerprints.tolist()]
+    rows = [digest(row) for row in digests.tolist()]
     return digest(sorted(rows)), digest(rows)
 
 

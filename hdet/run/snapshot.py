@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,37 +13,26 @@ from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
 from ..optim.moment_storage import EIGHT_BIT
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
-from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
+from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, tensors_in
 from ..tensors.dtensor import local_parts
 
 __all__ = [
+    "SETTINGS",
     "CycleStarts",
     "GroupNumbers",
     "Snapshot",
+    "inner_optimizer",
     "keeps_codes",
     "keeps_weights",
     "optimizers_in",
     "reset_moments",
-    "state_tensors",
 ]
 
-_SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
+SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
 
 
-def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-    """(parameter, key, tensor) of the optimizer's state, in the order of its groups; lists of tensors one by one."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            values = optimizer.state.get(parameter, {})
-            for key in sorted(values, key=str):
-                held: Any = values[key]
-                for tensor in held if isinstance(held, (list, tuple)) else [held]:
-                    if isinstance(tensor, torch.Tensor):
-                        yield parameter, str(key), tensor
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The `optimizer` of a wrapper."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -73,7 +62,7 @@ def keeps_weights(optimizer: Optimizer) -> bool:
 
 def keeps_codes(optimizer: Optimizer) -> bool:
     """Are moments kept in 8 bits?"""
-    return getattr(_inner(optimizer), "moment_dtype", None) == EIGHT_BIT
+    return getattr(inner_optimizer(optimizer), "moment_dtype", None) == EIGHT_BIT
 
 
 @torch.no_grad()
@@ -87,12 +76,12 @@ def reset_moments(optimizer: Optimizer) -> None:
 
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
     """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `WEIGHT_KEYS` too."""
-    fused, state = isinstance(_inner(optimizer), FusedOptimizer), optimizer.state
+    fused, state = isinstance(inner_optimizer(optimizer), FusedOptimizer), optimizer.state
     for key, parameter, group in _owners(optimizer):
         before = kept.get(key)
         if fused and parameter in state:
             _renew(state[parameter], parameter, before or {}, weights)
-        elif before is None and isinstance(_inner(optimizer), Adagrad) and state.get(parameter):
+        elif before is None and isinstance(inner_optimizer(optimizer), Adagrad) and state.get(parameter):
             # made together with the optimizer, and never again
             state[parameter]["step"].zero_()
             local_parts([state[parameter]["sum"]])[0].fill_(group["initial_accumulator_value"])
@@ -127,22 +116,29 @@ def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
 
 
 class GroupNumbers:
-    """A copy of what an optimizer that is neither torch's nor ours counts in its groups: steps, or the distance that it has found."""
+    """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside settings: the steps counted there, or the distance
+    that it has found; as numbers, tensors or lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        known = type(_inner(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
-        self._groups = [] if known else [(group, self._numbers(group)) for group in optimizer.param_groups]
+        known = type(inner_optimizer(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
+        groups = [] if known else optimizer.param_groups
+        self._groups = [(group, {key: keep(group[key]) for key in self._keys(group)}) for group in groups]
 
     @staticmethod
-    def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-        return {key: value for key, value in group.items() if type(value) in (int, float) and key not in _SETTINGS}
+    def _keys(group: Mapping[str, Any]) -> set[str]:
+        return {
+            key
+            for key, value in group.items()
+            if key not in {*SETTINGS, "params"} and (type(value) in (int, float) or next(tensors_in(value), None) is not None)
+        }
 
+    @torch.no_grad()
     def put_back(self) -> None:
         """Those that were not there are gone."""
         for group, before in self._groups:
-            for key in self._numbers(group).keys() - before.keys():
+            for key in self._keys(group) - before.keys():
                 del group[key]
-            group.update(before)
+            group.update({key: put(group.get(key), value) for key, value in before.items()})
 
 
 class Snapshot:
@@ -203,7 +199,7 @@ class CycleStarts:
     beginning before has to be restored.
     """
 
-    def __init__(self, tensors: Averaged, optimizer: Optimizer, place: str) -> None:
+    def __init__(self, tensors: ReplicaTensors, optimizer: Optimizer, place: str) -> None:
         self._now, self._before = (Snapshot(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
         self._went_back = False
 

@@ -22,7 +22,7 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | No
             yield module, name, buffer
 
 
-class Averaged(Sequence[torch.Tensor]):
+class ReplicaTensors(Sequence[torch.Tensor]):
     """The tensors that are averaged: parameters, then buffers. Looked up whenever they are asked for, so it is not to be copied into a list.
 
     Args:

@@ -33,24 +33,32 @@ def held(values: Sequence[torch.Tensor], kinds: Sequence[str]) -> Held:
         else:
             tensor = value.to(getattr(torch, stored))
         if stored != kind and value.dim() == 2:
-            tensor, master = (None if t is None else t.t().contiguous().t() for t in (tensor, master))
+            tensor, master = (
+                None if t is None else t.t().contiguous().t() for t in (tensor, master)
+            )
         tensors.append(tensor)
         masters.append(master)
     return tensors, masters
 
 
-def exact(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def exact(
+    tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
     """The float64 values that `held` tensors stand for."""
     values = []
     for tensor, master in zip(tensors, masters, strict=True):
         if master is None:
             values.append(tensor.double())
         else:
-            values.append((rounding.join(tensor, master) if master.dtype == torch.int16 else master).double())
+            values.append(
+                (rounding.join(tensor, master) if master.dtype == torch.int16 else master).double()
+            )
     return values
 
 
-def written(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def written(
+    tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
     """All there is to compare bitwise."""
     return [t.clone() for t in (*tensors, *masters) if t is not None]
 
@@ -60,10 +68,16 @@ def rounding_of(kind: str) -> float:
     return {"float64": 1e-15, "bfloat16": 2.0**-8, "float16": 2.0**-11}.get(kind, 2.0**-22)
 
 
-def task(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None] | None = None, **changes: Any) -> Task:
+def task(
+    tensors: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor | None] | None = None,
+    **changes: Any,
+) -> Task:
     """A task in the world's ranks; changes: fields of Task."""
     replicas = changes.pop("replicas", None) or Replicas.from_group()
-    optimizer = changes.pop("optimizer", None) or torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer = changes.pop("optimizer", None) or torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))], lr=0.1
+    )
     settings = {"sync_interval": 4, "bucket_bytes": 1 << 14, **changes}
     return Task(tensors, replicas, optimizer, lambda: masters or [None] * len(tensors), **settings)
 
@@ -75,7 +89,9 @@ def account() -> Iterator[list[tuple[str, float]]]:
 
     def watch(name: str, real: Any, payload: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]  # output first
+            tensors = [
+                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)
+            ]  # output first
             sent.append((name, payload(tensors, dist.get_world_size(kwargs.get("group")))))
             return real(*args, **kwargs)
 
@@ -98,7 +114,17 @@ def account() -> Iterator[list[tuple[str, float]]]:
     real = [getattr(dist, name) for name in chosen]
     try:
         for name, call, payload in zip(chosen, real, payloads, strict=True):
-            setattr(dist, name, watch(name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor"), call, payload))
+            setattr(
+                dist,
+                name,
+                watch(
+                    name.removesuffix("_single")
+                    .removesuffix("_into_tensor")
+                    .removesuffix("_tensor"),
+                    call,
+                    payload,
+                ),
+            )
         yield sent
     finally:
         for name, call in zip(chosen, real, strict=True):

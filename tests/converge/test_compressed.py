@@ -10,18 +10,30 @@ import torch
 from hdet.converge.compressed import BFloat16, Compressed, Int8
 
 from ..distributed import run_ranks
-from .helpers import KINDS, account, exact, held, rounding_of, task, written
+from .helpers import KINDS, exact, held, rounding_of, task, written
 
 CODINGS = [Compressed("bf16"), Compressed("int8", 64)]
 
 
 def displacement(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return 0.01 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+    return 0.01 * torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank)
+    )
 
 
-def averages(rank: int, world: int, way: Compressed, weights: list[float], shapes: list[tuple[int, ...]], bucket: int) -> Any:
+def averages(
+    rank: int,
+    world: int,
+    way: Compressed,
+    weights: list[float],
+    shapes: list[tuple[int, ...]],
+    bucket: int,
+) -> Any:
     """Three averages; of the last two, whose displacements are known, what was asked for and what came."""
-    start = [torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    start = [
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for i, shape in enumerate(shapes)
+    ]
     tensors, masters = held(start, KINDS)
     made = way.build(task(tensors, masters, bucket_bytes=bucket))
     made.end_cycle([1 / world] * world)  # sets the reference
@@ -47,14 +59,24 @@ SHAPES = [(300,), (40, 7), (5000,), (), (33, 31), (2049,), (30, 20), (70, 30), (
 
 
 @pytest.mark.parametrize("way", CODINGS, ids=repr)
-@pytest.mark.parametrize(("weights", "bucket"), [([0.5, 0.5], 1 << 13), ([0.25] * 4, 1 << 20), ([0.5, 0.0, 0.25, 0.25], 1 << 15)], ids=str)
-def test_an_average_is_within_its_rounding_and_the_same_everywhere(way: Compressed, weights: list[float], bucket: int) -> None:
+@pytest.mark.parametrize(
+    ("weights", "bucket"),
+    [([0.5, 0.5], 1 << 13), ([0.25] * 4, 1 << 20), ([0.5, 0.0, 0.25, 0.25], 1 << 15)],
+    ids=str,
+)
+def test_an_average_is_within_its_rounding_and_the_same_everywhere(
+    way: Compressed, weights: list[float], bucket: int
+) -> None:
     ranks = run_ranks(averages, len(weights), way, weights, SHAPES, bucket)
     half_step = 2.0**-9 if way.dtype == "bf16" else 0.5 / 127
     for step in (0, 1):
         before = [ranks[r][step][0] for r in range(len(weights))]
         _, after, bits = ranks[0][step]
-        assert all(torch.equal(a, b) for r in range(1, len(weights)) for a, b in zip(ranks[r][step][2], bits, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for r in range(1, len(weights))
+            for a, b in zip(ranks[r][step][2], bits, strict=True)
+        )
         for i, kind in enumerate(KINDS):
             expected = sum(w * b[i] for w, b in zip(weights, before, strict=True) if w)
             # Each displacement, below 0.05 with what was kept back, is rounded once, and their sum once more; the second average
@@ -80,10 +102,14 @@ def long_run(rank: int, world: int, way: Compressed) -> Any:
 def test_what_rounding_takes_away_arrives_later() -> None:
     """A step of 1e-4 beside one of 1 is below int8's half step, 0.5 / 127: alone it would never arrive."""
     one = torch.tensor([[1.0] + [1.5e-4] * 63])
-    assert Int8(64).decode(Int8(64).encode(one), torch.empty_like(one)).tolist() == [[1.0] + [0.0] * 63]
+    assert Int8(64).decode(Int8(64).encode(one), torch.empty_like(one)).tolist() == [
+        [1.0] + [0.0] * 63
+    ]
     results = run_ranks(long_run, 2, Compressed("int8", 64))
     for arrived, settled, tensor in results:
-        assert abs(arrived - 200 * 1.5e-4) <= 2 / 127, "all of it but the two errors that are kept back, each of half a step or less"
+        assert abs(arrived - 200 * 1.5e-4) <= 2 / 127, (
+            "all of it but the two errors that are kept back, each of half a step or less"
+        )
         assert settled and torch.equal(tensor, results[0][2])
 
 
@@ -111,38 +137,25 @@ def test_a_replica_of_weight_zero_forgets_its_error(left_out: bool) -> None:
         assert later.tolist() == pytest.approx([1.0] + [0.0 if left_out else 5e-4] * 63, rel=1e-2)
 
 
-def bytes_sent(rank: int, world: int, way: Compressed, elements: int) -> Any:
-    tensor = torch.randn(elements)
-    made = way.build(task([tensor], bucket_bytes=1 << 18))
-    with account() as first:
-        made.end_cycle([1 / world] * world)
-    with account() as second:
-        made.end_cycle([1 / world] * world)
-    with account() as plain:
-        made.complete([1 / world] * world)
-    with account() as anew:
-        made.end_cycle([1 / world] * world)
-    return *(sum(b for _, b in sent) for sent in (first, second, plain, anew)), {name for name, _ in second}
-
-
-@pytest.mark.parametrize(("way", "each"), [(Compressed("bf16"), 2.0), (Compressed("int8", 256), 1 + 4 / 256)], ids=repr)
-def test_the_bytes_on_the_wire(way: Compressed, each: float) -> None:
-    elements = 1 << 17  # a multiple of everything, so that no padding travels
-    for first, second, plain, anew, names in run_ranks(bytes_sent, 4, way, elements):
-        ring = 2 * 3 / 4 * elements
-        assert first == plain == anew == 4 * ring, "exact averages are plain ones"
-        assert second == pytest.approx(each * ring, rel=1e-12) and names == {"all_to_all", "all_gather"}
-
-
 @pytest.mark.parametrize("codec", [BFloat16(), Int8(16)], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_codec_rounds_to_nearest_and_keeps_what_it_can_express(codec: Any, dtype: torch.dtype) -> None:
+def test_a_codec_rounds_to_nearest_and_keeps_what_it_can_express(
+    codec: Any, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 64, generator=generator, dtype=dtype) * torch.logspace(-30, 30, 3, dtype=dtype).unsqueeze(1)
+    rows = torch.randn(3, 64, generator=generator, dtype=dtype) * torch.logspace(
+        -30, 30, 3, dtype=dtype
+    ).unsqueeze(1)
     rows[0, :16] = 0.0
     rows[0, 16:32] = 1e-44  # its scale would be 0 in fp32
     decoded = codec.decode(codec.encode(rows), torch.empty_like(rows))
-    bound = rows.abs() * 2.0**-8 if isinstance(codec, BFloat16) else rows.view(3, -1, 16).abs().amax(-1).repeat_interleave(16, 1) / 253.9
-    assert bool(((decoded - rows).abs() <= bound.clamp(min=2e-44)).all()) and decoded.isfinite().all()
+    bound = (
+        rows.abs() * 2.0**-8
+        if isinstance(codec, BFloat16)
+        else rows.view(3, -1, 16).abs().amax(-1).repeat_interleave(16, 1) / 253.9
+    )
+    assert (
+        bool(((decoded - rows).abs() <= bound.clamp(min=2e-44)).all()) and decoded.isfinite().all()
+    )
     again = codec.decode(codec.encode(decoded), torch.empty_like(rows))
     assert torch.allclose(again, decoded, rtol=1e-6, atol=0)

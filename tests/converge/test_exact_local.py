@@ -18,15 +18,29 @@ from .helpers import account, task
 SPREAD = {2: [0.7, 1.3], 4: [0.7, 0.9, 1.1, 1.3]}
 
 
-def make(name: str, start: torch.Tensor, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[torch.nn.Parameter, Any]:
+def make(
+    name: str, start: torch.Tensor, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[torch.nn.Parameter, Any]:
     parameter = torch.nn.Parameter(start.to(dtype, copy=True))
-    decay = {"weight_decay": 0.1, "decay_at": "base"} if getattr(hdet, name).rule in DECOUPLED else {"weight_decay": 0.0}
+    decay = (
+        {"weight_decay": 0.1, "decay_at": "base"}
+        if getattr(hdet, name).rule in DECOUPLED
+        else {"weight_decay": 0.0}
+    )
     if name == "FusedSGD":
         decay["momentum"] = 0.9
     return parameter, getattr(hdet, name)([parameter], lr=1e-2, **{**decay, **settings})
 
 
-def train(rank: int, world: int, name: str, way: Any, dtype: torch.dtype, settings: dict[str, Any], cycles: int = 4) -> Any:
+def train(
+    rank: int,
+    world: int,
+    name: str,
+    way: Any,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    cycles: int = 4,
+) -> Any:
     """The same gradients everywhere, each replica at its own rate; returns parameters after each cycle, and what was sent."""
     start = torch.randn(513, generator=torch.Generator().manual_seed(5))
     parameter, optimizer = make(name, start, dtype, **settings)
@@ -41,12 +55,18 @@ def train(rank: int, world: int, name: str, way: Any, dtype: torch.dtype, settin
             if made.mean() is not None:
                 means.append(made.mean()[0].clone())
         master = optimizer.masters([parameter], 0)[0]
-        apart = (parameter if master is None or master.dtype == torch.int16 else master).detach().clone()
+        apart = (
+            (parameter if master is None or master.dtype == torch.int16 else master)
+            .detach()
+            .clone()
+        )
         with account() as sent:
             notes = made.end_cycle([1 / world] * world)
         assert notes == [] and made.idle, notes
         master = optimizer.masters([parameter], 0)[0]
-        found.append((apart, parameter.detach().clone(), None if master is None else master.clone()))
+        found.append(
+            (apart, parameter.detach().clone(), None if master is None else master.clone())
+        )
         sent_in.append(sum(b for _, b in sent))
         mean = made.mean()
         assert mean is None or torch.equal(mean[0], parameter)
@@ -61,7 +81,9 @@ def test_it_is_the_plain_average_and_bitwise_equal_on_all_ranks(name: str, world
     for cycle in range(4):
         _, own, _ = local[0][0][cycle]
         assert all(torch.equal(local[r][0][cycle][1], own) for r in range(world))
-        assert not torch.equal(local[0][0][cycle][0], local[1][0][cycle][0]), "replicas have parted in the cycle"
+        assert not torch.equal(local[0][0][cycle][0], local[1][0][cycle][0]), (
+            "replicas have parted in the cycle"
+        )
         expected = plain[0][0][cycle][1]
         # fp32 rounding of 20 steps on numbers of order 1. Lion's step is a sign: an ulp more or less does not change it.
         assert torch.allclose(own, expected, rtol=1e-6, atol=2e-6)
@@ -72,15 +94,28 @@ def test_it_is_the_plain_average_and_bitwise_equal_on_all_ranks(name: str, world
     check = 2 * (world - 1) / world * 2 * 8 * world
     assert local[0][1] == [check, 0, check, 0]
     # At every step the mean is known, and the same everywhere.
-    assert all(torch.equal(a, b) for r in range(1, world) for a, b in zip(local[r][2], local[0][2], strict=True)) and len(local[0][2]) == 20
+    assert (
+        all(
+            torch.equal(a, b)
+            for r in range(1, world)
+            for a, b in zip(local[r][2], local[0][2], strict=True)
+        )
+        and len(local[0][2]) == 20
+    )
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split"])
 def test_masters_are_copied_too(masters: str) -> None:
-    ranks = run_ranks(train, 2, "FusedAdamW", ExactLocal(), torch.bfloat16, {"master_weights": masters})
+    ranks = run_ranks(
+        train, 2, "FusedAdamW", ExactLocal(), torch.bfloat16, {"master_weights": masters}
+    )
     for cycle in range(4):
         (_, p0, m0), (_, p1, m1) = ranks[0][0][cycle], ranks[1][0][cycle]
-        assert torch.equal(p0, p1) and torch.equal(m0, m1) and m0.dtype == (torch.float32 if masters == "fp32" else torch.int16)
+        assert (
+            torch.equal(p0, p1)
+            and torch.equal(m0, m1)
+            and m0.dtype == (torch.float32 if masters == "fp32" else torch.int16)
+        )
 
 
 def falls_back(rank: int, world: int) -> Any:
@@ -94,7 +129,9 @@ def falls_back(rank: int, world: int) -> Any:
         optimizer.step()
         notes = made.end_cycle(weights)
         optimizer.state_dict()
-        agree = torch.equal(parameter, made.mean()[0]) and torch.equal(parameter, optimizer.replica_parameters(1)[0])
+        agree = torch.equal(parameter, made.mean()[0]) and torch.equal(
+            parameter, optimizer.replica_parameters(1)[0]
+        )
         report.append((notes, parameter.detach().clone(), agree))
 
     with torch.no_grad():
@@ -131,7 +168,9 @@ def test_what_the_mean_track_does_not_know_is_averaged_plainly() -> None:
     for cycle in range(6):
         (_, a, follows), (_, b, _) = ranks[0][cycle], ranks[1][cycle]
         assert torch.equal(a, b) and a.isfinite().all() and follows
-    assert abs(float(ranks[0][0][1][0]) - 1.25) < 0.02, "the mean of 1 and 1.5, a step of 0.01 further"
+    assert abs(float(ranks[0][0][1][0]) - 1.25) < 0.02, (
+        "the mean of 1 and 1.5, a step of 0.01 further"
+    )
 
 
 def writes_between(rank: int, world: int) -> Any:
@@ -140,7 +179,9 @@ def writes_between(rank: int, world: int) -> Any:
     with torch.no_grad():
         parameter.fill_(3.0)  # a model loaded after the optimizer was made
     first = made.mean()[0].clone()  # type: ignore[index]
-    assert torch.equal(optimizer.state_dict()["state"][0]["replica_params"][0], parameter), "nor does a state have an old one"
+    assert torch.equal(optimizer.state_dict()["state"][0]["replica_params"][0], parameter), (
+        "nor does a state have an old one"
+    )
     optimizer.multipliers[:] = [[SPREAD[world][rank]], [1.0]]
     parameter.grad = torch.ones(8)
     optimizer.step()
@@ -158,7 +199,11 @@ def test_the_mean_follows_the_model_until_it_steps_and_is_in_the_optimizers_stat
     ranks = run_ranks(writes_between, 2)
     for first, in_cycle, resumed, parameter, mean in ranks:
         assert bool((first == 3.0).all()) and torch.equal(resumed, in_cycle)
-        assert torch.equal(in_cycle, ranks[0][1]) and torch.equal(parameter, ranks[0][3]) and torch.equal(parameter, mean)
+        assert (
+            torch.equal(in_cycle, ranks[0][1])
+            and torch.equal(parameter, ranks[0][3])
+            and torch.equal(parameter, mean)
+        )
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -174,26 +219,54 @@ def stepping_three() -> hdet.FusedAdamW:
 @pytest.mark.parametrize(
     ("optimizer", "changes", "message"),
     [
-        (torch.optim.SGD(parameter(), lr=0.1), {}, "ExactLocal needs one of hdet's fused optimizers.*got SGD"),
-        (hdet.FusedAdamW(parameter(), lr=0.1), {}, "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"),
-        (hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1), {}, "weight_decay=0.1 of group 0 is part of the gradient"),
-        (hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1), {}, "parameter 0 of group 0 is torch.bfloat16 without a master"),
+        (
+            torch.optim.SGD(parameter(), lr=0.1),
+            {},
+            "ExactLocal needs one of hdet's fused optimizers.*got SGD",
+        ),
+        (
+            hdet.FusedAdamW(parameter(), lr=0.1),
+            {},
+            "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'",
+        ),
+        (
+            hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1),
+            {},
+            "weight_decay=0.1 of group 0 is part of the gradient",
+        ),
+        (
+            hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1),
+            {},
+            "parameter 0 of group 0 is torch.bfloat16 without a master",
+        ),
         (hdet.FusedSGD(parameter(), lr=0.1), {"gradients": "local"}, "gradients='shared'"),
-        (hdet.FusedSGD(parameter(), lr=0.1), {"buffers": [torch.zeros(3)]}, "tensor 1 is not the optimizer's.*buffers"),
+        (
+            hdet.FusedSGD(parameter(), lr=0.1),
+            {"buffers": [torch.zeros(3)]},
+            "tensor 1 is not the optimizer's.*buffers",
+        ),
         (stepping_three(), {}, "steps 3 replicas already"),
     ],
 )
-def test_what_has_no_mean_of_its_own_is_refused(optimizer: Any, changes: dict[str, Any], message: str) -> None:
+def test_what_has_no_mean_of_its_own_is_refused(
+    optimizer: Any, changes: dict[str, Any], message: str
+) -> None:
     before = getattr(optimizer, "num_replicas", 1), registered(optimizer)
     tensors = [*optimizer.param_groups[0]["params"], *changes.pop("buffers", ())]
     with pytest.raises((ValueError, TypeError), match=message):
         ExactLocal().build(task(tensors, optimizer=optimizer, replicas=Replicas(0, 2), **changes))
-    assert before == (getattr(optimizer, "num_replicas", 1), registered(optimizer)), "nothing is left on a refused optimizer"
+    assert before == (getattr(optimizer, "num_replicas", 1), registered(optimizer)), (
+        "nothing is left on a refused optimizer"
+    )
 
 
 def registered(optimizer: torch.optim.Optimizer) -> int:
     """Hooks of an instance, of all kinds."""
-    return sum(len(hooks) for name, hooks in vars(optimizer).items() if name.startswith("_optimizer_") and name.endswith("_hooks"))
+    return sum(
+        len(hooks)
+        for name, hooks in vars(optimizer).items()
+        if name.startswith("_optimizer_") and name.endswith("_hooks")
+    )
 
 
 WAYS = [ExactLocal(), Compressed("int8", block=16), Overlapped(1), Streaming(2)]
@@ -217,7 +290,12 @@ def used_and_closed(rank: int, world: int) -> list[Any]:
             step(first)
         during = registered(optimizer)
         first.close()
-        left = registered(optimizer) - hooks, optimizer.num_replicas, sorted(optimizer.state[parameter]), list(optimizer.multipliers)
+        left = (
+            registered(optimizer) - hooks,
+            optimizer.num_replicas,
+            sorted(optimizer.state[parameter]),
+            list(optimizer.multipliers),
+        )
         with torch.no_grad():
             parameter.fill_(float(rank))
         optimizer.load_state_dict(optimizer.state_dict())

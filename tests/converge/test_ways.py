@@ -1,4 +1,5 @@
-"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas, and deaf to a replica of weight 0."""
+"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas,
+and deaf to a replica of weight 0; what it sends; what it refuses."""
 
 from __future__ import annotations
 
@@ -8,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, Task
-from hdet.converge import bucketed_average as average
+import hdet
+from hdet.converge import (
+    Averaging,
+    Compressed,
+    ExactLocal,
+    Hierarchical,
+    Outer,
+    Overlapped,
+    Plain,
+    Streaming,
+    Task,
+)
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
 from .helpers import KINDS, account, exact, held, rounding_of, task, written
 
-WAYS: list[Converge] = [
+WAYS: list[Averaging] = [
     Plain(), Hierarchical(2), Compressed("bf16"), Compressed("int8", 32), Streaming(3), Overlapped(2),
 ]  # fmt: skip
 
@@ -26,14 +37,17 @@ def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[s
     kinds = [draw.choice(KINDS) for _ in range(draw.randint(1, 6))]
     flat, square = [(0,), (), (1,), (7,), (1000,), (4097,)], [(3, 5), (64, 33)]
     shapes = [draw.choice(square if "transposed" in kind else flat + square) for kind in kinds]
-    values = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(world)]
+    values = [
+        [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        for _ in range(world)
+    ]
     weights = [draw.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(world)]
     if draw.random() < 0.4 or not any(weights):
         weights = [1.0] * world
     return values, kinds, [w / sum(weights) for w in weights]
 
 
-def average_cases(rank: int, world: int, seeds: range, way: Converge, method: str) -> Any:
+def average_cases(rank: int, world: int, seeds: range, way: Averaging, method: str) -> Any:
     reports = []
     for seed in seeds:
         values, kinds, weights = random_case(seed, world)
@@ -41,7 +55,11 @@ def average_cases(rank: int, world: int, seeds: range, way: Converge, method: st
         if weights[rank] == 0:
             for tensor in tensors:
                 tensor.fill_(torch.nan if seed % 2 else torch.inf)
-        made = way.build(task(tensors, masters, bucket_bytes=random.Random(seed).choice([1024, 1 << 14, 1 << 20])))
+        made = way.build(
+            task(
+                tensors, masters, bucket_bytes=random.Random(seed).choice([1024, 1 << 14, 1 << 20])
+            )
+        )
         if method == "end_cycle":
             made.end_cycle(weights)
             if isinstance(way, Overlapped):
@@ -50,15 +68,25 @@ def average_cases(rank: int, world: int, seeds: range, way: Converge, method: st
         else:
             made.complete(weights)
             assert made.idle
-        assert all(m is None or m.dtype == torch.int16 or torch.equal(t, m.bfloat16()) for t, m in zip(tensors, masters, strict=True))
+        assert all(
+            m is None or m.dtype == torch.int16 or torch.equal(t, m.bfloat16())
+            for t, m in zip(tensors, masters, strict=True)
+        )
         reports.append((written(tensors, masters), exact(tensors, masters)))
     return reports
 
 
-# The first average of Compressed is exact, Streaming's after no step is of all fragments; Overlapped's leaves last bits different.
-@pytest.mark.parametrize(("way", "method"), [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]], ids=repr)
+# The first average of Compressed is exact, Streaming's after no step is of all fragments;
+# Overlapped's leaves last bits different.
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]],
+    ids=repr,
+)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_average_is_right_and_the_same_everywhere(world: int, way: Converge, method: str) -> None:
+def test_the_average_is_right_and_the_same_everywhere(
+    world: int, way: Averaging, method: str
+) -> None:
     if isinstance(way, Hierarchical) and world == 2:
         pytest.skip("one node")
     seeds = range(12)
@@ -68,71 +96,128 @@ def test_the_average_is_right_and_the_same_everywhere(world: int, way: Converge,
         inputs = [exact(*held(values[r], kinds)) for r in range(world)]
         for bits, got in (ranks[r][case] for r in range(world)):
             if not (isinstance(way, Overlapped) and method == "end_cycle"):
-                assert all(torch.equal(a, b) for a, b in zip(bits, ranks[0][case][0], strict=True)), (seed, "replicas differ")
+                assert all(
+                    torch.equal(a, b) for a, b in zip(bits, ranks[0][case][0], strict=True)
+                ), (seed, "replicas differ")
             for i, (kind, value) in enumerate(zip(kinds, got, strict=True)):
                 expected = sum(weights[r] * inputs[r][i] for r in range(world))
-                size = max((float(inputs[r][i].abs().max()) if value.numel() else 0.0) for r in range(world))
-                assert torch.allclose(value, expected, rtol=0, atol=rounding_of(kind) * max(size, 1e-3) * 2), (seed, kind)
+                size = max(
+                    (float(inputs[r][i].abs().max()) if value.numel() else 0.0)
+                    for r in range(world)
+                )
+                assert torch.allclose(
+                    value, expected, rtol=0, atol=rounding_of(kind) * max(size, 1e-3) * 2
+                ), (seed, kind)
 
 
-# -- hierarchical --------------------------------------------------------------------------------------------------------
+# -- what is sent, and when ----------------------------------------------------------------------
+
+ELEMENTS = 2048
+P = 4 * ELEMENTS
+RING = 2 * 3 / 4 * P
+DIGESTS, HEALTH = 2 * 3 / 4 * 4 * 2 * 8, 2 * 3 / 4 * 4 * 8
+"""Two numbers of each of four replicas, and one."""
+Sent = dict[int, list[tuple[str, float]]]
+"""Collectives and bytes after each step of a cycle of four."""
+WHOLE: Sent = {4: [("all_reduce", RING)]}
+SENT: list[tuple[Averaging, Sent, Sent]] = [
+    (Plain(), WHOLE, WHOLE),
+    (
+        Hierarchical(2),
+        {4: [("reduce_scatter", P / 2), ("all_reduce", P / 2), ("all_gather", P / 2)]},
+        {4: [("reduce_scatter", P / 2), ("all_reduce", P / 2), ("all_gather", P / 2)]},
+    ),
+    (Compressed("bf16"), WHOLE, {4: [("all_to_all", RING / 4), ("all_gather", RING / 4)]}),
+    (
+        Compressed("int8", 64),
+        WHOLE,
+        {4: [(name, RING / 8 * (1 + 4 / 64)) for name in ("all_to_all", "all_gather")]},
+    ),
+    (
+        Streaming(2),
+        {2: [("all_reduce", HEALTH), ("all_reduce", RING / 2)], 4: [("all_reduce", RING / 2)]},
+        {2: [("all_reduce", HEALTH), ("all_reduce", RING / 2)], 4: [("all_reduce", RING / 2)]},
+    ),
+    (Overlapped(2), WHOLE, WHOLE),
+    (
+        Outer(),
+        {4: [("all_reduce", DIGESTS), ("all_reduce", RING)]},
+        {4: [("all_reduce", DIGESTS), ("all_reduce", RING)]},
+    ),
+    (ExactLocal(10), {4: [("all_reduce", DIGESTS)]}, {}),
+]
 
 
-def hierarchical_account(rank: int, world: int, n: int) -> Any:
-    tensors = [torch.full((1024,), float(rank)), torch.full((512,), 1.0)]
-    made = Hierarchical(n).build(task(tensors))
+def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:
+    """By cycle; and what `complete` sends after them."""
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (1536, 512)]
+    optimizer = hdet.FusedSGD(parameters, lr=0.1)
+    gradients = "local" if isinstance(way, Outer) else "shared"
+    made = way.build(task(parameters, optimizer=optimizer, gradients=gradients))
+    cycles: list[Sent] = []
+    for _ in range(2):
+        cycles.append({})
+        made.on_cycle_start()
+        for position in range(1, 5):
+            with account() as sent:
+                if position == 4:
+                    made.end_cycle([1 / world] * world)
+                elif made.acts_after(position):
+                    made.after_step(position)
+            if sent:
+                cycles[-1][position] = sent
     with account() as sent:
-        made.end_cycle([1 / world] * world)
-    return sent, float(tensors[0][0])
+        made.complete([1 / world] * world)
+    return *cycles, {4: sent}
 
 
-def test_hierarchical_sends_one_nth_across_nodes() -> None:
-    size = 4 * 1536
-    for sent, value in run_ranks(hierarchical_account, 4, 2):
-        assert value == 1.5
-        assert sent == [("reduce_scatter", size / 2), ("all_reduce", 2 * (1 / 2) * size / 2), ("all_gather", size / 2)]
+@pytest.mark.parametrize(
+    ("way", "first", "later"), SENT, ids=lambda x: repr(x) if isinstance(x, Averaging) else ""
+)
+def test_what_a_cycle_sends_and_in_which_order(way: Averaging, first: Sent, later: Sent) -> None:
+    assert run_ranks(sent_in_two_cycles, 4, way) == [(first, later, WHOLE)] * 4
 
 
-# -- streaming -----------------------------------------------------------------------------------------------------------
+# -- spread out ------------------------------------------------------------------------------------
 
 
-def streaming_account(rank: int, world: int, fragments: int, interval: int, broken: bool) -> Any:
-    tensors = [torch.full((700,), float(rank)), torch.full((50, 10), float(rank)), torch.full((300,), float(rank), dtype=torch.float64)]
+def streaming(rank: int, world: int, fragments: int, interval: int, broken: bool) -> Any:
+    tensors = [
+        torch.full((700,), float(rank)),
+        torch.full((50, 10), float(rank)),
+        torch.full((300,), float(rank), dtype=torch.float64),
+    ]
     made = Streaming(fragments).build(task(tensors, sync_interval=interval))
     if broken and rank == 1:
         tensors[0][:5] = torch.nan
     travelled, notes = [], []
-    for position in range(1, interval):
-        acts = made.acts_after(position)
+    for position in range(1, interval + 1):
         with account() as sent:
-            notes += made.after_step(position) if acts else []
+            if position == interval:
+                notes += made.end_cycle([1 / world] * world)
+            elif made.acts_after(position):
+                notes += made.after_step(position)
         travelled.append(sum(b for _, b in sent))
-        assert acts == bool(sent)
-    assert not made.idle
-    with account() as sent:
-        notes += made.end_cycle([1 / world] * world)
-    travelled.append(sum(b for _, b in sent))
-    made.complete([1 / world] * world)
-    assert made.idle
-    return travelled, notes, [t.clone() for t in tensors]
+    return travelled, notes, tensors
 
 
-@pytest.mark.parametrize(("fragments", "interval"), [(2, 7), (3, 7), (7, 7), (4, 10)])
-def test_fragments_travel_at_their_positions_and_weigh_the_same(fragments: int, interval: int) -> None:
-    (travelled, notes, tensors), *others = run_ranks(streaming_account, 2, fragments, interval, False)
-    assert all(other[0] == travelled for other in others) and notes == []
+@pytest.mark.parametrize(("fragments", "interval"), [(2, 7), (7, 7), (4, 10)])
+def test_fragments_have_equal_bytes_and_their_turns(fragments: int, interval: int) -> None:
     due = {-(-(f + 1) * interval // fragments) for f in range(fragments)}
-    asked = 2 * 8  # the health of a fragment: a number a replica, summed; not for the last, whose weights the Ensemble knows
-    for position, sent in enumerate(travelled, 1):
-        if position not in due:
-            assert sent == 0
-        else:
-            assert abs(sent - (asked if position < interval else 0) - 7200 / fragments) <= 16, "of equal bytes, but for an element"
-    assert all(bool((t == 0.5).all()) for t in tensors)
+    for travelled, notes, tensors in run_ranks(streaming, 2, fragments, interval, False):
+        assert notes == [] and all(bool((t == 0.5).all()) for t in tensors)
+        asked = 2 * 8  # is it finite? Not asked of the last, whose weights the Ensemble knows
+        for position, sent in enumerate(travelled, 1):
+            extra = asked if position < interval else 0
+            assert (
+                sent == pytest.approx(7200 / fragments + extra, abs=16)
+                if position in due
+                else sent == 0
+            )
 
 
 def test_a_broken_replica_is_left_out_of_its_fragment_with_a_note() -> None:
-    for _, notes, tensors in run_ranks(streaming_account, 2, 2, 4, True):
+    for _, notes, tensors in run_ranks(streaming, 2, 2, 4, True):
         assert notes == ["replica 1 left out of the average of fragment 1 of 2: not finite"]
         assert bool(tensors[0].eq(0).all()), "the first fragment is of replica 0 alone"
 
@@ -154,10 +239,9 @@ def test_what_a_short_cycle_has_not_averaged_it_averages_at_its_end() -> None:
     results = run_ranks(streaming_cut_short, 2)
     for rank, (before, after, settled) in enumerate(results):
         assert bool((before[:100] == 9.0 + rank).all()) and bool((before[100:] == 1.5).all())
-        assert torch.equal(after, results[0][0]) and settled, "a replica that is left out takes all fragments"
-
-
-# -- overlapped ----------------------------------------------------------------------------------------------------------
+        assert torch.equal(after, results[0][0]) and settled, (
+            "a replica that is left out takes all fragments"
+        )
 
 
 def overlapped_run(rank: int, world: int, weights: list[float], masters: bool) -> Any:
@@ -188,25 +272,30 @@ def test_overlapped_is_the_delta_rule(weights: list[float], masters: bool) -> No
     mean = sum(w * snapshot.double() for w, (snapshot, *_) in zip(weights, results, strict=True))
     for _, moved, value, rounded, settled in results:
         expected = mean + sum(m.double() for m in moved)
-        assert torch.allclose(value.double(), expected, rtol=0, atol=4e-6)  # a handful of fp32 roundings of numbers below 8
+        assert torch.allclose(
+            value.double(), expected, rtol=0, atol=4e-6
+        )  # a handful of fp32 roundings of numbers below 8
         assert torch.equal(rounded, value.bfloat16().float() if masters else value) and not settled
 
 
-def overlapped_without_one(rank: int, world: int) -> Any:
+def without_one(rank: int, world: int, way: Averaging) -> Any:
     tensors = [torch.full((10,), float(rank))]
-    made = Overlapped(2).build(task(tensors))
+    made = way.build(task(tensors))
     made.end_cycle([0.5, 0.5])
     tensors[0] += 1
-    made.after_step(2)  # 0.5 + 1
+    if made.acts_after(2):
+        made.after_step(2)  # 0.5 + 1
     if rank == 1:
         tensors[0][7] = torch.nan
     notes = made.end_cycle([1.0, 0.0])
-    return tensors[0].tolist(), notes, made.idle, made.acts_after(2)
+    return tensors[0].tolist(), notes, made.idle, [made.acts_after(p) for p in (1, 2, 3)]
 
 
-def test_overlapped_averages_at_once_where_a_replica_is_left_out() -> None:
-    found = ([1.5] * 10, ["averaged at once: replica 1 is left out"], True, False)
-    assert run_ranks(overlapped_without_one, 2) == [found, found]
+@pytest.mark.parametrize("way", [Overlapped(2), Streaming(4)], ids=repr)
+def test_a_cycle_that_leaves_a_replica_out_ends_with_the_whole_average(way: Averaging) -> None:
+    acts = [isinstance(way, Streaming)] * 3
+    expected = ([1.5] * 10, ["averaged at once: replica 1 is left out"], True, acts)
+    assert run_ranks(without_one, 2, way) == [expected] * 2
 
 
 def overlapped_early(rank: int, world: int) -> Any:
@@ -214,7 +303,9 @@ def overlapped_early(rank: int, world: int) -> Any:
     made = Overlapped(3).build(task(tensors))
     made.end_cycle([0.5, 0.5])
     tensors[0] += 1 + rank
-    made.end_cycle([0.5, 0.5])  # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
+    made.end_cycle(
+        [0.5, 0.5]
+    )  # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
     first = float(tensors[0][0])
     made.complete([0.5, 0.5])
     return first, float(tensors[0][0]), made.idle
@@ -224,47 +315,7 @@ def test_overlapped_averages_are_applied_before_others_begin() -> None:
     assert run_ranks(overlapped_early, 2) == [(1.5, 2.0, True), (2.5, 2.0, True)]
 
 
-# -- NCCL's sum with factors -----------------------------------------------------------------------------------------------
-
-
-class OnDevice(list[float]):
-    """Numbers in the place of a tensor, on a GPU or not."""
-
-    is_cuda = True
-
-    def zero_(self) -> None:
-        self[:] = [0.0] * len(self)
-
-    def mul_(self, weight: float) -> None:
-        self[:] = [weight * x for x in self]
-
-
-@pytest.mark.parametrize(
-    ("cuda", "config", "torch_has_it", "multiplies"),
-    [
-        (True, "cpu:gloo,cuda:nccl", True, True), (True, "cuda:nccl", True, True), (True, "cuda:nccl", False, False),
-        (True, "cpu:gloo,cuda:gloo", True, False), (False, "cuda:nccl", True, False),
-    ],
-)  # fmt: skip
-def test_nccl_multiplies_on_the_way_but_not_by_zero(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, torch_has_it: bool, multiplies: bool
-) -> None:
-    """With stand-ins: what is handed to the collective is told from what it was asked to do with it."""
-    calls: list[tuple[list[float], Any]] = []
-    monkeypatch.setattr(average.dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: f"times {factor}", raising=False)
-    if not torch_has_it:
-        monkeypatch.delattr(average.dist, "_make_nccl_premul_sum")
-    monkeypatch.setattr(average.dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((list(tensor), op)))
-    for weight in (0.25, 0.0):
-        tensor = OnDevice([4.0, 8.0 if weight else float("nan")])
-        tensor.is_cuda = cuda
-        average.start_weighted_sum(tensor, weight, None)  # type: ignore[arg-type]
-    plain = average.dist.ReduceOp.SUM
-    assert calls == [([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], plain), ([0.0, 0.0], plain)]
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def given(count: int, **changes: Any) -> Task:
@@ -275,7 +326,10 @@ def given(count: int, **changes: Any) -> Task:
     ("make", "message"),
     [
         (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
-        (lambda: Hierarchical(3).build(given(4)), "replicas_per_node=3 does not divide the 4 replicas"),
+        (
+            lambda: Hierarchical(3).build(given(4)),
+            "replicas_per_node=3 does not divide the 4 replicas",
+        ),
         (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
         (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
         (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
@@ -284,6 +338,10 @@ def given(count: int, **changes: Any) -> Task:
         (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
         (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
         (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
+        (lambda: Outer(rate=0.0), "rate must be"),
+        (lambda: Outer(rate=float("nan")), "rate must be"),
+        (lambda: Outer(momentum=1.0), "momentum must be"),
+        (lambda: Outer().build(given(2)), "gradients='local'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
@@ -291,11 +349,26 @@ def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) ->
         make()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=repr)
-def test_ways_are_values_and_do_nothing_for_one_replica(way: Converge) -> None:
-    assert isinstance(way, Converge) and way == eval(repr(way)) and hash(way) == hash(eval(repr(way)))
+@pytest.mark.parametrize("way", [*WAYS, Outer()], ids=repr)
+def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
+    assert (
+        isinstance(way, Averaging) and way == eval(repr(way)) and hash(way) == hash(eval(repr(way)))
+    )
     tensor = torch.tensor([0.1, torch.nan])
-    made = way.build(task([tensor], replicas=Replicas.single()))
-    assert made.end_cycle([1.0]) == [] and made.after_step(1) == [] and made.idle and made.mean() is None
+    made = way.build(task([tensor], replicas=Replicas.single(), gradients="local"))
+    assert (
+        made.end_cycle([1.0]) == []
+        and made.after_step(1) == []
+        and made.idle
+        and made.mean() is None
+    )
     made.complete([1.0])
     assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
+
+
+@pytest.mark.parametrize("way", [Plain(), *WAYS[1:], Outer(), ExactLocal()], ids=repr)
+def test_a_way_says_what_it_needs(way: Averaging) -> None:
+    """Of co-resident replicas, and of cycles that end otherwise than with an average."""
+    assert way.needs_processes == (way != Plain())
+    assert way.needs_averages == (not isinstance(way, (Plain, Hierarchical)))
+    assert way.needs_rates_only == isinstance(way, ExactLocal)

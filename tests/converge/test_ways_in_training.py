@@ -13,7 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hdet
-from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, hierarchical
+from hdet.converge import (
+    Averaging,
+    Compressed,
+    ExactLocal,
+    Hierarchical,
+    Overlapped,
+    Plain,
+    Streaming,
+    hierarchical,
+)
 from hdet.replicas import Replicas
 from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
@@ -21,7 +30,7 @@ from tests.harness import Run, batch, loss_of, model
 from ..distributed import run_ranks
 from .helpers import task
 
-WAYS: dict[str, Converge] = {
+WAYS: dict[str, Averaging] = {
     "plain": Plain(),
     "bf16": Compressed("bf16"),
     "int8": Compressed("int8", 16),
@@ -31,7 +40,7 @@ WAYS: dict[str, Converge] = {
 }
 
 
-def run_of(rank: int, way: Converge) -> Run:
+def run_of(rank: int, way: Averaging) -> Run:
     return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, every=5, converge=way)
 
 
@@ -42,7 +51,14 @@ def trained(rank: int, world: int) -> dict[str, Any]:
         before, converged = run.weights(), run.ensemble.in_sync
         run.ensemble.converge()
         loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
-        report[name] = (run.weights(), before, converged, run.ensemble.in_sync, loss, run.ensemble.mean() is not None)
+        report[name] = (
+            run.weights(),
+            before,
+            converged,
+            run.ensemble.in_sync,
+            loss,
+            run.ensemble.mean() is not None,
+        )
     return report
 
 
@@ -70,7 +86,11 @@ def resumed(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(12)
     run.ensemble.converge()
     fresh = run_of(rank, WAYS[name]).loaded(run.saved())
-    return run.steps(14).weights(), fresh.steps(14).weights(), run.ensemble.multipliers == fresh.ensemble.multipliers
+    return (
+        run.steps(14).weights(),
+        fresh.steps(14).weights(),
+        run.ensemble.multipliers == fresh.ensemble.multipliers,
+    )
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -98,7 +118,7 @@ def test_a_state_may_be_loaded_while_something_is_kept_or_under_way(name: str) -
 # -- layouts -------------------------------------------------------------------------------------------------------------
 
 
-def sharded(rank: int, world: int, way: Converge) -> Any:
+def sharded(rank: int, world: int, way: Averaging) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = fully_shard(model(), mesh=mesh)
     replicas = Replicas.from_mesh(mesh, replicate="dp_replicate")
@@ -108,7 +128,9 @@ def sharded(rank: int, world: int, way: Converge) -> Any:
         with torch.no_grad():
             for i, p in enumerate(net.parameters()):
                 local = p.to_local()  # type: ignore[attr-defined]
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * cycle + i))
+                noise = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(10 * cycle + i)
+                )
                 local.add_(0.01 * (1 + replicas.index) * part_of(noise, p))
         made.end_cycle([0.25, 0.75])
         if cycle == 0:
@@ -118,18 +140,30 @@ def sharded(rank: int, world: int, way: Converge) -> Any:
     return found
 
 
-@pytest.mark.parametrize("way", [Plain(), Compressed("bf16"), Compressed("int8", 16), Streaming(2)], ids=repr)
-def test_shards_are_averaged_over_the_replicas(way: Converge) -> None:
+@pytest.mark.parametrize(
+    "way", [Plain(), Compressed("bf16"), Compressed("int8", 16), Streaming(2)], ids=repr
+)
+def test_shards_are_averaged_over_the_replicas(way: Averaging) -> None:
     ranks = run_ranks(sharded, 4, way)
     start = [p.detach() for p in model().parameters()]
-    noise = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * c + i)) for i, p in enumerate(start)] for c in range(2)]
+    noise = [
+        [
+            torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * c + i))
+            for i, p in enumerate(start)
+        ]
+        for c in range(2)
+    ]
     for cycle in range(2):
         assert all(torch.equal(ranks[r][cycle], ranks[0][cycle]) for r in range(4))
-        moved = [0.01 * 1.75 * (n0 + (n1 if cycle else 0 * n1)) for n0, n1 in zip(*noise, strict=True)]
+        moved = [
+            0.01 * 1.75 * (n0 + (n1 if cycle else 0 * n1)) for n0, n1 in zip(*noise, strict=True)
+        ]
         expected = torch.cat([(p + m).flatten() for p, m in zip(start, moved, strict=True)])
         # int8: two roundings of displacements below 0.1; the rest is fp32's.
         exact = not isinstance(way, Compressed) or cycle == 0
-        assert float((ranks[0][cycle] - expected).abs().max()) <= (1e-6 if exact else 0.1 / 127 if way.dtype == "int8" else 0.1 / 256)
+        assert float((ranks[0][cycle] - expected).abs().max()) <= (
+            1e-6 if exact else 0.1 / 127 if way.dtype == "int8" else 0.1 / 256
+        )
 
 
 def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +177,11 @@ def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 def some_ranks_only(rank: int, world: int) -> Any:
     """Ranks of the world that train something else do not come to build."""
-    kept = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}  # torch 2.11 has no choice
+    kept = (
+        {"sort_ranks": False}
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters
+        else {}
+    )  # torch 2.11 has no choice
     pair = dist.new_group([2, 0], **kept)
     tensor = torch.full((3,), float(rank))
     if rank % 2 == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.tensors.buffers import Averaged
+from hdet.tensors.buffers import ReplicaTensors
 from tests.harness import Run, losses_of, model, taught
 
 from ..adversary.common import bits
@@ -251,7 +251,7 @@ def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
 
 def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
     net = Normaliser()
-    tensors = Averaged(list(net.parameters()), model=net)
+    tensors = ReplicaTensors(list(net.parameters()), model=net)
     assert len(tensors) == 4 and tensors[2] is net.count and tensors[:1] == [net.layer.weight]
     marks = tensors.marks()
     assert tensors.unwritten(marks)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
-from hdet.converge import BucketedAverage
+from hdet.converge import average_tensors
 from hdet.run.cycle_stats import gather_stats, local_replicas
 from tests.harness import Run, TwoReplicas, model, sgd
 
@@ -125,7 +125,7 @@ def test_a_replica_left_out_by_converge_is_in_the_next_record() -> None:
 def backward_through_averaged(rank: int, world: int) -> str:
     weight = torch.nn.Parameter(torch.ones(3))
     loss = (weight * weight).sum()
-    BucketedAverage([weight], hdet.Replicas.from_group())()
+    average_tensors([weight], hdet.Replicas.from_group())
     return told(loss.backward)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hdet
-from hdet.measure.weight_line import AveragedWeights, WeightLine
+from hdet.measure.weight_line import RunningMean, WeightLine
 
 from ..distributed import run_ranks
 
@@ -21,7 +21,7 @@ def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
     """Of contiguous and other tensors, also when one has moved."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((5, 3), (), (0,))] + [torch.zeros(4, 3, dtype=dtype).t()]
-    average = AveragedWeights(tensors)
+    average = RunningMean(tensors)
     samples = []
     for n in range(4):
         with torch.no_grad():
@@ -46,7 +46,7 @@ def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
 def test_the_average_is_over_all_that_it_follows() -> None:
     torch.manual_seed(0)
     one, two = torch.randn(7), torch.randn(7)
-    average = AveragedWeights([one])
+    average = RunningMean([one])
     average.follow([two])
     average.add()
     one.add_(1)
@@ -163,7 +163,7 @@ def test_replicas_share_one_line() -> None:
 def test_a_model_that_is_cast_before_the_first_sample_is_put_back_to_the_bit() -> None:
     """Half of the digits would be lost in an average that was made for what it was before."""
     layer = torch.nn.Linear(3, 2)
-    average = AveragedWeights(list(layer.parameters()))
+    average = RunningMean(list(layer.parameters()))
     layer.double()
     with torch.no_grad():
         layer.weight.fill_(0.1)

@@ -1,0 +1,54 @@
+"""Who averages with whom, and torch's flat collectives under the names that this torch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..replicas import Replicas
+
+
+def peers(replicas: Replicas, member: int) -> list[int]:
+    """Ranks of the default group that hold this part of the model, by replica."""
+    return [replica[member] for replica in replicas.ranks]
+
+
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Write the ``own`` of all ranks into ``output``, one after the other."""
+    _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
+
+
+def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of the sum of all ``whole`` into ``own``."""
+    _existing("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group)
+
+
+def start_weighted_sum(tensor: torch.Tensor, weight: float, group: dist.ProcessGroup) -> dist.Work:
+    """Begin tensor <- sum_r w_r tensor_r, in place.
+
+    NCCL multiplies on the way (PREMUL_SUM); elsewhere it takes a pass of its own. Weight 0 means
+    "nothing of this replica", which NaN * 0 would not be.
+    """
+    operation: Any = dist.ReduceOp.SUM
+    if weight == 0:
+        tensor.zero_()
+    elif _multiplies(tensor, group):
+        operation = dist._make_nccl_premul_sum(weight)
+    else:
+        tensor.mul_(weight)
+    work: dist.Work = dist.all_reduce(tensor, op=operation, group=group, async_op=True)
+    return work
+
+
+def _multiplies(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Has the group's backend for this tensor's device a sum with a factor for each rank?"""
+    if not (tensor.is_cuda and hasattr(dist, "_make_nccl_premul_sum")):
+        return False
+    return "cuda:nccl" in dist.get_backend_config(group).lower().split(",")
+
+
+def _existing(name: str, former: str) -> Any:
+    """torch 2.13 renames these, and the former names warn."""
+    return getattr(dist, name, None) or getattr(dist, former)

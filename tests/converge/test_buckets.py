@@ -1,0 +1,186 @@
+"""Buckets: small, and few collectives; what is known of tensors before an average."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hdet.converge import all_finite, average_tensors, collectives, digest
+from hdet.converge.buckets import Buckets, Part
+from hdet.replicas import Replicas
+
+from ..distributed import run_ranks
+from .helpers import account
+
+
+def two_replicas(rank: int, world: int, weights: list[float]) -> Any:
+    """A tensor that is reduced where it lies, and one that goes into a bucket."""
+    value = float("nan") if weights[rank] == 0 else 2.0 + 2 * rank
+    tensors = [
+        torch.full((1 << 20,), value, requires_grad=True),
+        torch.full((5,), -value, requires_grad=True),
+    ]
+    average_tensors(tensors, Replicas.from_group(), weights)
+    return [t.unique().tolist() for t in tensors]
+
+
+@pytest.mark.parametrize(("weights", "mean"), [([1.0, 0.0], 2.0), ([0.25, 0.75], 3.5)])
+def test_weight_zero_contributes_nothing_not_even_nan(weights: list[float], mean: float) -> None:
+    assert run_ranks(two_replicas, 2, weights) == [[[mean], [-mean]]] * 2
+
+
+def count_collectives(
+    rank: int, world: int, shapes: list[tuple[int, ...]], bucket_bytes: int
+) -> tuple[int, int]:
+    tensors = [torch.ones(shape) for shape in shapes]
+    buckets = Buckets(lambda: list(map(Part, tensors)), bucket_bytes, in_place=True)
+    with account() as sent:
+        buckets.average(Replicas.from_group())
+        buckets.average(Replicas.from_group())
+    assert sum(size for _, size in sent) == 2 * sum(t.nbytes for t in tensors), (
+        "every element travels exactly once per average"
+    )
+    return len(sent) // 2, buckets.extra_bytes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "bucket_bytes", "expected"),
+    [
+        (
+            [(1000,)] * 3000,
+            32 << 20,
+            1,
+        ),  # 12 MB of small tensors: one bucket, not 3 000 collectives
+        ([(1 << 20,)] * 3, 32 << 20, 3),  # large ones go as they are, without memory
+        ([(1000,)] * 30, 1 << 15, 4),  # a small bucket is filled again and again
+    ],
+)
+def test_collectives_and_extra_memory_are_bounded(
+    shapes: list[tuple[int, ...]], bucket_bytes: int, expected: int
+) -> None:
+    for n_collectives, extra in run_ranks(count_collectives, 2, shapes, bucket_bytes):
+        assert n_collectives <= expected
+        assert extra <= bucket_bytes
+        if shapes[0][0] >= 1 << 18:
+            assert extra == 0
+
+
+@pytest.mark.parametrize(
+    ("last", "settings", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), (), "tensor 1 has dtype torch.int64"),
+        (torch.ones(2, 2).to_sparse(), (), "tensor 1 has layout torch.sparse_coo"),
+        (torch.ones(2), (10,), "bucket_bytes"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_by_name(
+    last: torch.Tensor, settings: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        average_tensors([torch.ones(2), last], Replicas.single(), None, *settings)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_all_finite_sees_a_single_bad_element(value: float) -> None:
+    tensors = [torch.zeros(0), torch.randn(5), torch.randn(100, 100)]
+    assert all_finite(tensors) == 1.0
+    tensors[2][57, 3] = value
+    assert all_finite(tensors) == 0.0
+    assert all_finite([torch.full((3,), 3e38)]) == 1.0, "large is not infinite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        torch.empty((), dtype=dtype).element_size()
+    ]
+    a, b = (torch.randn(1003).mul(50).to(dtype) for _ in range(2))
+    a[0], a[1] = 1, 2  # whatever was drawn, an exchange of the two is one
+    same = digest([a.clone(), b.clone()])
+    assert torch.equal(digest([a, b]), same) and torch.equal(
+        digest([torch.cat([b[:1], a])[1:], b]), same
+    ), "whatever the alignment"
+    assert not torch.equal(digest([b, a]), same)
+    assert not torch.equal(digest([a[[1, 0, *range(2, 1003)]], b]), same)
+    assert same.shape == (2,) and same.dtype == torch.float64 and bool((same == same.round()).all())
+    for bit in range(8 * a.element_size() - 1):
+        for place in (3, 1002):
+            flipped = a.clone()
+            flipped.view(bits)[place] ^= 1 << bit
+            assert bool((digest([flipped, b]) != same).any())
+
+
+def test_digest_sees_every_one_of_many_tensors() -> None:
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
+    tensors = [
+        torch.zeros(size, dtype=dtypes[i % 4])
+        for i, size in enumerate([1, 300, 20_000, 70_000, 5] * 12)
+    ]
+    seen = {tuple(digest(tensors).tolist())}
+    for tensor in tensors:
+        tensor[-1] = 1.0
+        seen.add(tuple(digest(tensors).tolist()))
+        tensor[-1] = 0.0
+    assert len(seen) == 1 + len(tensors)
+
+
+def test_digest_sees_any_number_of_flipped_signs_and_stays_below_its_bound() -> None:
+    a = torch.zeros(1 << 12)
+    largest, seen = 0.0, set()
+    for count in (0, 1, 2, 3, 4, 16, 1 << 11):
+        a[1::2][:count] = -0.0  # the highest bit of 64
+        both = digest([a])
+        largest, seen = max(largest, float(both.max())), seen | {tuple(both.tolist())}
+    assert len(seen) == 7
+    # 8192 members add theirs in a float64
+    assert largest < 2**40 and 8192 * 2.0**40 <= 2.0**53
+
+
+def test_the_end_of_a_filling_is_zeros_whatever_was_in_the_bucket() -> None:
+    parts = [Part(torch.arange(250.0)), Part(torch.ones(7))]
+    first, second = Buckets(lambda: parts, 1024, multiple=8).plan()
+    first.flat.fill_(torch.nan)
+    assert first.pack().tolist() == [*range(250), *[0.0] * 6]
+    assert second.pack(0.5).tolist() == [0.5] * 7 + [0.0]
+
+
+class OnDevice(list[float]):
+    """Numbers in the place of a tensor, on a GPU or not."""
+
+    is_cuda = True
+
+    def zero_(self) -> None:
+        self[:] = [0.0] * len(self)
+
+    def mul_(self, weight: float) -> None:
+        self[:] = [weight * x for x in self]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "config", "torch_has_it", "multiplies"),
+    [
+        (True, "cpu:gloo,cuda:nccl", True, True),
+        (True, "cuda:nccl", False, False),
+        (True, "cpu:gloo,cuda:gloo", True, False),
+        (False, "cuda:nccl", True, False),
+    ],
+)
+def test_nccl_multiplies_on_the_way_but_not_by_zero(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, torch_has_it: bool, multiplies: bool
+) -> None:
+    """With stand-ins: what a collective is given, and what it is asked to do with it."""
+    calls: list[tuple[list[float], Any]] = []
+    dist = collectives.dist
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist, "_make_nccl_premul_sum", lambda w: f"times {w}", raising=False)
+    if not torch_has_it:
+        monkeypatch.delattr(dist, "_make_nccl_premul_sum")
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((list(tensor), op))
+    )
+    for weight in (0.25, 0.0):
+        tensor = OnDevice([4.0, 8.0 if weight else float("nan")])
+        tensor.is_cuda = cuda
+        collectives.start_weighted_sum(tensor, weight, None)  # type: ignore[arg-type]
+    first = ([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], dist.ReduceOp.SUM)
+    assert calls == [first, ([0.0, 0.0], dist.ReduceOp.SUM)]
