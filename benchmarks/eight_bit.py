@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import hdet
-from hdet.cli.job.data import Corpus, load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig
+from examples.bytes.data import Corpus, load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig
 
 from .compare import gpt2
 from .harness import alternate, alternate_on_cuda, emit

@@ -16,8 +16,8 @@ import time
 import torch
 
 import hdet
-from hdet.cli.job.data import load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig
+from examples.bytes.data import load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig
 
 from .harness import emit
 
