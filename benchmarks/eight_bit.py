@@ -10,7 +10,7 @@ A step of AdamW on the tensors of a small GPT, all in turn in one run:
     ns                    of one parameter and step, the median
     ratio                 to torch's fused AdamW in float32, the median round by round
 
---quality: the byte model of `hdet train`, trained in one process with each optimizer: same initial weights, batches and rates. Of each rule
+--quality: the byte model of examples.bytes, trained in one process with each optimizer: same initial weights, batches and rates. Of each rule
 the last validation loss, and by how much it is above that with float32 moments, in percent; means over seeds.
 """
 

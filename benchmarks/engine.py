@@ -4,7 +4,7 @@
 
 One process with the main job's model and batch; the Ensemble believes in 4 replicas but no collective is made, so what is
 timed is the per-step host work (the goal is below 1 %). The end of a cycle is not in it: see benchmarks.converge and the
-table of `hdet train`, which reports it as a share of the run.
+table of `hdet report`, which has it as a share of the run.
 """
 
 from __future__ import annotations

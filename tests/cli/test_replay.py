@@ -1,0 +1,101 @@
+"""`hdet replay`: the decisions of a recorded run, made again without training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.cli.main import main
+
+from .common import one_line
+
+NAME = f"{__name__}:controller_of"
+
+
+def controller_of(settings: dict[str, Any]) -> hdet.Controller:
+    return make_ensemble(settings["steps"], None).engine.controller
+
+
+def make_ensemble(steps: int, log: hdet.logging.History | None) -> hdet.Ensemble:
+    model = torch.nn.Linear(4, 1)
+    optimizer = hdet.FusedSGD(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(
+        optimizer, controller=hdet.SoftmaxController(decay=None), replicas=hdet.CoresidentReplicas(model, 2),
+        sync=hdet.Sync(4), total_steps=steps, log=log,
+    )  # fmt: skip
+    ensemble.model = model  # type: ignore[attr-defined]
+    return ensemble
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    history = hdet.logging.History(tmp_path / "run" / "history.jsonl")
+    history.write({"event": "start", "step": 0, "settings": {"steps": 40}})
+    ensemble = make_ensemble(40, history)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(40):
+        for replica in range(2):
+            with ensemble.replicas.use(replica):
+                loss = (ensemble.model(x) - x.sum(1, keepdim=True)).square().mean()  # type: ignore[attr-defined]
+                (loss / 2).backward()
+                ensemble.observe(loss)
+        ensemble.optimizer.step()
+        ensemble.step()
+        ensemble.optimizer.zero_grad()
+    return tmp_path / "run"
+
+
+def rewrite(run: Path, old: str, new: str) -> None:
+    history = run / "history.jsonl"
+    text, count = re.subn(old, new, history.read_text(), count=1)
+    assert count == 1
+    history.write_text(text)
+
+
+def test_every_decision_is_made_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run), "--controller", NAME]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\d+ decisions replayed, all bitwise the same\n", out) and err == ""
+    assert int(out.split()[0]) >= 8 and list(run.iterdir()) == [run / "history.jsonl"]
+
+
+def test_a_difference_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    factors = [
+        r["record"]["decisions"][0]["factor"] for r in records[1:] if r["record"]["decisions"]
+    ]
+    moved = next(factor for factor in factors if factor != 1)
+    rewrite(run, f'"factor": {moved!r}', f'"factor": {moved * (1 + 1e-15)!r}')
+    assert main(["replay", str(run), "--controller", NAME]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.match(r"cycle \d+: decisions differ: ", line)
+
+
+@pytest.mark.parametrize(
+    ("controller", "says"),
+    [
+        ("nowhere:f", "--controller is 'nowhere:f': it must be MODULE:FUNCTION"),
+        ("json", "it must be MODULE:FUNCTION"),
+        ("json:nothing", "it must be MODULE:FUNCTION"),
+        ("builtins:dict", "builtins:dict returned dict, which is no controller"),
+    ],
+)
+def test_what_makes_no_controller_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], controller: str, says: str
+) -> None:
+    assert says in one_line(capsys, "replay", run, "--controller", controller)
+
+
+def test_what_has_no_decisions_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(run, '"moment": {', '"moment": {"another": 1, ')
+    assert "cannot be replayed by" in one_line(capsys, "replay", run, "--controller", NAME)
+    (run / "history.jsonl").write_text("")
+    assert "no recorded decisions" in one_line(capsys, "replay", run, "--controller", NAME)
+    (run / "history.jsonl").unlink()
+    assert "not a regular file" in one_line(capsys, "replay", run, "--controller", NAME)
