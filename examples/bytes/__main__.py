@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in RANKS)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     runs = list(split_runs(options, options.coresident or world_size))
     try:
         for _, folder in runs:
@@ -69,22 +70,16 @@ def main(arguments: list[str] | None = None) -> None:
             prepare_folder(folder, keep=options.resume)
             print(f"{folder}: {settings.controller}, {settings.replicas} replicas", flush=True)
         run = Run(settings, folder, corpus, device)
-        loss = run.train(options.resume)
+        run.train(options.resume)
         if rank == 0:
-            print(f"{folder}: validation loss {loss:.4f} nats per byte in {run.seconds:.1f} s")
+            end = f"{run.validation:.4f} nats per byte in {run.seconds:.1f} s"
+            print(f"{folder}: validation loss {end}")
     if rank == 0:
-        text = run.model.generate(PROMPT, 200, seed=options.seed).decode(errors="replace")
-        print(
-            "\n"
-            + PROMPT.decode()
-            + "".join(c if c.isprintable() or c == "\n" else "." for c in text)
-        )
+        text = PROMPT + run.model.generate(PROMPT, 200, seed=options.seed)
+        print("\n" + re.sub(r"[^ -~\n]", ".", text.decode("latin-1")))
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 def split_runs(options: argparse.Namespace, replicas: int) -> list[tuple[argparse.Namespace, Path]]:
@@ -116,21 +111,21 @@ def prepare_folder(folder: Path, keep: bool) -> None:
 
 def join_group(device: str, world_size: int) -> str:
     """The device of this process: a GPU of its own, where there are enough, or the CPU."""
-    local_rank, local = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" or (device == "auto" and gpus >= int(local)):
-        torch.cuda.set_device(f"cuda:{local_rank}")
-        device = f"cuda:{local_rank}"
-    elif world_size > 1:
-        device = "cpu"
-        torch.set_num_threads(1)  # the processes share the cores
-        if int(local) == world_size and os.path.exists("/sys/class/net/lo"):
-            # One machine: a host name that does not resolve must not matter.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda" or (device == "auto" and gpus >= local):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
     else:
         device = "cpu"
-    if world_size > 1:
-        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    if world_size == 1:
+        return device
+    if device == "cpu":
+        torch.set_num_threads(1)  # the processes share the cores
+        if local == world_size and os.path.exists("/sys/class/net/lo"):
+            # One machine: a host name that does not resolve must not matter.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     return device
 
 

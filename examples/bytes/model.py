@@ -74,10 +74,6 @@ class GPT(nn.Module):
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
 
-    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """`cross_entropy` of the model's own prediction."""
-        return cross_entropy(self(tokens), targets)
-
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Matrices decay, vectors do not: the usual two groups, named for logs."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]

@@ -44,7 +44,7 @@ class Run:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.local = range(settings.coresident) if settings.coresident else (self.rank,)
         """Replicas whose batches this process computes."""
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.validation = 0, 0.0, 0.0
         self.interval = max(1, round(settings.steps / 10 / settings.sync_interval))
         """Cycles between two checkpoints: about ten in a run."""
         torch.manual_seed(settings.seed)
@@ -110,8 +110,8 @@ class Run:
 
     # -- training ------------------------------------------------------------------------------------
 
-    def train(self, resume: bool = False) -> float:
-        """From step 0, or from the checkpoint, to the end. Returns the validation loss."""
+    def train(self, resume: bool = False) -> None:
+        """From step 0, or from the checkpoint, to the end."""
         if resume:
             self._load()
         if self.rank == 0:
@@ -124,12 +124,10 @@ class Run:
             # sums. Without this pass a resumed run would round differently.
             self._compute_gradients(self.rank)
             self.optimizer.zero_grad(set_to_none=True)
-        validation = 0.0
         while self.step < self.settings.steps:
             self._train_one_cycle()
-            validation = self._between_cycles()
+            self._between_cycles()
         self._record("end", seconds=self.seconds)
-        return validation
 
     def _train_one_cycle(self) -> None:
         settings, begun, losses = self.settings, time.perf_counter(), []
@@ -181,18 +179,17 @@ class Run:
 
     # -- between cycles, where all replicas have the same weights -------------------------------------
 
-    def _between_cycles(self) -> float:
+    def _between_cycles(self) -> None:
         last = self.step == self.settings.steps
         if not last and self.step // self.settings.sync_interval % self.interval:
-            return 0.0
+            return
         if last and self.ensemble is not None and not self.ensemble.in_sync:
             self.ensemble.converge()
-        loss = self._validate(VALIDATION_BATCHES if last else SHORT_VALIDATION)
-        self._record("validation", loss=loss)
+        self.validation = self._validate(VALIDATION_BATCHES if last else SHORT_VALIDATION)
+        self._record("validation", loss=self.validation)
         if self.history is not None:
-            print(f"  step {self.step:5d}   validation loss {loss:.3f}", flush=True)
+            print(f"  step {self.step:5d}   validation loss {self.validation:.3f}", flush=True)
             self._save()
-        return loss
 
     @torch.no_grad()
     def _validate(self, count: int) -> float:
@@ -223,7 +220,7 @@ class Run:
         self.history.sync()
         state = {
             "settings": vars(self.settings), "text": self.corpus.digest, "step": self.step,
-            "seconds": self.seconds, "model": self.model.state_dict(),
+            "seconds": self.seconds, "validation": self.validation, "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
             "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
         }  # fmt: skip
@@ -241,7 +238,8 @@ class Run:
         self.scheduler.load_state_dict(state["scheduler"])
         if self.ensemble is not None:
             self.ensemble.load_state_dict(state["ensemble"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        for name in ("step", "seconds", "validation"):
+            setattr(self, name, state[name])
 
 
 def controller_of(settings: dict[str, Any]) -> hdet.Controller:

@@ -11,12 +11,9 @@ import argparse
 import importlib
 import importlib.util
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import hdet
@@ -38,22 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _build_parser().parse_args(arguments)
     except SystemExit as done:  # argparse has already said why
         return int(done.code or 0)
-    with _terminated_like_interrupted():
-        try:
-            code = _run_command(options)
-            sys.stdout.flush()  # a full disk shows here, and not after main
-            return code
-        except BrokenPipeError:  # `hdet ... | head`
+    try:
+        code = _run_command(options)
+        sys.stdout.flush()  # a full disk shows here, and not after main
+        return code
+    except BrokenPipeError:  # `hdet ... | head`
+        _discard_output()
+        return 1
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError):
             _discard_output()
-            return 1
-        except (ValueError, OSError) as error:
-            if isinstance(error, OSError):
-                _discard_output()
-            print(f"hdet {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"hdet {options.command}: interrupted", file=sys.stderr)
-            return 130
+        print(f"hdet {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"hdet {options.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _run_command(options: argparse.Namespace) -> int:
@@ -67,24 +63,6 @@ def _run_command(options: argparse.Namespace) -> int:
 def _discard_output() -> None:
     """So that the interpreter does not fail once more when it flushes standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that files are removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread, which alone may set handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _build_parser() -> argparse.ArgumentParser:

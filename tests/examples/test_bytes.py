@@ -58,13 +58,18 @@ def are_same_runs(ours: Path, theirs: Path) -> bool:
     return records(ours) == records(theirs) and are_bitwise_same(*ends)
 
 
+STEPS = ["--steps", "200", "--sync-interval", "4", "--batch-size", "2"]
+MODULE = "tests.examples.small_bytes"
+PROCESSES = 3  # a sum of two has no order
+
+
 @pytest.fixture(scope="module")
 def compared(
     text_folder: Path, run_example: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("runs") / "compared"
-    settings = ["--steps", 40, "--sync-interval", 4, "--batch-size", 2, "--data", text_folder]
-    return out, run_example("tests.examples.small_bytes", 2, *settings, "--compare", "--out", out)
+    words = [*STEPS, "--data", text_folder, "--compare", "--out", out]
+    return out, run_example(MODULE, PROCESSES, *words)
 
 
 def test_a_comparison(compared: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,20 +78,10 @@ def test_a_comparison(compared: tuple[Path, str], capsys: pytest.CaptureFixture[
     assert [r["step"] for r in ends["fixed"]] == [r["step"] for r in ends["hdet"]]
     for name, points in ends.items():
         assert f"{out / name}: validation loss {points[-1]['loss']:.4f} nats per byte" in said
-    assert [r["step"] for r in records(out / "hdet", "cycle")] == list(range(4, 41, 4))
+    assert [r["step"] for r in records(out / "hdet", "cycle")] == list(range(4, 201, 4))
     assert not records(out / "fixed", "cycle")
     assert main(["report", str(out)]) == 0
     assert f"{ends['hdet'][-1]['loss']:.4f}" in capsys.readouterr().out
-
-
-def test_two_replicas_in_one_process_are_bitwise_those_of_two_processes(
-    compared: tuple[Path, str], run_example: Callable[..., str], text_folder: Path, tmp_path: Path
-) -> None:
-    settings = ["--steps", 40, "--sync-interval", 4, "--batch-size", 2, "--data", text_folder]
-    run_example(
-        "tests.examples.small_bytes", 1, *settings, "--coresident", 2, "--out", tmp_path / "run"
-    )
-    assert records(tmp_path / "run")[1:] == records(compared[0] / "hdet")[1:]  # but for settings
 
 
 # A trial in steps 1 to 56, from a rate that is far too low.
@@ -130,24 +125,22 @@ def test_a_resumed_run_is_bitwise_the_same(
 
 
 def test_a_killed_run_of_several_processes_is_resumed_bitwise(
-    text_folder: Path, tmp_path: Path, run_example: Callable[..., str]
+    text_folder: Path, tmp_path: Path, run_example: Callable[..., str], compared: tuple[Path, str]
 ) -> None:
-    settings = ["--sync-interval", 4, "--batch-size", 2, "--data", text_folder, "--steps", 120]
-    run_example("tests.examples.small_bytes", 3, *settings, "--out", tmp_path / "whole")
-    killed = [*settings, "--out", tmp_path / "killed"]
+    killed = [*STEPS, "--data", text_folder, "--out", tmp_path]
     process = subprocess.Popen(
-        command_of("tests.examples.small_bytes", 3, *killed), cwd=ROOT, env=ENVIRONMENT,
+        command_of(MODULE, PROCESSES, *killed), cwd=ROOT, env=ENVIRONMENT,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     limit = time.monotonic() + HANG_S
-    while not (tmp_path / "killed" / "checkpoint.pt").exists():
+    while not (tmp_path / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.02)
     process.terminate()
     process.wait(HANG_S)
-    assert not records(tmp_path / "killed", "end")
-    run_example("tests.examples.small_bytes", 3, *killed, "--resume")
-    assert are_same_runs(tmp_path / "killed", tmp_path / "whole")
+    assert not records(tmp_path, "end")
+    run_example(MODULE, PROCESSES, *killed, "--resume")
+    assert are_same_runs(tmp_path, compared[0] / "hdet")
 
 
 def test_a_trial_raises_a_rate_that_is_far_too_low(
@@ -178,9 +171,8 @@ def test_what_does_not_fit_changes_nothing(
 ) -> None:
     folder = compared[0] / "fixed"
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    settings = ["--steps", "40", "--sync-interval", "4", "--batch-size", "2"]
     with pytest.raises((SystemExit, ValueError), match=says):
-        train(["--out", str(folder), *settings, "--data", str(text_folder), *arguments])
+        train(["--out", str(folder), *STEPS, "--data", str(text_folder), *arguments])
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
