@@ -9,8 +9,7 @@ from string import Template
 
 import hdet
 from hdet.cli.drawing import draw_runs
-from hdet.cli.report import COLUMNS, cells_of
-from hdet.cli.runs import RecordedRun, printable
+from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, printable
 
 MOST_ROWS = 1000
 """Of a table."""

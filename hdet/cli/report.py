@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from hdet.cli.runs import RecordedRun, find_runs, printable
+from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, find_runs, printable
 
 PICTURES, PAGES = (".png", ".svg", ".pdf"), (".html", ".htm")
 SHOWN_EVENTS = 10
@@ -50,20 +49,6 @@ def print_table(runs: Sequence[RecordedRun]) -> None:
     for one in runs:
         table.add_row(Text(one.name), *cells_of(one))  # Text: a name may have rich's markup
     Console().print(table)
-
-
-COLUMNS = ("validation loss", "time", "probe cost", "converge cost")
-
-
-def cells_of(run: RecordedRun) -> list[str]:
-    """Of a row of the table, after the run's name."""
-    loss = "-" if run.last_loss is None else f"{run.last_loss:.4f}"
-    loss = "not finite" if run.last_loss is not None and math.isnan(run.last_loss) else loss
-    if run.seconds is None:
-        return [f"{loss} (not ended)", "-", "-", "-"]
-    costs = [run.percent(run.probe_ms), run.percent(run.converge_ms)]
-    shown = ["-" if cost is None else f"{cost:.2f} %" for cost in costs]
-    return [loss, f"{run.seconds:.1f} s", *shown]
 
 
 def print_events(run: RecordedRun) -> None:

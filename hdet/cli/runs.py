@@ -124,6 +124,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
+COLUMNS = ("validation loss", "time", "probe cost", "converge cost")
+
+
+def cells_of(run: RecordedRun) -> list[str]:
+    """Of a row of the table, after the run's name."""
+    loss = "-" if run.last_loss is None else f"{run.last_loss:.4f}"
+    loss = "not finite" if run.last_loss is not None and math.isnan(run.last_loss) else loss
+    if run.seconds is None:
+        return [f"{loss} (not ended)", "-", "-", "-"]
+    costs = [run.percent(run.probe_ms), run.percent(run.converge_ms)]
+    shown = ["-" if cost is None else f"{cost:.2f} %" for cost in costs]
+    return [loss, f"{run.seconds:.1f} s", *shown]
+
+
 # -- records by event ------------------------------------------------------------------------------
 
 
