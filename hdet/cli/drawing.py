@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hdet.cli.runs import RecordedRun
+from hdet.cli.runs import LARGEST, RecordedRun
 
 # Okabe and Ito's colours are told apart with any kind of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -60,24 +60,23 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
         shown += [loss for _, loss in run.validation]
     framed = [loss for loss in shown if math.isfinite(loss)]
     if framed:  # the first steps, which fall far, would flatten the rest
-        margin = 0.05 * (max(framed) - min(framed)) or 0.1
+        margin = 0.05 * (max(framed) - min(framed)) or 0.1 * abs(framed[0]) or 0.1
         axes.set_ylim(min(framed) - margin, max(framed) + margin)
     axes.set(title="Training loss (smoothed) and validation loss (points)", xlabel="step")
     axes.legend()
 
 
 def _draw_rates(axes: Axes, runs: Sequence[RecordedRun]) -> None:
-    peaks = list[float]()
+    drawn = [rates for run in runs for rates in (run.rates, run.schedule)]
+    peaks = [max((rate for _, rate in rates), default=0.0) for rates in drawn]
+    peaks = [peak for peak in peaks if peak > 1 / LARGEST]
+    floor = min(peaks, default=1.0) / 300  # the end of a schedule may leave the frame
     for run, colour in zip(runs, _colours(runs), strict=True):
-        axes.plot(*_columns(run.rates), color=colour, label=f"in {_plain(run.name)}")
-        axes.plot(*_columns(run.schedule), "--", color="black", linewidth=1)
-        peaks += [
-            max((rate for _, rate in points), default=0) for points in (run.rates, run.schedule)
-        ]
-    peaks = [peak for peak in peaks if peak > 0]
-    if peaks:  # the end of a schedule may leave the frame
-        axes.set_yscale("log")
-        axes.set_ylim(min(peaks) / 300, 2 * max(peaks))
+        for rates, style in ((run.rates, {"color": colour, "label": f"in {_plain(run.name)}"}),
+                             (run.schedule, {"color": "black", "ls": "--", "lw": 1})):  # fmt: skip
+            axes.plot(*_columns([(step, max(rate, floor / 10)) for step, rate in rates]), **style)
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 2 * max(peaks, default=1.0))
     axes.set(title="Learning rate: base value, and the untouched schedule (dashed)", xlabel="step")
     axes.legend()
 
