@@ -9,7 +9,7 @@ from string import Template
 
 import hdet
 from hdet.cli.drawing import draw_runs
-from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, printable
+from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, on_one_line, printable
 
 MOST_ROWS = 1000
 """Of a table."""
@@ -55,7 +55,10 @@ def make_page(runs: Sequence[RecordedRun]) -> str:
 def _details(run: RecordedRun) -> str:
     """Trials, moves and notes, and settings of one run."""
     parts = [f"<h2>{_text(run.name)}</h2>"]
-    parts += [f"<p>Trial before step {step:.0f}: {_text(found)}</p>" for step, found in run.trials]
+    parts += [
+        f"<p>Trial before step {step:.0f}: {_text(on_one_line(found))}</p>"
+        for step, found in run.trials
+    ]
     hidden = len(run.events) - MOST_ROWS
     if run.events:
         parts.append(_table(["step", "moves and notes"], run.events[:MOST_ROWS]))

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, find_runs, printable
+from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, find_runs, on_one_line
 
 PICTURES, PAGES = (".png", ".svg", ".pdf"), (".html", ".htm")
 SHOWN_EVENTS = 10
@@ -53,7 +53,7 @@ def print_table(runs: Sequence[RecordedRun]) -> None:
 
 def print_events(run: RecordedRun) -> None:
     for step, interval in run.trials:
-        print(f"{run.name}: trial before step {step:.0f}: {printable(str(interval))}")
+        print(f"{run.name}: trial before step {step:.0f}: {on_one_line(interval)}")
     for step, what in run.events[:SHOWN_EVENTS]:
         print(f"{run.name}: step {step:.0f}: {what}")
     hidden = len(run.events) - SHOWN_EVENTS

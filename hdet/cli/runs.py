@@ -138,6 +138,11 @@ def cells_of(run: RecordedRun) -> list[str]:
     return [loss, f"{run.seconds:.1f} s", *shown]
 
 
+def on_one_line(interval: RateInterval) -> str:
+    """What a trial found."""
+    return printable("; ".join(str(interval).splitlines()))
+
+
 # -- records by event ------------------------------------------------------------------------------
 
 
