@@ -25,10 +25,10 @@ PROMPT = b"import "
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m examples.bytes", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "python -m examples.bytes", None, __doc__, formatter_class=plain
+    )
     add = parser.add_argument
     add("--controller", choices=["probe", "auto", "softmax", "none", "fixed"], default="probe",
         help="what moves the rate (default: probe); fixed: no hdet, plain training")  # fmt: skip
@@ -98,9 +98,7 @@ def check_folder(folder: Path, options: argparse.Namespace) -> None:
     if options.resume and not (folder / CHECKPOINT).is_file():
         raise ValueError(f"--resume: {str(folder)!r} has no {CHECKPOINT}")
     if (folder / HISTORY).exists() and not (options.resume or options.overwrite):
-        raise ValueError(
-            f"{str(folder)!r} holds a run: pass --overwrite, --resume or another --out"
-        )
+        raise ValueError(f"{str(folder)!r} holds a run: pass --overwrite, --resume, or --out")
 
 
 def prepare_folder(folder: Path, keep: bool) -> None:

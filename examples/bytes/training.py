@@ -91,9 +91,8 @@ class Run:
                 self._probe_loss, self._probe_batches, chunks=PROBE_BATCHES, model=self.model,
                 average_every=5,
             )  # fmt: skip
-        if self.settings.controller == "softmax":
-            return hdet.SoftmaxController(decay=None)  # the schedule decays already
-        return None
+        softmax = self.settings.controller == "softmax"
+        return hdet.SoftmaxController(decay=None) if softmax else None  # the schedule decays
 
     def _probe_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return cross_entropy(model(batch[0]), batch[1])
