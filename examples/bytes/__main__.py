@@ -72,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         run = Run(settings, folder, corpus, device)
         run.train(options.resume)
         if rank == 0:
-            end = f"{run.validation:.4f} nats per byte in {run.seconds:.1f} s"
-            print(f"{folder}: validation loss {end}")
+            loss = f"{run.validation:.4f} nats per byte"
+            print(f"{folder}: validation loss {loss} in {run.seconds:.1f} s")
     if rank == 0:
         text = PROMPT + run.model.generate(PROMPT, 200, seed=options.seed)
         print("\n" + re.sub(r"[^ -~\n]", ".", text.decode("latin-1")))

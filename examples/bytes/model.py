@@ -88,9 +88,8 @@ class GPT(nn.Module):
         self, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0
     ) -> bytes:
         """Samples ``length`` bytes after ``prompt``; fewer where the logits are not finite."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, text = torch.Generator().manual_seed(seed), list(prompt)
         device = self.tokens.weight.device
-        text = list(prompt)
         for _ in range(length):
             window = torch.tensor([text[-self.config.context :]], device=device)
             probabilities = (self(window)[0, -1].float().cpu() / temperature).softmax(-1)
