@@ -25,7 +25,8 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp pyproject.toml setup.py CMakeLists.txt $(s
 	touch $@
 
 demo: $(BIN)/hdet.stamp
-	$(BIN)/hdet train --compare --controller auto --out runs/demo --overwrite
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m examples.bytes --compare --controller auto --out runs/demo --overwrite
+	$(BIN)/hdet report runs/demo --html runs/demo/report.html
 
 # Three processes, which wait for others half of the time, a file's tests in one of them; what watches clocks afterwards, alone.
 test: $(BIN)/hdet.stamp

@@ -10,7 +10,7 @@ A step of AdamW on the tensors of a small GPT, all in turn in one run:
     ns                    of one parameter and step, the median
     ratio                 to torch's fused AdamW in float32, the median round by round
 
---quality: the byte model of `hdet train`, trained in one process with each optimizer: same initial weights, batches and rates. Of each rule
+--quality: the byte model of examples.bytes, trained in one process with each optimizer: same initial weights, batches and rates. Of each rule
 the last validation loss, and by how much it is above that with float32 moments, in percent; means over seeds.
 """
 
@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import hdet
-from hdet.cli.job.data import Corpus, load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig
+from examples.bytes.data import Corpus, load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig, cross_entropy
 
 from .compare import gpt2
 from .harness import alternate, alternate_on_cuda, emit
@@ -136,6 +136,11 @@ RULES: dict[str, tuple[Make, float]] = {
 """how each is made for a model, and its rate"""
 
 
+def loss_of(model: GPT, batch: tuple[Tensor, Tensor], device: str) -> Tensor:
+    tokens, targets = (part.to(device) for part in batch)
+    return cross_entropy(model(tokens), targets)
+
+
 def trained(make: Callable[[GPT], torch.optim.Optimizer], corpus: Corpus, seed: int, count: int, device: str) -> float:
     """The validation loss after so many steps of 16 windows, nats per byte."""
     torch.manual_seed(seed)
@@ -146,14 +151,14 @@ def trained(make: Callable[[GPT], torch.optim.Optimizer], corpus: Corpus, seed: 
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=count, pct_start=0.1, cycle_momentum=False)
     for index in range(count):
         batch = sample_batch(corpus.train, 16, config.context, seed=seed, stream="train", index=index)
-        model.loss(*(part.to(device) for part in batch)).backward()
+        loss_of(model, batch, device).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
     with torch.no_grad():
         batches = [sample_batch(corpus.validation, 32, config.context, seed=0, stream="validation", index=i) for i in range(64)]
-        return statistics.mean(float(model.loss(*(part.to(device) for part in batch))) for batch in batches)
+        return statistics.mean(float(loss_of(model, batch, device)) for batch in batches)
 
 
 def quality(rules: Sequence[str], seeds: Sequence[int], count: int, device: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
 
 One process with the main job's model and batch; the Ensemble believes in 4 replicas but no collective is made, so what is
 timed is the per-step host work (the goal is below 1 %). The end of a cycle is not in it: see benchmarks.converge and the
-table of `hdet train`, which reports it as a share of the run.
+table of `hdet report`, which has it as a share of the run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 import torch
 
 import hdet
-from hdet.cli.job.data import load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig
+from examples.bytes.data import load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig, cross_entropy
 
 from .harness import emit
 
@@ -48,7 +48,7 @@ def main() -> None:
     for index in range(options.repeats):
         tokens, targets = sample_batch(text, 8, config.context, seed=0, stream="bench", index=index)
         start = time.perf_counter()
-        loss = model.loss(tokens, targets)
+        loss = cross_entropy(model(tokens), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -46,7 +46,7 @@ WORKERS = max(2, min(12, (os.cpu_count() or 2) - 2))
 """processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "muon": muon, "average": average, "replicas": replicas}
 """in this order: the last one has most records, and is cut short where time is"""
-JOB = ("train", "--compare", "--coresident", "--overwrite")
+JOB = ("examples.bytes", "--compare", "--coresident", "4", "--overwrite")
 JOB_STEPS = {"cuda": 400, "cpu": 50}
 """in place of 2000: enough to see that it trains"""
 JOB_SECONDS = 60.0
@@ -137,9 +137,9 @@ def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, st
 
 
 def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
-    """`hdet train --compare` with co-resident replicas on the device."""
+    """examples.bytes with co-resident replicas on the device, beside the fixed schedule."""
     start = time.monotonic()
-    command = [sys.executable, "-m", "hdet", *JOB, "--steps", str(JOB_STEPS[device]), "--device", device, "--out", str(GROWING / "job")]
+    command = [sys.executable, "-m", *JOB, "--steps", str(JOB_STEPS[device]), "--device", device, "--out", str(GROWING / "job")]
     print(f"job: {' '.join(command[1:])}", flush=True)
     with log.open("wb") as file:
         status = run_bounded(command, file, max(1.0, min(JOB_SECONDS, budget.left)))

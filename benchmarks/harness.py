@@ -43,7 +43,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # as the ranks of `hdet train`: the interpreter's shutdown aborts once in a while when torch's threads are on their way out
+    os._exit(0)  # the interpreter's shutdown aborts once in a while when torch's threads are on their way out
 
 
 class Collective(NamedTuple):

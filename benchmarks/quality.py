@@ -1,9 +1,10 @@
 """The quality that matters: does a run from a wrong learning rate end as if it had been right?
 
     python -m benchmarks.quality [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2 1e-1]
-                                 [--controllers probe] [--set steps=2000 width=64 ...] [--json FILE] [--table FILE ...]
+                                 [--controllers probe] [--set steps=2000 spread=0.3 ...] [--json FILE] [--table FILE ...]
 
-Every start is trained with the fixed schedule and with each controller: same steps, batches and seeds, four gloo processes.
+Every start is trained by examples.bytes with the fixed schedule and with each controller: same steps, batches and seeds, four gloo
+processes.
 ``--grid`` adds fixed runs that look for the best rate. Results are JSON lines, one per run; runs already in ``--json`` with
 the same settings are not repeated, so an interrupted benchmark goes on. At the end, and with ``--table`` from files alone:
 
@@ -15,19 +16,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.processes import Workers
-from hdet.cli.job.training import RunSpec
-
 from .harness import emit
 
-IRRELEVANT = {"log_interval", "validation_interval", "checkpoint_interval", "device", "data"}
-"""settings that do not change the result"""
+ROOT = Path(__file__).resolve().parents[1]
+REPLICAS = 4
+DEFAULTS = {"steps": 2000, "batch_size": 8, "sync_interval": 50, "spread": 0.3, "budget": None}
+"""of examples.bytes: what distinguishes runs beside controller, rate and seed"""
 
 
 def main() -> None:
@@ -36,60 +38,60 @@ def main() -> None:
     parser.add_argument("--grid", type=float, nargs="*", default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--starts", type=float, nargs="*", default=[3e-4, 1e-2, 3e-2, 1e-1])
     parser.add_argument("--controllers", nargs="*", default=["probe"])
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of hdet.cli.job.config.TrainConfig")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help=f"of {', '.join(DEFAULTS)}")
     parser.add_argument("--json", default="benchmarks/results/quality.jsonl")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
     options = parser.parse_args()
     if options.table:
         return print_table([json.loads(line) for name in options.table for line in Path(name).read_text().splitlines()])
-    extra = {name: _value(value) for name, value in (item.split("=", 1) for item in options.set)}
+    extra = {name: float(value) if "." in value else int(value) for name, value in (item.split("=", 1) for item in options.set)}
+    if unknown := extra.keys() - DEFAULTS.keys():
+        parser.error(f"--set: {', '.join(unknown)} is none of {', '.join(DEFAULTS)}")
+    starts = list(dict.fromkeys([*options.starts, *options.grid]))
     wanted = [
-        TrainConfig(mode="fixed", max_lr=lr, seed=seed, **extra) for seed in options.seeds for lr in dict.fromkeys([*options.starts, *options.grid])
-    ] + [
-        TrainConfig(controller=controller, max_lr=lr, seed=seed, **extra)
-        for seed in options.seeds for controller in options.controllers for lr in options.starts
-    ]  # fmt: skip
+        {**DEFAULTS, **extra, "controller": controller, "max_lr": lr, "seed": seed}
+        for seed in options.seeds
+        for controller in ("fixed", *options.controllers)
+        for lr in (starts if controller == "fixed" else options.starts)
+    ]
     path = Path(options.json)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     keys = [_key(record["config"]) for record in done]
     for config in wanted:
-        if _key(config.to_dict()) not in keys:
+        if _key(config) not in keys:
             done.append(run(config, options.json))
-    print_table([record for record in done if _key(record["config"]) in [_key(config.to_dict()) for config in wanted]])
+    print_table([record for record in done if _key(record["config"]) in map(_key, wanted)])
 
 
-def run(config: TrainConfig, path: str) -> dict[str, Any]:
-    """Train once; returns (and appends to ``path``) the final record with the settings and where the rate went."""
-    with tempfile.TemporaryDirectory() as folder, Workers([RunSpec(config, Path(folder))], "cpu") as workers:
-        events = list(workers.events())
-    end = next(event for event in events if event["event"] == "end")
-    corrections = [next(iter(event["corrections"].values())) for event in events if event["event"] == "cycle"]
+def run(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """Train once; returns (and appends to ``path``) the end of the run with the settings and where the rate went."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}", "-m", "examples.bytes"]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in config.items() if value is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        subprocess.run([*command, *given, "--device=cpu", f"--out={out}"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        events = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    validation = [event["loss"] for event in events if event["event"] == "validation"]
+    cycles = [event for event in events if event["event"] == "cycle"]
     record = {
-        "benchmark": "quality", "config": config.to_dict(), "validation": end["validation"], "seconds": end["seconds"],
-        "probe_percent": end["probe_percent"], "converge_percent": end["converge_percent"],
-        "corrections": [round(c, 4) for c in corrections],
+        "benchmark": "quality", "config": config, "validation": validation[-1], "seconds": events[-1]["seconds"],
+        **{f"{cost}_percent": 0.1 * sum(c[f"{cost}_ms"] for c in cycles) / events[-1]["seconds"] for cost in ("probe", "converge")},
+        "corrections": [round(next(iter(cycle["corrections"].values())), 4) for cycle in cycles],
     }  # fmt: skip
     emit(record, path)
     return record
 
 
-def _key(config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    config = TrainConfig.from_dict(config).to_dict()  # a setting that an older record lacks had its default
+def _controller(config: dict[str, Any]) -> str:
+    """Older records have a mode beside it."""
+    return "fixed" if config.get("mode") == "fixed" else config["controller"]
+
+
+def _key(config: dict[str, Any]) -> tuple[Any, ...]:
     # A fixed run has no controller: settings of the exploration do not distinguish it.
-    ignored = IRRELEVANT | ({"controller", "spread", "probe_batches", "average_every"} if config["mode"] == "fixed" else set())
-    return tuple(sorted((name, value) for name, value in config.items() if name not in ignored))
-
-
-def _value(text: str) -> bool | int | float | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    names = ("steps", "batch_size") if _controller(config) == "fixed" else DEFAULTS
+    return (_controller(config), config["max_lr"], config["seed"], *(config.get(name, DEFAULTS[name]) for name in names))
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
@@ -98,7 +100,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
     ends: dict[tuple[str, float], list[float]] = {}
     for record in records:
         config = record["config"]
-        column = "fixed" if config["mode"] == "fixed" else config["controller"]
+        column = _controller(config)
         losses.setdefault((column, config["max_lr"]), {})[config["seed"]] = record["validation"]
         if record["corrections"]:
             ends.setdefault((column, config["max_lr"]), []).append(config["max_lr"] * record["corrections"][-1])

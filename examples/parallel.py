@@ -1,8 +1,8 @@
 """Tensor, pipeline and data parallelism out of torch's own modules, trained with HDET: a replica here is a group of ranks.
 
-    torchrun --nproc-per-node 8 examples/parallel.py                     # tp 2 x pp 2, so dp 2: two replicas of four ranks each
-    torchrun --nproc-per-node 2 examples/parallel.py --tp 1 --pp 1       # the same training, one rank a replica
-    torchrun --nproc-per-node 8 examples/parallel.py --fixed             # no spread, no controller: plain data-parallel training
+    torchrun --nproc-per-node 8 -m examples.parallel                     # tp 2 x pp 2, so dp 2: two replicas of four ranks each
+    torchrun --nproc-per-node 2 -m examples.parallel --tp 1 --pp 1       # the same training, one rank a replica
+    torchrun --nproc-per-node 8 -m examples.parallel --fixed             # no spread, no controller: plain data-parallel training
 
 What HDET needs to know is marked (1) to (4): who is a replica, which copies are of one parameter, and who sees a loss.
 """
@@ -23,13 +23,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.cli.job.data import load_corpus, sample_batch
+from examples.bytes.data import load_corpus, sample_batch
 
 WIDTH, HEAD, CONTEXT, BYTES = 32, 8, 32, 256
 
 
 class Block(nn.Module):
-    """As hdet.cli.job.model's, with q, k and v apart, so that their columns (whole heads) can be split over tp."""
+    """As examples.bytes.model's, with q, k and v apart, so that their columns (whole heads) can be split over tp."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,15 @@
-"""Where records of cycles go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, or ``WandB(run)``."""
+"""Where records of cycles go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`, or `History`."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["TensorBoard", "WandB", "scalars"]
+__all__ = ["History", "TensorBoard", "WandB", "scalars"]
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
@@ -70,6 +74,74 @@ class WandB:
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
         notes = {f"{self.prefix.rstrip('/')}/notes": "; ".join(record["notes"])} if record["notes"] else {}
         self.run.log({self.step: step, **scalars(record, self.prefix), **notes})
+
+
+class History:
+    """Appends records to a JSON Lines file: what ``hdet report`` and ``hdet replay`` read.
+
+    A record is an ``event`` at a ``step``. ``cycle`` is what the Ensemble logs. You may write
+    ``start`` (with ``settings``, a dict), ``train`` (``loss``, and ``lr``, the base rate),
+    ``validation`` (``loss``) and ``end`` (``seconds``, of training) beside it.
+
+    Args:
+        path: a new file. Its folder is made. ``hdet report`` looks for ``history.jsonl``.
+        resume_step: of the checkpoint from which the run goes on. The file is continued then, and
+            what was recorded after that step is dropped.
+
+    Raises:
+        FileExistsError: there is a file, and no ``resume_step``.
+
+    Example::
+
+        history = hdet.logging.History("runs/first/history.jsonl")
+        ensemble = hdet.Ensemble(optimizer, scheduler, log=history)
+        history.write({"event": "validation", "step": 100, "loss": 1.5})
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(path).absolute()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            self.path.touch(exist_ok=False)
+        elif self.path.exists():
+            _drop_later_records(self.path, resume_step)
+
+    def __call__(self, record: Mapping[str, Any], step: int) -> None:
+        self.write({"event": "cycle", "step": step, **record})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Can be read once this returns. Numbers that are not finite become null."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def sync(self) -> None:
+        """To the disk: before a checkpoint that relies on these records."""
+        with self.path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: both become None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _drop_later_records(path: Path, step: int) -> None:
+    """Also a last line that a killed process has not written to its end, and that it had ended."""
+    *whole, _torn = path.read_bytes().split(b"\n")
+    kept = []
+    for line in whole:
+        record = json.loads(line)
+        if record["step"] <= step and record["event"] != "end":
+            kept.append(line + b"\n")
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(b"".join(kept))
+    os.replace(partial, path)
 
 
 def _check(given: Any, name: str, what: str, *methods: str) -> None:

@@ -23,8 +23,8 @@ with suppress(ImportError):  # make gpu runs where it may be missing
 
 
 LONGEST = [
-    "kernels/test_shim.py", "cli/test_runs.py", "triton/test_interpreter.py", "triton/test_compiled.py", "cli/test_replay.py",
-    "kernels/test_step.py", "cli/test_folders.py", "layouts/test_parallel.py", "checkpoint/test_resume.py",
+    "kernels/test_shim.py", "examples/test_bytes.py", "triton/test_interpreter.py", "triton/test_compiled.py",
+    "kernels/test_step.py", "cli/test_report.py", "layouts/test_parallel.py", "checkpoint/test_resume.py",
 ]  # fmt: skip
 """A quarter of a minute and more each, the longest first. One of them that begins last keeps a single process busy while the others wait."""
 

@@ -16,7 +16,7 @@ HDET = Path(__file__).parents[1] / "hdet"
 # From the ground up; rooms of one floor do not import each other. A module that lies flat in hdet/ is a room.
 FLOORS = [
     {"core"},
-    {"tensors", "profiling", "owned_folder", "triton_kernels"},
+    {"tensors", "profiling", "triton_kernels"},
     {"kernels.spec"},
     {"kernels.native", "kernels.triton", "kernels.reference"},
     {"kernels"},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.cli.job.model import Block, GPTConfig
+from examples.bytes.model import Block, GPTConfig
 
 TASKS = ("click", "like", "share")
 Interactions = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""What averaging costs on a machine that one need not have: the alpha-beta model behind `hdet simulate --parameters` (docs/scaling.md).
+"""What averaging costs on a machine that one need not have: the alpha-beta model behind benchmarks.scaling (docs/scaling.md).
 Pure arithmetic.
 
 A message of n bytes takes alpha + n / B seconds. Collectives are counted in messages, one after the other, and in bytes that one rank

@@ -1,1 +1,1 @@
-"""The command line, and the small training job behind `hdet train`. Torch is imported by what needs it, when it runs."""
+"""The command line. Torch is imported by what needs it, when it runs."""

@@ -1,4 +1,7 @@
-"""`hdet doctor`: what is here, what can be used, and why the rest cannot. Never fails: a part that is broken says so in its own line."""
+"""`hdet doctor`: what can be used here, and why the rest cannot.
+
+It never fails: a part that is broken says so in its own line.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +72,17 @@ def _build() -> Iterator[Line]:
 
         from hdet import _C
     except ImportError as error:
-        yield "native module", f"missing ({error}): reinstall hdet with a C++ compiler, pip install -e ."
+        yield (
+            "native module",
+            f"missing ({error}): reinstall hdet with a C++ compiler, pip install -e .",
+        )
         return
     info = _C.build_info()
     yield "compiler", str(info["compiler"])
     yield "instruction sets", ", ".join(info["isa"])
     yield "OpenMP", "yes" if info["openmp"] else "no: kernels use one thread"
-    yield "CUDA kernels", f"{info['cuda_compiler']}, for {info['cuda_archs']}" if info["cuda"] else f"none: {info['cuda_note']}"
+    compiled = f"{info['cuda_compiler']}, for {info['cuda_archs']}"
+    yield "CUDA kernels", compiled if info["cuda"] else f"none: {info['cuda_note']}"
     yield "nvcc now", _nvcc()
 
 
@@ -83,8 +90,10 @@ def _nvcc() -> str:
     path = shutil.which("nvcc")
     if path is None:
         return "not on PATH"
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    release = re.search(r"release [^,\s]+", answer)
+    answer = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+    )
+    release = re.search(r"release [^,\s]+", answer.stdout)
     return f"{path} ({release[0] if release else 'does not say its release'})"
 
 
@@ -100,7 +109,9 @@ def _devices() -> Iterator[Line]:
         yield "GPUs", "none that torch can use"
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(i)
-        yield f"GPU {i}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        capability = f"compute capability {found.major}.{found.minor}"
+        yield f"GPU {i}", f"{found.name}, {memory}, {capability}"
 
 
 def _threads() -> Iterator[Line]:
@@ -108,8 +119,8 @@ def _threads() -> Iterator[Line]:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{usable} for this process, {os.cpu_count()} in the machine"
-    yield "torch", f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
-    yield "hdet train", "1 thread per process; all cores for one process alone"
+    wanted = os.environ.get("OMP_NUM_THREADS", "not set")
+    yield "torch", f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {wanted})"
 
 
 def _process_groups() -> Iterator[Line]:
@@ -118,10 +129,12 @@ def _process_groups() -> Iterator[Line]:
     if not dist.is_available():
         yield "none", "this torch was built without torch.distributed: one replica only"
         return
-    yield "gloo", "usable" if dist.is_gloo_available() else "not usable: not in this torch; needed for replicas on CPUs"
-    yield "nccl", "usable" if dist.is_nccl_available() else "not usable: not in this torch; needed for replicas on GPUs"
+    missing = "not usable: not in this torch; needed for replicas on"
+    yield "gloo", "usable" if dist.is_gloo_available() else f"{missing} CPUs"
+    yield "nccl", "usable" if dist.is_nccl_available() else f"{missing} GPUs"
 
 
 def _extras() -> Iterator[Line]:
-    for package, purpose in (("rich", "hdet train"), ("matplotlib", "hdet train, hdet report")):
-        yield package, _version(package) or f"missing, for {purpose}: pip install hdet[job]"
+    for package in ("rich", "matplotlib"):
+        missing = "missing, for hdet report: pip install hdet[report]"
+        yield package, _version(package) or missing

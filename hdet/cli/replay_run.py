@@ -1,44 +1,60 @@
-"""`hdet replay`: the controller's decisions of a finished or broken run, made once more from its history, without training."""
+"""`hdet replay`: the decisions of a recorded run, made once more without training."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
 
-import torch
-
-from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.data import Corpus
-from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_config, read_history
-from hdet.cli.job.training import RunSpec, run_alone
+from hdet.cli.runs import HISTORY, printable, read_records
+from hdet.core.controller import Controller
 from hdet.core.replay import replay
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a sentence for each difference; the exit code says if there are any. Raises RunFolderError for what is no run, or none that
-    has a controller and records of what it was told."""
-    folder = options.folder
-    settings = read_config(folder)
+    """Prints a sentence for each difference; the exit code says whether there are any.
+
+    Raises:
+        ValueError: no history, no recorded decisions in it, or no such function.
+    """
+    records = [record for _, record in read_records(options.folder / HISTORY)]
+    cycles = [record for record in records if record.get("event") == "cycle"]
+    if not any(isinstance(record.get("record"), dict) for record in cycles):
+        raise ValueError(f"{str(options.folder)!r} has no recorded decisions")
+    starts = [record.get("settings") for record in records if record.get("event") == "start"]
+    controller = make_controller(options.controller, starts[0] if starts else {})
     try:
-        config = TrainConfig.from_dict(settings)
-    except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{str(folder / CONFIG)!r} is no run's ({error}): pass the folder of a run of `hdet train`") from error
-    records = [record for record in read_history(folder / HISTORY) if record.get("event") == "cycle"]
-    if config.mode == "fixed" or config.controller == "none" or not records or "record" not in records[0]:
-        raise RunFolderError(
-            f"{str(folder)!r} has no recorded decisions: pass the folder of a run with a controller, of this version of hdet"
-        )
-    no_text = Corpus(torch.zeros(0), torch.zeros(0), frozenset(), frozenset(), "")
-    ensemble = run_alone(RunSpec(config, folder), no_text).ensemble
-    assert ensemble is not None and ensemble.engine.controller is not None
-    controller = ensemble.engine.controller
-    controller.start(replace(ensemble.run, replicas=config.replicas))
-    differences = list(replay(controller, records))
+        differences = list(replay(controller, cycles))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))[:200]}"
+        raise ValueError(
+            f"{str(options.folder / HISTORY)!r} cannot be replayed by {options.controller} "
+            f"({reason}): it is another controller's, or damaged"
+        ) from error
     for difference in differences:
-        print(difference)
+        print(printable(difference))
     if not differences:
-        count = sum(record["record"]["evidence"] is not None for record in records)
-        trials = sum(record.get("trial") is not None for record in records)
+        decided = sum(record["record"]["evidence"] is not None for record in cycles)
+        trials = sum(record.get("trial") is not None for record in cycles)
         also = f" and {trials} trial{'s' * (trials > 1)}" * bool(trials)
-        print(f"{count} decisions{also} replayed, all the same to the bit")
+        print(f"{decided} decisions{also} replayed, all bitwise the same")
     return int(bool(differences))
+
+
+def make_controller(name: str, settings: Any) -> Controller:
+    """What the function MODULE:FUNCTION makes of the run's settings."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"--controller is {name!r}: it must be MODULE:FUNCTION, of a function that takes the "
+            f"run's settings and returns its controller, started ({error})"
+        ) from error
+    controller = make(settings)
+    if not isinstance(controller, Controller):
+        raise ValueError(f"{name} returned {type(controller).__name__}, which is no controller")
+    return controller

@@ -1,6 +1,6 @@
 """One run of the method: a clock, a table of multipliers, corrections. No tensors, no processes.
 
-`hdet.Ensemble` drives it with real losses, `hdet simulate` and the tests with made-up ones.
+`hdet.Ensemble` drives it with real losses, the tests with made-up ones.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from benchmarks import controller, converge, gpu, harness, layouts
 from benchmarks.scaling import cost
 from benchmarks.scaling.cost import Job, Link
 
-from ..cli.harness import alive
+from ..alive import alive
 from ..distributed import run_ranks
 from ..limits import HANG_S
 

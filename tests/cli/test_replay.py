@@ -1,83 +1,101 @@
-"""`hdet replay`: the decisions of a recorded run, made again without its text, its checkpoint or training."""
+"""`hdet replay`: the decisions of a recorded run, made again without training."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hdet.cli.job.run_files import CONFIG, HISTORY, read_history
+import hdet
 from hdet.cli.main import main
 
-from .harness import Finished
-from .test_runs import Straight
+from .common import one_line
 
-CONTROLLERS = ("probe", "softmax", "auto")
-
-
-@pytest.fixture(scope="module")
-def runs(straight: Straight, compared: tuple[Path, Finished], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By controller: a run's folder with what a replay needs, and nothing else."""
-    home = tmp_path_factory.mktemp("replay")
-    for controller in CONTROLLERS:
-        whole = compared[0] / "hdet" if controller == "probe" else straight(controller)[0]
-        (home / controller).mkdir()
-        for name in (CONFIG, HISTORY):
-            shutil.copy(whole / name, home / controller)
-    return {controller: home / controller for controller in CONTROLLERS}
+NAME = f"{__name__}:controller_of"
 
 
-def decided(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in read_history(folder / HISTORY) if record["event"] == "cycle" and record["record"]["evidence"] is not None]
+def controller_of(settings: dict[str, Any]) -> hdet.Controller:
+    return make_ensemble(settings["steps"], None).engine.controller
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_every_decision_is_made_again(runs: dict[str, Path], controller: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(runs[controller])]) == 0
+def make_ensemble(steps: int, log: hdet.logging.History | None) -> hdet.Ensemble:
+    model = torch.nn.Linear(4, 1)
+    optimizer = hdet.FusedSGD(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(
+        optimizer, controller=hdet.SoftmaxController(decay=None), replicas=hdet.CoresidentReplicas(model, 2),
+        sync=hdet.Sync(4), total_steps=steps, log=log,
+    )  # fmt: skip
+    ensemble.model = model  # type: ignore[attr-defined]
+    return ensemble
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    history = hdet.logging.History(tmp_path / "run" / "history.jsonl")
+    history.write({"event": "start", "step": 0, "settings": {"steps": 40}})
+    ensemble = make_ensemble(40, history)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(40):
+        for replica in range(2):
+            with ensemble.replicas.use(replica):
+                loss = (ensemble.model(x) - x.sum(1, keepdim=True)).square().mean()  # type: ignore[attr-defined]
+                (loss / 2).backward()
+                ensemble.observe(loss)
+        ensemble.optimizer.step()
+        ensemble.step()
+        ensemble.optimizer.zero_grad()
+    return tmp_path / "run"
+
+
+def rewrite(run: Path, old: str, new: str) -> None:
+    history = run / "history.jsonl"
+    text, count = re.subn(old, new, history.read_text(), count=1)
+    assert count == 1
+    history.write_text(text)
+
+
+def test_every_decision_is_made_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run), "--controller", NAME]) == 0
     out, err = capsys.readouterr()
-    count = len(decided(runs[controller]))
-    trials = " and 1 trial" * (controller == "auto")
-    assert count >= 4 and out == f"{count} decisions{trials} replayed, all the same to the bit\n" and err == ""
-    assert sorted(path.name for path in runs[controller].iterdir()) == sorted((CONFIG, HISTORY))
+    assert re.fullmatch(r"\d+ decisions replayed, all bitwise the same\n", out) and err == ""
+    assert int(out.split()[0]) >= 8 and list(run.iterdir()) == [run / "history.jsonl"]
 
 
-def rewritten(run: Path, folder: Path, records: list[dict[str, Any]]) -> Path:
-    shutil.copytree(run, folder)
-    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
+def test_a_difference_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    factors = [
+        r["record"]["decisions"][0]["factor"] for r in records[1:] if r["record"]["decisions"]
+    ]
+    moved = next(factor for factor in factors if factor != 1)
+    rewrite(run, f'"factor": {moved!r}', f'"factor": {moved * (1 + 1e-15)!r}')
+    assert main(["replay", str(run), "--controller", NAME]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.match(r"cycle \d+: decisions differ: ", line)
 
 
-@pytest.mark.parametrize("key", ["suggestion", "low", "high"])
-def test_a_trial_that_says_something_else_is_printed(
-    runs: dict[str, Path], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("controller", "says"),
+    [
+        ("nowhere:f", "--controller is 'nowhere:f': it must be MODULE:FUNCTION"),
+        ("json", "it must be MODULE:FUNCTION"),
+        ("json:nothing", "it must be MODULE:FUNCTION"),
+        ("builtins:dict", "builtins:dict returned dict, which is no controller"),
+    ],
+)
+def test_what_makes_no_controller_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], controller: str, says: str
 ) -> None:
-    records = read_history(runs["auto"] / HISTORY)
-    [cycle] = [record for record in records if record.get("trial")]
-    cycle["trial"][key] *= 1 + 1e-15
-    assert main(["replay", str(rewritten(runs["auto"], tmp_path / "run", records))]) == 1
-    out, _ = capsys.readouterr()
-    assert out.startswith(f"cycle {cycle['cycle']}: what the trial says differ") and len(out.splitlines()) == 1
-    assert f'"{key}": {cycle["trial"][key]}' in out
+    assert says in one_line(capsys, "replay", run, "--controller", controller)
 
 
-@pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "auto"])
-def test_a_difference_is_printed(runs: dict[str, Path], controller: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = read_history(runs[controller] / HISTORY)
-    cycle = next(r for r in records if r["event"] == "cycle" and any(d["factor"] != 1 for d in r["record"]["decisions"]))
-    cycle["record"]["decisions"][0]["factor"] *= 1 + 1e-15
-    assert main(["replay", str(rewritten(runs[controller], tmp_path / "run", records))]) == 1
-    out, _ = capsys.readouterr()
-    assert out.startswith(f"cycle {cycle['cycle']}: decisions differ") and len(out.splitlines()) == 1
-
-
-def test_what_is_no_such_run_is_refused(tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(tmp_path)]) == 2
-    assert "pass the folder of a run" in capsys.readouterr().err
-    folder = shutil.copytree(runs["probe"], tmp_path / "run")
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**config, "mode": "fixed"}))
-    assert main(["replay", str(folder)]) == 2
-    assert "no recorded decisions" in capsys.readouterr().err
+def test_what_has_no_decisions_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(run, '"moment": {', '"moment": {"another": 1, ')
+    assert "cannot be replayed by" in one_line(capsys, "replay", run, "--controller", NAME)
+    (run / "history.jsonl").write_text("")
+    assert "no recorded decisions" in one_line(capsys, "replay", run, "--controller", NAME)
+    (run / "history.jsonl").unlink()
+    assert "not a regular file" in one_line(capsys, "replay", run, "--controller", NAME)

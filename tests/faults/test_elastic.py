@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from ..cli.harness import ROOT, wait_until_gone
+from ..alive import wait_until_gone
 from ..distributed import run_ranks
 from ..limits import HANG_S
 from . import elastic_worker
 from .elastic_worker import KILL_AT, SAVE_EVERY, STEPS
+
+ROOT = Path(__file__).parents[2]
 
 
 def uninterrupted(rank: int, world: int, folder: str) -> list[float]:

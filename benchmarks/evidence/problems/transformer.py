@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.cli.job.data import Corpus, load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig
+from examples.bytes.data import Corpus, load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig
 
 from .problem import Batch, Problem, mean_loss
 

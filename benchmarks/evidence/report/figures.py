@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hdet.cli.report import COLOURS, GREY
+from hdet.cli.drawing import COLOURS, GREY
 
 from . import horizon
 from .curves import Record, by, curves, of_one_kind, score

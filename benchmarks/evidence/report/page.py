@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hdet.cli.job.run_files import RunFolderError, read_history
+from hdet.cli.runs import read_records
 
 from .curves import Record
 from .hero import hero_tables
@@ -26,19 +26,19 @@ SEARCH_FOR_BEST = "-find"
 
 def read(paths: Sequence[Path]) -> list[Record]:
     """The lines of results files; a last line that is just being written is left out."""
-    return [record for path in paths for record in read_history(path)]
+    return [record for path in paths for _, record in read_records(path)]
 
 
 def page(records: Sequence[Record]) -> str:
     """All tables, and which lines have none.
 
     Raises:
-        RunFolderError: none of the lines has a table.
+        ValueError: none of the lines has a table.
     """
     count = Counter(str(record.get("benchmark")) for record in records)
     parts = [tables(of(name, records)) for name, tables in TABLES.items() if name in count]
     if not parts:
-        raise RunFolderError(f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold some")
+        raise ValueError(f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold some")
     unknown = [name for name in count if name not in TABLES and not name.endswith(SEARCH_FOR_BEST)]
     return "\n".join([*parts, *(f"No table is made of the {count[name]} lines of {name!r}.\n" for name in unknown)])
 
@@ -71,5 +71,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(page(records), end="")
         for path in write(records, options.out) if options.out else []:
             print(f"written: {path}")
-    except (RunFolderError, OSError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.cli.job.data import sample_batch
+from examples.bytes.data import sample_batch
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, drawn, mean_loss

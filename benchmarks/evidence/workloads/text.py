@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from hdet.cli.job.data import load_corpus, sample_batch
+from examples.bytes.data import load_corpus, sample_batch
 
 from ..problems import Batch
 

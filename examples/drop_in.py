@@ -1,9 +1,9 @@
 """A nanoGPT-like loop on real text, and the four lines that turn its fixed schedule into HDET.
 
-    torchrun --nproc-per-node 4 examples/bytes.py                    # HDET from a rate 30 times too low
-    torchrun --nproc-per-node 4 examples/bytes.py --fixed            # the same with torch's OneCycleLR
+    torchrun --nproc-per-node 4 -m examples.drop_in                  # HDET from a rate 30 times too low
+    torchrun --nproc-per-node 4 -m examples.drop_in --fixed          # the same with torch's OneCycleLR
 
-The changed lines are marked with (1) to (4). One process alone runs too; it has no replicas and so explores nothing.
+From the root of the repository. The changed lines are marked with (1) to (4). One process alone runs too; it has no replicas and so explores nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet  # (1)
-from hdet.cli.job.data import load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig, cross_entropy
+from examples.bytes.data import load_corpus, sample_batch
+from examples.bytes.model import GPT, GPTConfig, cross_entropy
 
 # -----------------------------------------------------------------------------
 parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""A byte-level GPT, small enough for two CPU cores: pre-norm blocks, learned positions, tied output matrix."""
+"""A byte-level GPT for two CPU cores: pre-norm, learned positions, tied output matrix."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch.nn import functional as F
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over all positions, nats per byte; logits (batch, time, vocabulary), targets (batch, time) int64 -> 0-d fp32."""
+    """Mean over all positions in nats per byte, a 0-d float32.
+
+    Args:
+        logits: (batch, time, vocabulary).
+        targets: (batch, time), int64.
+    """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shapes of the model; all in elements (``context`` in bytes of text)."""
+    """Shapes of the model, in elements; ``context`` in bytes of text."""
 
     vocabulary: int = 256
     context: int = 64
@@ -38,7 +43,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
@@ -56,19 +62,17 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # GPT-2's initialisation: 0.02, and less for what is added to the residual stream once per layer.
+                # As GPT-2: 0.02, and less for what each layer adds to the residual stream.
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
+                )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
-
-    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """`cross_entropy` of the model's own prediction."""
-        return cross_entropy(self(tokens), targets)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Matrices decay, vectors do not: the usual two groups, named for logs."""
@@ -80,12 +84,12 @@ class GPT(nn.Module):
         ]
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """``length`` bytes after ``prompt``, sampled from its own generator; none where the model's logits are not finite. Its mode is left
-        as it was."""
-        generator = torch.Generator().manual_seed(seed)
+    def generate(
+        self, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> bytes:
+        """Samples ``length`` bytes after ``prompt``; fewer where the logits are not finite."""
+        generator, text = torch.Generator().manual_seed(seed), list(prompt)
         device = self.tokens.weight.device
-        text = list(prompt)
         for _ in range(length):
             window = torch.tensor([text[-self.config.context :]], device=device)
             probabilities = (self(window)[0, -1].float().cpu() / temperature).softmax(-1)

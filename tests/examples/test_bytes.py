@@ -1,0 +1,184 @@
+"""examples.bytes: what its runs leave behind, and that a resumed one is bitwise the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.bytes import training
+from examples.bytes.__main__ import main as train
+from examples.bytes.training import Run
+from hdet.cli.main import main
+
+from ..limits import HANG_S
+from .conftest import ENVIRONMENT, ROOT, command_of
+from .small_bytes import SIZES
+
+TIMES = {"probe_ms", "converge_ms", "seconds"}
+REPLAY = ["--controller", "examples.bytes.training:controller_of"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SIZES.items():
+        monkeypatch.setattr(training, name, value)
+
+
+def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Without times, in which no two runs are the same."""
+    lines = map(json.loads, (folder / "history.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in record.items() if key not in TIMES}
+        for record in lines
+        if event in (None, record["event"])
+    ]
+
+
+def are_bitwise_same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(
+            are_bitwise_same(ours[key], theirs[key]) for key in ours if key not in TIMES
+        )
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(are_bitwise_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+def are_same_runs(ours: Path, theirs: Path) -> bool:
+    ends = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (ours, theirs)]
+    return records(ours) == records(theirs) and are_bitwise_same(*ends)
+
+
+# Not with a probe: what it measures in several cycles begins anew in a resumed run.
+STEPS = ["--controller", "softmax", "--steps", "200", "--sync-interval", "4", "--batch-size", "2"]
+MODULE = "tests.examples.small_bytes"
+PROCESSES = 3  # a sum of two has no order
+
+
+@pytest.fixture(scope="module")
+def compared(
+    text_folder: Path, run_example: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("runs") / "compared"
+    words = [*STEPS, "--data", text_folder, "--compare", "--out", out]
+    return out, run_example(MODULE, PROCESSES, *words)
+
+
+def test_a_comparison(compared: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    out, said = compared
+    ends = {name: records(out / name, "validation") for name in ("fixed", "hdet")}
+    assert [r["step"] for r in ends["fixed"]] == [r["step"] for r in ends["hdet"]]
+    for name, points in ends.items():
+        assert f"{out / name}: validation loss {points[-1]['loss']:.4f} nats per byte" in said
+    assert [r["step"] for r in records(out / "hdet", "cycle")] == list(range(4, 201, 4))
+    assert not records(out / "fixed", "cycle")
+    assert main(["report", str(out)]) == 0
+    assert f"{ends['hdet'][-1]['loss']:.4f}" in capsys.readouterr().out
+
+
+# A trial in steps 1 to 56, from a rate that is far too low.
+AUTO = ["--controller", "auto", "--steps", 200, "--budget", 0.99, "--max-lr", 1e-5]
+KINDS: dict[str, list[object]] = {
+    "probe": ["--coresident", 2, "--steps", 40],
+    "softmax": ["--coresident", 2, "--steps", 40, "--controller", "softmax"],
+    "fixed": ["--steps", 40, "--controller", "fixed"],
+    "auto": AUTO,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_bitwise_the_same(
+    kind: str, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    common = ["--sync-interval", 4, "--batch-size", 2, "--data", text_folder]
+    settings = [str(word) for word in (*KINDS[kind], *common)]
+    train([*settings, "--out", str(tmp_path / "whole")])
+    save = Run._save
+
+    def save_and_stop(run: Run) -> None:
+        save(run)
+        if run.step >= 0.6 * run.settings.steps:
+            run.step += 1
+            run._record("train", loss=1.0)  # which the checkpoint does not know
+            raise KeyboardInterrupt
+
+    broken = [*settings, "--out", str(tmp_path / "broken")]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Run, "_save", save_and_stop)
+        train(broken)
+    assert not records(tmp_path / "broken", "end")
+    train([*broken, "--resume"])
+    assert are_same_runs(tmp_path / "broken", tmp_path / "whole")
+    if kind != "fixed":
+        capsys.readouterr()
+        assert main(["replay", str(tmp_path / "broken"), *REPLAY]) == 0
+        assert "replayed, all bitwise the same" in capsys.readouterr().out
+
+
+def test_a_killed_run_of_several_processes_is_resumed_bitwise(
+    text_folder: Path, tmp_path: Path, run_example: Callable[..., str], compared: tuple[Path, str]
+) -> None:
+    killed = [*STEPS, "--data", text_folder, "--out", tmp_path]
+    process = subprocess.Popen(
+        command_of(MODULE, PROCESSES, *killed), cwd=ROOT, env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    limit = time.monotonic() + HANG_S
+    while not (tmp_path / "checkpoint.pt").exists():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.02)
+    process.terminate()
+    process.wait(HANG_S)
+    assert not records(tmp_path, "end")
+    run_example(MODULE, PROCESSES, *killed, "--resume")
+    assert are_same_runs(tmp_path, compared[0] / "hdet")
+
+
+def test_a_trial_raises_a_rate_that_is_far_too_low(
+    text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--sync-interval", 4, "--batch-size", 2, "--data", text_folder, *AUTO]
+    train([*map(str, settings), "--compare", "--out", str(tmp_path)])
+    [tried] = [record for record in records(tmp_path / "hdet", "cycle") if record["trial"]]
+    assert tried["step"] == 56 and tried["corrections"]["lr"] > 10
+    assert f"step    56   {tried['notes'][0]}" in capsys.readouterr().out
+    fixed, found = (
+        records(tmp_path / name, "validation")[-1]["loss"] for name in ("fixed", "hdet")
+    )
+    assert found < fixed - 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "holds a run: pass --overwrite, --resume"),
+        (["--resume", "--max-lr", "0.1"], "is of other settings"),
+        (["--resume", "--out", "nowhere"], "'nowhere' has no checkpoint.pt"),
+        (["--resume", "--data", "nowhere"], "'nowhere' is not a folder"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    compared: tuple[Path, str], text_folder: Path, arguments: list[str], says: str
+) -> None:
+    folder = compared[0] / "fixed"
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises((SystemExit, ValueError), match=says):
+        train(["--out", str(folder), *STEPS, "--data", str(text_folder), *arguments])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_drop_in_runs(text_folder: Path, run_example: Callable[..., str]) -> None:
+    """One process: no replicas, but every line of the loop."""
+    settings = ["--steps", 4, "--sync-interval", 2, "--data", text_folder]
+    said = run_example("examples.drop_in", 1, *settings)
+    assert 5 < float(said.split("validation loss")[1].split()[0]) < 6  # ln 256 is 5.55
