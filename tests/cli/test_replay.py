@@ -93,7 +93,7 @@ def test_what_makes_no_controller_is_refused(
 
 
 def test_what_has_no_decisions_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rewrite(run, '"moment": {', '"moment": {"another": 1, ')
+    rewrite(run, '"evidence": {', '"evidence": {"another": 1, ')
     assert "cannot be replayed by" in one_line(capsys, "replay", run, "--controller", NAME)
     (run / "history.jsonl").write_text("")
     assert "no recorded decisions" in one_line(capsys, "replay", run, "--controller", NAME)
