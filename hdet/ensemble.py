@@ -501,7 +501,7 @@ class Ensemble:
         self.schedule.write(self.engine)
         self.history = cycle_record(
             self.engine, self.schedule, outcome, losses=losses, scores=measured, notes=self._notes,
-            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed), trial=self._trial,
+            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed), trial=self._trial, searching=searching,
         )  # fmt: skip
         self._notes, self._trial = [], None
         self._begin_cycle()

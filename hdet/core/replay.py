@@ -55,7 +55,8 @@ def replay(
         if line.get("trial") is not None and controller.search is not None:
             again = controller.search.decided_again(line["trial"])
             yield from _difference(f"{where}: what the trial says", *again)
-            controller.search.done = line["trial"]["is_over"]
+        if controller.search is not None and "searching" in line:
+            controller.search.done = not line["searching"]
         if record["rolled_back"]:
             controller.restart()
         if record["evidence"] is None:

@@ -24,7 +24,7 @@ def cycle_record(
     **more: Any,
 ) -> dict[str, Any]:
     """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/index.md has the keys;
-    ``more``: those that the Ensemble knows (losses, trial, converge_ms, probe_ms)."""
+    ``more``: those that the Ensemble knows (losses, trial, searching, converge_ms, probe_ms)."""
     return {
         "event": "cycle",
         "cycle": outcome.cycle,

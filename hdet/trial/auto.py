@@ -40,7 +40,7 @@ class Move:
         factor: of all rates; 1: nothing changes.
         restored: are the run's first weights in place again?
         note: one line.
-        trial: `RateInterval.to_dict` and ``is_over``, is the search done, for the log.
+        trial: `RateInterval.to_dict`, for the log.
     """
 
     factor: float
@@ -244,8 +244,7 @@ class AutoLR(Controller):
         self.close()
         verb = "" if self.obeyed or not interval.moves else " would go"
         note = str(interval).splitlines()[0].replace("rate:", f"rate{verb}")
-        record = {**interval.to_dict(), "is_over": self.done}
-        return Move(factor if self.obeyed else 1.0, lowers, note, record)
+        return Move(factor if self.obeyed else 1.0, lowers, note, interval.to_dict())
 
     def close(self) -> None:
         """Copies and hooks go. A search that was under way begins again with the next step."""
