@@ -75,26 +75,29 @@ class Schedule:
         """Steps of the schedule done; None where nobody counts them."""
         return getattr(self.scheduler, "last_epoch", None)
 
-    @property
-    def is_over(self) -> bool:
-        """Its end is the run's, also where it is stepped more often than the optimizer."""
-        total = getattr(self.scheduler, "total_steps", self.total_steps)
-        return total is not None and self.step == total
-
-    def advance(self) -> None:
-        """One step. `write` must follow, unless the schedule `is_neutral`."""
+    def advance(self) -> bool:
+        """One step. `write` must follow, unless the schedule `is_neutral`. Returns whether the
+        schedule is over, where it has an end of its own."""
         for knob in self.knobs:
-            knob.note_highest()
-        if self.scheduler is None:
-            return
+            now = knob.scheduled[0]
+            if isinstance(now, torch.Tensor):
+                knob.highest = now.clamp(min=knob.highest)
+            elif now > knob.highest:
+                knob.highest = now
+        scheduler = self.scheduler
+        if scheduler is None:
+            return False
         for knob in self._moved:
             if not knob.is_neutral:
                 knob.show_schedule()
         try:
-            self.scheduler.step()
+            scheduler.step()
         finally:
             for knob in self._moved:
                 knob.take_schedule()
+        # It may be stepped more often than the optimizer: then its end is the run's all the same.
+        total = getattr(scheduler, "total_steps", self.total_steps)
+        return total is not None and getattr(scheduler, "last_epoch", None) == total
 
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places, but where a replica's value stands."""
@@ -111,8 +114,11 @@ class Schedule:
         Raises:
             ValueError: somebody else has written a value, or this is called inside `rescheduling`.
         """
-        self.check_at_rest()
+        if self._is_shown:
+            self.check_at_rest()
         for knob in self.knobs:
+            if not knob.is_lent and not knob.has_tensors and knob.read() == knob.left:
+                continue
             place = knob.find_foreign_write()
             if place is not None:
                 raise ValueError(

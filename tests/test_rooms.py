@@ -28,6 +28,7 @@ FLOORS = [
     {"controllers"},
     {"run"},
     {"trial"},
+    {"parts"},
     {"ensemble"},
     {"schedulers", "checkpoint", "logging"},
     {"cli", "integrations"},

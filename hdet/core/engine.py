@@ -162,7 +162,7 @@ class Engine:
         """One optimizer step is done on every replica. Returns whether it ends the cycle."""
         self.step += 1
         self.position += 1
-        return self.clock.ends_cycle(self.position, self.step)
+        return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:
         """Other weights were loaded or restored: the controller plans the running cycle again."""

@@ -86,6 +86,7 @@ class Bound:
         self.highest: Any = -math.inf
         """Of the first cell of `scheduled`, in the steps since the controller was told; -inf before the first."""
         self._check_first()
+        self.has_tensors = any(isinstance(value, torch.Tensor) for value in self.scheduled)
         self.rho = 1.0
         """This replica's multiplier in the running cycle."""
         self.is_lent = False
@@ -121,7 +122,8 @@ class Bound:
 
     # -- values ----------------------------------------------------------------------------------------------------------
 
-    def _values(self) -> list[Any]:
+    def read(self) -> list[Any]:
+        """What the cells hold now."""
         return [cell.get() for cell in self.cells]
 
     def value(self) -> float:
@@ -135,11 +137,6 @@ class Bound:
     def uncorrected_value(self) -> float:
         """What a correction of 1 would leave in the first cell."""
         return self.scheduled_value()
-
-    def note_highest(self) -> None:
-        """A step was made at these values. Waits for no device."""
-        now = self.scheduled[0]
-        self.highest = now.clamp(min=self.highest) if isinstance(now, torch.Tensor) else max(self.highest, now)
 
     def base_value(self) -> float:
         """The base value in force, of the first cell, as `write` was told."""
@@ -162,13 +159,17 @@ class Bound:
 
     def take_schedule(self) -> None:
         """What stands in the cells are the schedule's next values. `write` follows, unless `is_neutral`."""
-        self.scheduled = values = self._values()
+        self.scheduled = values = self.read()
+        self.has_tensors = False
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
-                values[i] = content(value)
+                values[i], self.has_tensors = content(value), True
         if self.is_neutral:
-            self.left = self.scheduled
-            self._remember_marks()
+            self.left = values
+            if self.has_tensors:
+                self._remember_marks()
+            else:
+                self._marks = values
 
     def load(self, scheduled: Sequence[float], highest: float) -> None:
         """Continue at these values of the schedule. `write` follows."""
@@ -201,7 +202,7 @@ class Bound:
         """
         if self.is_lent:
             return None
-        for i, (value, mark) in enumerate(zip(self._values(), self._marks, strict=True)):
+        for i, (value, mark) in enumerate(zip(self.read(), self._marks, strict=True)):
             now = _mark(value) if isinstance(value, torch.Tensor) else value
             if now != mark:
                 if not isinstance(value, torch.Tensor) or not close(value, self.left[i]):
@@ -214,7 +215,7 @@ class Bound:
         return self.name
 
     def _remember_marks(self) -> None:
-        self._marks = marks = self._values()
+        self._marks = marks = self.read()
         for i, value in enumerate(marks):
             if isinstance(value, torch.Tensor):
                 marks[i] = _mark(value)
@@ -229,11 +230,11 @@ class Bound:
         if all(rho == 1.0 for rho in multipliers):
             yield
             return
-        used = [self.scale.fanned(content(value), rho) for value, rho in zip(self._values(), multipliers, strict=True)]
+        used = [self.scale.fanned(content(value), rho) for value, rho in zip(self.read(), multipliers, strict=True)]
         with self._lent(used):
-            inside = [_mark(value) for value in self._values()]
+            inside = [_mark(value) for value in self.read()]
             yield
-            for value, mark, own in zip(self._values(), inside, used, strict=True):
+            for value, mark, own in zip(self.read(), inside, used, strict=True):
                 if _mark(value) != mark and not (isinstance(value, torch.Tensor) and close(value, own)):
                     where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
                     raise ValueError(
@@ -248,7 +249,7 @@ class Bound:
 
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:
-        values = self._values()
+        values = self.read()
         before = [content(value) for value in values]
         self.is_lent = True
         try:
@@ -284,7 +285,7 @@ class GroupKnob(Bound):
         self._entry, self.key = entry, key
         super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
 
-    def _values(self) -> list[Any]:
+    def read(self) -> list[Any]:
         values, groups = [], self.optimizer.param_groups
         for i in self.indices:
             value = groups[i][self.key]

@@ -118,18 +118,15 @@ class CoresidentReplicas(Replicas):
             self.write_back()
         entry = [replica]
         self._entered.append(entry)
+        self.in_use = True
         self._put(replica)
         try:
             yield
         finally:
             self._entered = [other for other in self._entered if other is not entry]
+            self.in_use = bool(self._entered)
             self._put(self._entered[-1][0] if self._entered else 0)
             self._marks = self._versions()  # what was written in here was meant for this replica alone
-
-    @property
-    def in_use(self) -> bool:
-        """Is a `use` open?"""
-        return bool(self._entered)
 
     def _put(self, replica: int) -> None:
         if replica == self.index:

@@ -39,6 +39,8 @@ class Replicas:
     peer_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
     storage: str = "parameters"
+    in_use: bool = False
+    """Has the model the weights of one of several local replicas for the moment?"""
 
     def __init__(
         self,
@@ -166,11 +168,6 @@ class Replicas:
         if replica not in (None, self.index):
             raise ValueError(f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out")
         return 0
-
-    @property
-    def in_use(self) -> bool:
-        """Has the model the weights of one of several local replicas for the moment?"""
-        return False
 
     def use(self, replica: int) -> AbstractContextManager[None]:
         """Inside, the model has this local replica's weights."""

@@ -228,11 +228,9 @@ def check_several(replicas: Replicas, knobs: Sequence[Bound], controller: Contro
         )
 
 
-def check_controller(controller: Controller | None, run: Run) -> None:
-    """Is this run one the controller can work in? Raises ValueError if not; warns where it can, and next to nothing comes of it."""
-    if controller is None:
-        return
-    controller.start(run)
+def check_controller(controller: Controller, run: Run) -> None:
+    """Is this run one the controller, which has started, can work in? Raises ValueError if not; warns where it can, and next to nothing comes
+    of it."""
     total, length = run.total_steps, run.sync_interval
     decides_at_ends = controller.search is None or controller.needs_replicas
     if total is not None and total < 2 * length and decides_at_ends:

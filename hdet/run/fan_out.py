@@ -68,11 +68,15 @@ class FanOut:
         self._rates = rates
         self._are_rates_bounded = self.is_fused and any(knob.scale.bounded for knob in rates)
         self._in_step = [(k, knob) for k, knob in enumerate(self.knobs) if knob.acts == "step" and not (self.is_fused and knob.key == "lr")]
+
+    def attach(self) -> None:
+        """Let the optimizer's step be `step`."""
+        optimizer: Any = self.optimizer
         if self.is_fused:
-            optimizer.first_replica = first_replica  # type: ignore[attr-defined]
+            optimizer.first_replica = self._first
         _wrap(optimizer)
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
-        optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
+        optimizer.add_param_group = _refuse_group
+        optimizer._hdet_fan_out = self
         self._check = optimizer.register_step_post_hook(self._check_not_bypassed)
 
     # -- a step ------------------------------------------------------------------------------------
@@ -83,7 +87,8 @@ class FanOut:
             return inner(*args, **kwargs)
         self._is_stepping = True
         try:
-            if self._is_of_a_library():
+            rate = self.optimizer.param_groups[0].get("lr", 1.0)
+            if (not isinstance(rate, float) or rate == 0.0) and self._is_of_a_library():
                 return inner(*args, **kwargs)
             self.schedule.check_unwritten()
             if self._is_first_step:

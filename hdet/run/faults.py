@@ -92,15 +92,15 @@ class Guard:
 
     def __init__(self, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> None:
         self._replicas, self._where = replicas, where
-        self._broken: ReplicaLost | None = None
+        self.lost: ReplicaLost | None = None
 
     def check_whole(self) -> None:
         """Raises RuntimeError if a replica was lost."""
-        if self._broken is not None:
+        if self.lost is not None:
             raise RuntimeError(
-                f"this Ensemble has lost a replica in cycle {self._broken.cycle} (step {self._broken.step}); its parameters may be half averaged: "
+                f"this Ensemble has lost a replica in cycle {self.lost.cycle} (step {self.lost.step}); its parameters may be half averaged: "
                 "start all ranks again from the last checkpoint"
-            ) from self._broken
+            ) from self.lost
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -110,7 +110,7 @@ class Guard:
             with during(phase, self._replicas, self._where):
                 yield
         except ReplicaLost as lost:
-            self._broken = lost
+            self.lost = lost
             raise
 
 

@@ -142,7 +142,7 @@ def test_a_rate_of_0_is_waited_for() -> None:
 @pytest.mark.parametrize(("lr", "end"), [(1e-6, 2e-6), (0.3, 0.2)])
 def test_bounds_of_the_knob_hold(lr: float, end: float) -> None:
     run = auto_run(lr, scheduler=None, knobs=[hdet.LearningRate(0.0, bounds=sorted([lr, end]))]).steps(ALL)
-    assert run.rate == pytest.approx(end) and any("held at" in note for note in run.ensemble._notes)
+    assert run.rate == pytest.approx(end) and any("held at" in note for note in run.ensemble._cycles.notes)
 
 
 def test_an_object_is_for_one_run() -> None:

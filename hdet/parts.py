@@ -1,0 +1,189 @@
+"""The parts of an Ensemble, made in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .core.clock import Clock
+from .core.controller import Controller
+from .core.divergence import Divergence
+from .core.engine import Engine, KnobSpec
+from .core.evidence import Run
+from .knobs import Bound, GroupKnob, Knob, bind_all, check_disjoint
+from .measure.measurement import Watched
+from .policies import Sync
+from .replicas import Replicas
+from .replicas.refusals import check_sharding
+from .run.compatibility import (
+    averaged_tensors,
+    check_controller,
+    check_knobs,
+    check_several,
+    design_of,
+)
+from .run.cycle_stats import masters_of
+from .run.cycles import Cycles
+from .run.fan_out import FanOut
+from .run.faults import Guard
+from .run.measurements import Panel
+from .run.replica_parameters import ReplicaWeights, check_tied
+from .run.same_run import Agreement
+from .schedule import Schedule, Scheduler
+from .trial.searched import Searched
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """Makes and checks all parts of a run; arguments as for `hdet.Ensemble`, which has them.
+
+    The optimizer is touched by `attach` alone, and by ways of averaging that keep a second set of
+    parameters in it, which are therefore made last.
+
+    Raises:
+        TypeError, ValueError: what cannot be used, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: Scheduler | None,
+        knobs: Sequence[Knob],
+        controller: Controller | None,
+        replicas: Replicas | None,
+        sync: Sync,
+        divergence: Divergence,
+        design: str | None,
+        warmup_steps: int,
+        total_steps: int | None,
+        seed: int,
+    ) -> None:
+        self.optimizer, self.sync, self.divergence = optimizer, sync, divergence
+        self.controller = controller
+        self.tensors = averaged_tensors(optimizer, sync.buffers)
+        check_tied(sync.tied, self.tensors)
+        self.replicas = self._replicas(replicas)
+        self.knobs: list[Bound] = bind_all(knobs, optimizer)
+        self.design = self._checked_design(design)
+        self.schedule = Schedule(scheduler, self.knobs, total_steps)
+        self._make_engine(warmup_steps, seed)
+        self.during = Guard(self.replicas, lambda: (self.engine.cycle, self.engine.step))
+        self.panel = Panel(self.engine, self.during)
+        self.search: Any = None if controller is None else controller.search
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        first, is_local = self.replicas.local[0], sync.gradients == "local"
+        self.fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, is_local)
+        self._watch()
+        models = self._models()
+        self.weights = ReplicaWeights(self.tensors, optimizer, self.replicas, sync, divergence, models)
+        self.agreement = self._agreement(models)
+        self.cycles = Cycles(
+            self.engine, self.schedule, self.fan_out, self.weights, self.panel, divergence,
+            self.during, is_local,
+        )  # fmt: skip
+
+    def attach(self) -> None:
+        """Let the optimizer's step be the run's."""
+        self.fan_out.attach()
+        self.replicas.attach(self.optimizer)
+
+    # -- checked -----------------------------------------------------------------------------------
+
+    def _replicas(self, given: Replicas | None) -> Replicas:
+        replicas = Replicas.of_shards(self.tensors) if given is None else given
+        decides = self.controller is not None or self.divergence.rollback is not None
+        gradients = self.sync.gradients
+        check_sharding(self.optimizer, self.tensors, replicas, gradients, decides=decides)
+        return Replicas.default() if replicas is None else replicas
+
+    def _checked_design(self, given: str | None) -> str:
+        check_several(self.replicas, self.knobs, self.controller)
+        design = design_of(given, self.knobs, self.replicas)
+        check_knobs(
+            self.knobs, self.optimizer, self.replicas, self.controller, design=design,
+            sync=self.sync,
+        )  # fmt: skip
+        return design
+
+    def _make_engine(self, warmup_steps: int, seed: int) -> None:
+        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
+        clock, count = Clock(self.sync.every, warmup_steps, self.schedule.total_steps), self.replicas.count
+        self.engine = Engine(specs, count, clock, self.controller, seed, self.design)
+        self.engine.step = max(0, int(self.schedule.step or 0))
+        is_local = self.sync.gradients == "local"
+        self.run = Run(clock, specs, count, self.schedule.floors(), local=is_local)
+        if self.controller is not None:
+            self.controller.start(self.run)
+            check_controller(self.controller, self.run)
+        moves = self.controller is not None or self.engine.explores
+        check_disjoint(self.knobs, tensors=moves)
+        if self.engine.step:
+            self.engine.restart()
+
+    # -- what looks at the run ---------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Measurements and a search are given the run, and may refuse it."""
+        sets = self.replicas.sets(self.trained)
+        masters = [masters_of(self.optimizer, self.trained, place) for place in range(len(sets))]
+        self.panel.watch(
+            Watched(
+                self.optimizer, sets, masters, self.knobs, self.engine.clock, self.replicas,
+                lambda: self.fan_out.multipliers,
+            )
+        )  # fmt: skip
+        if self.search is None:
+            return
+        if len(self.replicas.local) > 1:
+            raise ValueError("AutoLR trains copies of the run, for which several replicas in one process are of no use: leave replicas out")
+        self._attach_search(masters[0])
+
+    def _attach_search(self, masters: Callable[[], Any]) -> None:
+        shares = self.sync.gradients == "shared"
+        self.search.attach(
+            Searched(
+                self.search.model, self.optimizer, self.trained, masters, self._peak_rates,
+                self.replicas, shares, self.fan_out.aside, self.sync.refresh is not None,
+            )
+        )  # fmt: skip
+        self.search.done = self.search.done or self.engine.step > 0  # the first steps are over
+
+    def _peak_rates(self) -> list[tuple[int, float]]:
+        """(parameter group, its schedule's peak with the correction that was decided)."""
+        peaks = zip(self.knobs, self.schedule.peaks(), self.engine.corrections, strict=True)
+        return [
+            (index, knob.scale.corrected(peak, correction))
+            for knob, own, correction in peaks
+            if isinstance(knob, GroupKnob) and knob.key == "lr"
+            for index, peak in zip(knob.indices, own, strict=True)
+        ]
+
+    def _models(self) -> list[nn.Module]:
+        """Those that are known to hold the parameters."""
+        searched = [] if self.search is None else [self.search.model]
+        buffers = [self.sync.buffers] if isinstance(self.sync.buffers, nn.Module) else []
+        return [*self.panel.modules, *searched, *buffers]
+
+    def _agreement(self, models: Sequence[nn.Module]) -> Agreement:
+        sync = self.sync
+        settings = {
+            "the number of replicas": self.replicas.count, "bucket_bytes": sync.bucket_bytes,
+            "weights": sync.weights, "gradients": sync.gradients, "moments": sync.moments,
+            "converge": sync.converge, "divergence": self.divergence, "design": self.design,
+        }  # fmt: skip
+        return Agreement(
+            self.engine, self.tensors, self.optimizer, self.schedule, self.replicas, models,
+            settings,
+        )  # fmt: skip
+
+    def _on_cycle_start(self) -> None:
+        """Before the first optimizer step after an average."""
+        self.agreement.look()
+        self.weights.on_cycle_start()
+        self.panel.on_cycle_start()
+        if self.search is not None:
+            self.search.before_first_step()

@@ -1,0 +1,275 @@
+"""Cycles of a run: they begin with multipliers, and end with statistics, an average, a decision."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..core.divergence import Divergence, Verdict
+from ..core.engine import CycleOutcome, Engine
+from ..profiling import ranged
+from ..schedule import Schedule
+from .cycle_stats import CycleStats, gather_stats, verdict_on
+from .fan_out import FanOut
+from .faults import Guard
+from .history import cycle_record
+from .measurements import Panel
+from .replica_parameters import ReplicaWeights
+
+__all__ = ["Cycles", "ReplicasDiverged"]
+
+Measured = Mapping[str, list[list[float]]]
+
+
+class ReplicasDiverged(RuntimeError):
+    """No replica has finite parameters, so there is nothing to average. Raised on every rank alike."""
+
+
+class Cycles:
+    """Begins and ends the cycles of one run.
+
+    Args:
+        engine: counts, draws multipliers, asks the controller.
+        schedule: base values.
+        fan_out: puts multipliers into the optimizer's step.
+        weights: averages the replicas.
+        panel: the controller's measurements.
+        divergence: when a replica is left out, or a cycle taken back.
+        during: put, with a name, around what communicates.
+        has_local_gradients: does each replica step with gradients of its own?
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        fan_out: FanOut,
+        weights: ReplicaWeights,
+        panel: Panel,
+        divergence: Divergence,
+        during: Guard,
+        has_local_gradients: bool,
+    ) -> None:
+        self.engine, self.schedule, self.fan_out, self.weights = engine, schedule, fan_out, weights
+        self.panel, self.divergence, self.during = panel, divergence, during
+        self.replicas, self.has_local_gradients = weights.replicas, has_local_gradients
+        self.notes: list[str] = []
+        """For the next record."""
+        self.trial: Mapping[str, Any] | None = None
+        """What an `AutoLR` has measured, for the next record."""
+        self.has_explored = False
+        """Was `Ensemble.explore` entered in this cycle?"""
+        self.can_part = False
+        """Can replicas differ after steps of the running cycle?"""
+        self.has_samples = False
+        """Does something look at steps of the running cycle?"""
+        self.times_device = False
+        """Does somebody read how long a part took, so that the device has to be waited for?"""
+        self._stay_equal = self.replicas.count == 1
+        self._buffer_marks = weights.tensors.marks()
+
+    # -- begin -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A cycle: its multipliers, its measurements."""
+        self.panel.begin_cycle()
+        self.reset_losses()
+        self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
+        table = self.engine.multipliers()
+        self.can_part = self.engine.explores or (self.has_local_gradients and self.replicas.count > 1)
+        replicas = [[row[r] for row in table] for r in self.replicas.local]
+        base = [[1.0] * len(table)] * self.weights.average.companions
+        self.fan_out.assign(*replicas, *base)
+
+    def reset_losses(self) -> None:
+        for member in self.weights.local:
+            member.loss_meter.reset()
+        self.panel.reset()
+
+    # -- in sync -----------------------------------------------------------------------------------
+
+    @property
+    def in_sync(self) -> bool:
+        """Are parameters and averaged buffers known to be equal on all replicas?"""
+        return self._stay_equal or (
+            not self.fan_out.moved and self.weights.average.idle and self.weights.tensors.unwritten(self._buffer_marks)
+        )
+
+    def note_average(self) -> None:
+        """Replicas are equal. Buffers may differ after the next step even without a spread, each
+        having seen its own data."""
+        self.fan_out.note_average()
+        has_buffers = len(self.weights.tensors.buffers) > 0
+        self._stay_equal = self.replicas.count == 1 or (self.weights.average.idle and not self.can_part and not has_buffers)
+        self._buffer_marks = self.weights.tensors.marks()
+
+    def note_restore(self) -> None:
+        """A search has put the first weights back, and what was measured since counts no more."""
+        with self.during("average"):
+            self.weights.took_back()
+        self.note_average()
+        self.engine.level = None
+        self.panel.restart()
+        self.reset_losses()
+
+    def note_load(self) -> None:
+        """A state was loaded: nothing is known of the parameters."""
+        self._stay_equal = self.replicas.count == 1
+        self.weights.loaded()
+        self.panel.restart()
+        self.begin()
+
+    # -- an average --------------------------------------------------------------------------------
+
+    def act_within(self) -> None:
+        """After a step inside of a cycle: what a way of averaging does between its ends."""
+        average, position = self.weights.average, self.engine.position
+        if (self.can_part or not average.idle) and average.acts_after(position):
+            with self.during("average"):
+                self.notes += self.weights.after_step(position)
+
+    def converge(self) -> None:
+        """Average now and exactly; the cycle goes on."""
+        if self.replicas.count > 1:
+            stats = self._gather(None, compare=True)
+            finite = [r for r, stat in enumerate(stats) if stat.finite]
+            if not finite:
+                raise self._all_diverged("no replica has finite parameters left")
+            is_plain = self.weights.average.idle and not self.weights.moments.are_averaged
+            if not (is_plain and _are_equal(stats)):
+                with self.during("average"):
+                    self.weights.complete(finite, [stat.loss for stat in stats])
+            self.note_average()
+            for r in set(range(len(stats))) - set(finite):
+                note = f"replica {r} left out of the average: parameters not finite"
+                warnings.warn(f"converge: {note}", stacklevel=3)
+                self.notes.append(note)
+        self.reset_losses()
+
+    def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
+        """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is
+        raised on every rank."""
+        marks: list[Any] = []
+        if self.replicas.world_group is not None:
+            marks = [self.schedule.mark(), *self.weights.marks()]
+        with self.during("statistics"):
+            stats = gather_stats(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
+        of_each = list(zip(*(stat.marks for stat in stats), strict=True))
+        if of_each:
+            self.schedule.check_marks(of_each[0])
+            self.weights.check_marks(of_each[1:])
+        return stats
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    @ranged("hdet.cycle")
+    def end(self, is_searching: bool) -> dict[str, Any]:
+        """Measure, average, let the controller decide, begin the next cycle. Returns the record.
+
+        Args:
+            is_searching: is an `AutoLR` in its first steps, which takes back what breaks in them?
+        """
+        self._check_explored()
+        started = self._now()
+        compare = self.replicas.count > 1 and not self.can_part
+        rows = self.panel.rows(self._as_replica, len(self.replicas.local))
+        probed = self._now()
+        stats = self._gather(rows, compare=compare)
+        measured = self.panel.measured(stats)
+        level = self.engine.level
+        verdict, losses = verdict_on(stats, self.divergence, level, is_searching)
+        self.notes += verdict.notes
+        self._average(verdict, losses, are_equal=compare and _are_equal(stats))
+        averaged = self._now()
+        outcome = self._decide(verdict, losses, measured, stats)
+        self.note_average()
+        self.schedule.write(self.engine)
+        record = cycle_record(
+            self.engine, self.schedule, outcome, losses=losses, scores=measured, notes=self.notes,
+            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),
+            trial=self.trial, searching=is_searching,
+        )  # fmt: skip
+        self.notes, self.trial = [], None
+        self.begin()
+        return record
+
+    def _check_explored(self) -> None:
+        forward = [knob for knob in self.schedule.knobs if knob.acts == "forward"]
+        if self.has_explored or not self.engine.explores:
+            return
+        if any(knob.spread > 0 for knob in forward):
+            note = (
+                f"the replicas did not differ in {', '.join(knob.name for knob in forward)}: run "
+                "forward, backward and clipping inside `with ensemble.explore():`"
+            )
+            warnings.warn(note, stacklevel=5)
+            self.notes.append(note)
+
+    @contextmanager
+    def _as_replica(self, place: int) -> Iterator[None]:
+        """While it is scored: the local replica's own values of the knobs that affect an
+        evaluation, base values of all others."""
+        own = self.fan_out.exploring(place, lambda knob: knob.affects_eval_loss)
+        with self.replicas.use(self.replicas.local[place]), own:
+            yield
+
+    @ranged("hdet.converge")
+    def _average(self, verdict: Verdict, losses: Sequence[float | None], *, are_equal: bool) -> None:
+        """Average the replicas, or restore the beginning of a cycle that is taken back."""
+        with self.during("average"):
+            if verdict.roll_back:
+                attempts = self.engine.rollbacks_in_row
+                if attempts >= self.divergence.attempts:
+                    raise self._all_diverged(f"{attempts} cycles in a row were taken back, and the next one diverged too")
+                self.weights.roll_back(attempts)
+            elif not verdict.healthy:
+                raise self._all_diverged("no replica has finite parameters left")
+            # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
+            elif not (are_equal and self.weights.average.idle):
+                self.notes += self.weights.end_cycle(verdict.healthy, losses)
+
+    def _decide(
+        self,
+        verdict: Verdict,
+        losses: Sequence[float | None],
+        measured: Measured,
+        stats: Sequence[CycleStats],
+    ) -> CycleOutcome:
+        """The controller's decisions; or lower rates, where the cycle is taken back."""
+        if verdict.roll_back:
+            self.panel.restart()
+            lower = self.divergence.lower
+            self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
+            return self.engine.roll_back(lower)
+        self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
+        voting = {name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)] for name, rows in measured.items()}
+        schedule = self.schedule
+        outcome = self.engine.close(
+            losses, voting, scheduled=schedule.values(), peak=[own[0] for own in schedule.peaks()],
+            floor=schedule.floors(), highest=schedule.highest(), schedule_step=schedule.step,
+            local=self.has_local_gradients,
+        )  # fmt: skip
+        if outcome.evidence is not None:
+            schedule.forget_highest()
+        return outcome
+
+    def _all_diverged(self, why: str) -> ReplicasDiverged:
+        return ReplicasDiverged(
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. Resume from the last "
+            "checkpoint with a lower rate or spread, or clip gradients"
+        )
+
+    def _now(self) -> float:
+        """Seconds."""
+        if self.times_device and self.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.weights.device)
+        return time.perf_counter()
+
+
+def _are_equal(stats: Sequence[CycleStats]) -> bool:
+    return len({(stat.digest, stat.marks) for stat in stats}) == 1
