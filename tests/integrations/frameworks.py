@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -112,23 +113,23 @@ def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any
     return ensemble.corrections["lr"], auto.cost, [arm.losses for arm in auto.interval.trial.arms], auto.scaler
 
 
-class Measured(hdet.Controller):
-    """Halves the rate at the first cycle's end without a word, and says what it has measured there and at the second's."""
+class Moved(hdet.Controller):
+    """Halves the rate at the first cycle's end without a word."""
 
-    name = "measured"
+    name = "moved"
     needs_replicas = False
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        cycle = evidence.cycle
-        if cycle > 1:
-            return [hdet.Decision() for _ in evidence.knobs]
-        return [hdet.Decision(factor=(0.5, 1.0)[cycle], slope=0.25 + cycle, error=0.05, t=(5.0, 1.5)[cycle]) for _ in evidence.knobs]
+        return [hdet.Decision(factor=1.0 if evidence.cycle else 0.5) for _ in evidence.knobs]
 
 
-MOVED = "lr: times 0.5, base value {value:.4g}, correction 0.5 (slope 0.25, error 0.05, t 5)"
+def halved(model: Any) -> hdet.Controller:
+    """For several optimizers, or several runs."""
+    return Halved()
+
+
+MOVED = "lr: times 0.5, base value {value:.4g}, correction 0.5"
 """What is told of it, after the step."""
-MEASURED = {"hdet/slopes/lr": 1.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 1.5}
-"""What metrics have of it from the second cycle's end on."""
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -154,6 +155,24 @@ def _launched(rank: int, world: int, function: Callable[..., Any], *args: Any) -
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def listening(name: str, start: str = "") -> Iterator[list[str]]:
+    """The lines that a logger gets meanwhile, of those that begin so."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: record.getMessage().startswith(start))
+    log = logging.getLogger(name)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 @contextmanager

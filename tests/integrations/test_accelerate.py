@@ -13,7 +13,7 @@ from torch import nn
 
 import hdet
 
-from .frameworks import MOVED, Halved, Measured, accelerate_reset, correction_in, equal, example, needs, on_ranks, weights
+from .frameworks import MOVED, Halved, Moved, accelerate_reset, correction_in, equal, example, needs, on_ranks, weights
 
 needs("accelerate")
 import accelerate
@@ -227,7 +227,7 @@ def _anew() -> Any:
             loop.accelerator.backward(losses_of(model, batch).mean())
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
     model.zero_grad()
-    loss = loop.ensemble._anew(batches)
+    loss = loop.ensemble.compute_again(batches)
     return expected, torch.cat([p.grad.flatten() for p in model.parameters()]), float(loss), sum(loop.losses) / PARTS
 
 
@@ -318,7 +318,7 @@ def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(caplog: pyt
 def test_moves_are_told_in_accelerates_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "accelerate.hdet")
     with accelerate_reset():
-        loop = Loop({**SPREAD, "controller": Measured()}).train(STEPS)
+        loop = Loop({**SPREAD, "controller": Moved()}).train(STEPS)
         moved = MOVED.format(value=0.5 * Loop(None).train(EVERY + 1).rates[-1])
     assert [record.getMessage() for record in caplog.records] == [f"[RANK 0] hdet, step 5: {moved}"]
     assert loop.ensemble.corrections["lr"] == 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,21 @@ import hdet
 
 from ..distributed import RankError
 from .frameworks import (
-    MEASURED,
     MOVED,
     Halved,
-    Measured,
+    Moved,
     correction_in,
     equal,
     example,
+    halved,
+    listening,
     looked_at,
     needs,
     on_ranks,
     told,
     trial,
     weights,
-)  # fmt: skip
+)
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -66,6 +66,8 @@ class Net(pl.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.schedule == "lambda":
             scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)
+        elif self.schedule == "constant":
+            return optimizer
         else:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "epoch" if self.schedule == "epoch" else "step"}]
@@ -152,6 +154,7 @@ def fit(
     make: Any = HdetCallback,
     stop: int | None = None,
     size: int = 4,
+    before: Any = (),
     **settings: Any,
 ) -> Any:
     """``ensemble``: None without the callback; ``stop``: after so many steps. Adds what was seen to the trainer."""
@@ -165,7 +168,7 @@ def fit(
         settings = {"accumulate_grad_batches": PARTS, "gradient_clip_val": 0.5, **settings}
     callback = None if ensemble is None else make(**ensemble)
     seen, kept = Seen(), Kept()
-    callbacks = [seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else []), Stop(stop)]
+    callbacks = [*before, seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else []), Stop(stop)]
     settings = {"max_steps": steps, **settings}
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, callbacks=callbacks, logger=kept,
@@ -407,14 +410,9 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path
 def _auto(folder: str, lr: float, controller: Any, losses: bool) -> Any:
     module = Net(lr=lr, steps=TRIED, schedule="lambda")
     ensemble = {"controller": controller, "sync": hdet.Sync(EVERY), **({"losses": losses_of} if losses else {})}
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
-    try:
-        trainer = fit(folder, ensemble if controller else None, module=module, stop=FIRST, size=16)
-    finally:
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+    with listening("lightning.pytorch.utilities.rank_zero") as lines:
+        given = ensemble if controller else None
+        trainer = fit(folder, given, module=module, stop=FIRST, size=16)
     assert module.calls == FIRST * PARTS and "log" not in vars(module)
     logged = [line["loss"] for line in trainer.kept.lines if "loss" in line]
     correction = trainer.hdet.ensemble.corrections["lr"] if controller else 1.0
@@ -429,18 +427,15 @@ def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log
     assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any("learning rate 0.0001 -> " in line for line in lines)
 
 
-def test_what_a_controller_measures_is_logged_and_its_moves_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning.pytorch")
-    monkeypatch.setattr(log, "handlers", [*log.handlers, handler])
-    trainer = fit(str(tmp_path), {**SPREAD, "controller": Measured()}, module=Net(schedule="epoch"))
-    assert [line for line in lines if line.startswith("hdet")] == [f"hdet, step 5: {MOVED.format(value=0.015)}"]
-    told = [{key: line[key] for key in MEASURED if key in line} for line in trainer.kept.lines if "hdet/cycle" in line]
-    assert told[:5] == [{}] * 4 + [{"hdet/slopes/lr": 0.25, "hdet/errors/lr": pytest.approx(0.05), "hdet/t/lr": 5.0}]
-    assert told[9:] == [pytest.approx(MEASURED)] * 3
-    assert "hdet/corrections/lr" in trainer.progress_bar_metrics and "hdet/cycle" not in trainer.progress_bar_metrics
+def test_moves_are_told_once_and_corrections_are_in_the_bar(tmp_path: Path) -> None:
+    with listening("lightning.pytorch.utilities.rank_zero") as lines:
+        module = Net(schedule="epoch")
+        trainer = fit(str(tmp_path), {**SPREAD, "controller": Moved()}, module=module)
+    assert [line for line in lines if line.startswith("hdet")] == [
+        f"hdet, step 5: {MOVED.format(value=0.015)}"
+    ]
+    assert "hdet/corrections/lr" in trainer.progress_bar_metrics
+    assert "hdet/cycle" not in trainer.progress_bar_metrics
 
 
 def test_auto_lr_refuses_a_scheduler_that_steps_by_a_metric(tmp_path: Path) -> None:
@@ -495,9 +490,9 @@ def test_a_step_that_is_not_finished_counts_in_no_other(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Counts(HdetCallback):
-        def _anew(self, trainer: Any, module: Any, batches: Any) -> Any:
-            seen.append(len(batches))
-            return super()._anew(trainer, module, batches)
+        def compute_again(self, parts: Any) -> Any:
+            seen.append(len(parts))
+            return super().compute_again(parts)
 
     class Holes(LeavesOut):
         def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch | None:
@@ -548,11 +543,11 @@ def _anew(folder: str) -> Any:
             if batch_idx == PARTS - 1:
                 found["gradient"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()]).clone()
                 pl_module.zero_grad()
-                found["anew"] = self._anew(trainer, pl_module, found["batches"])
+                found["anew"] = self.compute_again(found["batches"])
                 self.ensemble.engine.controller.before_step()
                 found["again"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()])
                 with torch.no_grad():
-                    found["scored"] = self._anew(trainer, pl_module, found["batches"])
+                    found["scored"] = self.compute_again(found["batches"])
 
     fit(folder, {"controller": hdet.AutoLR}, module=module, make=Closed)
     return found, module.calls
@@ -596,6 +591,134 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str) -> None:
 def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
     example("lightning_module").main(100)
     assert correction_in(capsys.readouterr().out) >= 2
+
+
+# -- other callbacks -------------------------------------------------------------------------------
+
+
+def averaging(kind: str) -> Any:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from torch.optim.swa_utils import get_ema_avg_fn
+
+    if kind == "swa":
+        return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2)
+    return WeightAveraging(avg_fn=get_ema_avg_fn(0.5) if kind == "ema" else None)
+
+
+def _averaged(folder: str, kind: str, ensemble: dict[str, Any] | None) -> Any:
+    """Four epochs of three steps; the average is kept by a callback that stands before ours."""
+    callback = averaging(kind)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1)
+    trainer = fit(
+        folder, ensemble, saves=saves, before=[callback], max_epochs=4, max_steps=-1,
+        limit_train_batches=3 * PARTS, val_check_interval=1.0, module=Net(schedule="constant"),
+    )  # fmt: skip
+    saved = torch.load(Path(folder, "step=8.ckpt"), weights_only=True)["state_dict"]
+    flat = torch.cat([p.flatten() for p in saved.values()])
+    return weights(trainer.lightning_module), trainer.seen, flat
+
+
+@pytest.mark.parametrize("kind", ["ema", "mean", "swa"])
+def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_look(
+    tmp_path: Path, kind: str
+) -> None:
+    still = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
+    for plain, ours in zip(
+        on_ranks(_averaged, 2, str(tmp_path), kind, None),
+        on_ranks(_averaged, 2, str(tmp_path), kind, still),
+        strict=True,
+    ):
+        assert torch.equal(plain[0], ours[0]) and torch.equal(plain[2], ours[2])
+        assert equal([torch.stack(of[1].validated) for of in (plain, ours)])
+        assert plain[1].rates == ours[1].rates
+    last, seen, saved = zip(*on_ranks(_averaged, 2, str(tmp_path), kind, SPREAD), strict=True)
+    assert not equal([of.weights[8] for of in seen])
+    assert equal([torch.stack(of.validated) for of in seen]) and equal(list(last))
+    if kind == "ema":  # of each replica half of what it was and half of what it is, averaged
+        assert len(saved) == 2 and not torch.equal(saved[0], seen[0].validated[1])
+
+
+class Transfer(Net):
+    """A head that trains on a backbone that is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule="step by step")
+        self.backbone = self.net[0]
+
+    def configure_optimizers(self) -> Any:
+        head = [p for p in self.net[3].parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(head, lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Groups(pl.Callback):
+    """[step]: the rates of all groups."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, list[float]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        self.rates[trainer.global_step] = rates
+
+
+def _unfrozen(folder: str, ensemble: dict[str, Any] | None, resume: str | None = None) -> Any:
+    groups = Groups()
+    backbone = pl.callbacks.BackboneFinetuning(1, lambda epoch: 1.5)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
+    trainer = fit(
+        folder, ensemble, before=[backbone, groups], module=numbered(Transfer), max_epochs=4,
+        max_steps=-1, limit_train_batches=3 * PARTS, val_check_interval=1.0, saves=saves,
+        resume=resume,
+    )  # fmt: skip
+    found = weights(trainer.lightning_module), groups.rates
+    return (*found, ensemble and trainer.hdet.ensemble.state_dict())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
+    tmp_path: Path, world: int
+) -> None:
+    still = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
+    ours = {**SPREAD, "controller": halved}
+    plain, same, moved = (
+        on_ranks(_unfrozen, world, str(tmp_path / name), of)
+        for name, of in (("plain", None), ("still", still), ("ours", ours))
+    )
+    if world == 1:  # DDP leaves out what is frozen when it begins, so its ranks drift apart there
+        assert torch.equal(plain[0][0], same[0][0])
+    assert equal([of[0] for of in moved]) and moved[0][2] == moved[-1][2]
+    for (_, rates, _), (_, also, _), (_, corrected, state) in zip(plain, same, moved, strict=True):
+        assert rates == also and [len(of) for of in rates.values()] == [1] * 3 + [2] * 9
+        for step, of in rates.items():
+            factor = 0.5 if step >= EVERY else 1.0
+            assert corrected[step] == pytest.approx([factor * rate for rate in of])
+        assert state["corrections"] == [0.5] and state["step"] == STEPS
+    # Lightning freezes the backbone again when it goes on, with or without hdet.
+    went_on = [
+        on_ranks(_unfrozen, world, str(tmp_path), of, str(tmp_path / name / "step=6.ckpt"))
+        for name, of in (("plain", None), ("still", still), ("ours", ours))
+    ]
+    for plain, same, again in zip(*went_on, strict=True):
+        assert plain[1] == same[1] and (world > 1 or torch.equal(plain[0], same[0]))
+        assert len(again[1]) == STEPS - 6 and again[2]["step"] == STEPS
+        for step, of in plain[1].items():
+            assert again[1][step] == pytest.approx([0.5 * rate for rate in of])
+
+
+def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(tmp_path: Path) -> None:
+    class Adds(Transfer):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 2:
+                self.optimizers().add_param_group({"params": self.backbone.parameters(), "lr": 1e-3})
+
+    groups = Groups()
+    fit(
+        str(tmp_path), {**SPREAD, "controller": Halved()}, before=[groups], module=Adds(),
+        max_epochs=4, max_steps=-1, limit_train_batches=3 * PARTS,
+    )  # fmt: skip
+    assert groups.rates[6][1] == pytest.approx(1e-3) and len(groups.rates[5]) == 1
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------------

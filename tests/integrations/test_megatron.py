@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, correction_in, equal, example, launched, looked_at, needs, told, trial
+from .frameworks import Halved, correction_in, equal, example, halved, launched, listening, looked_at, needs, told, trial
 
 needs("megatron.core")
 for file in ("megatron_cpu", "megatron_tiny", "megatron_gpt"):
@@ -299,7 +298,7 @@ def _closed(settings: dict[str, Any]) -> Any:
         scored = kept[0]()
     for p in loop.parameters():
         p.grad.zero_()
-    loop.wrapped._put_back()
+    loop.wrapped._restore_run()
     buffers = torch.cat([p.main_grad.flatten() for p in loop.model[0].parameters()])
     return [float(part["lm loss"]) for part in loop.had], loss, scored, own, again, float(buffers.norm())
 
@@ -315,16 +314,8 @@ def test_losses_and_gradients_are_computed_anew_as_megatron_has_made_them(world:
 
 
 def _auto(settings: dict[str, Any], controller: Any) -> Any:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megatron.hdet")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with listening("megatron.hdet") as lines:
         loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=TRIED, **settings).train(until=FIRST)
-    finally:
-        log.removeHandler(handler)
     return loop.flat(), 1.0 if controller is None else loop.wrapped.ensemble.corrections["lr"], lines, loop.lines
 
 
@@ -389,10 +380,6 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
         on_megatron(_experts, 4, Halved())
 
 
-def halved(model: Any) -> hdet.Controller:
-    return Halved()
-
-
 def _refused() -> None:
     loop = fresh(None)
     args = (loop.optimizer, loop.scheduler, loop.model)
@@ -442,6 +429,6 @@ def test_a_constant_rate_needs_no_min_lr() -> None:
 
 
 def test_losses_are_taken_as_megatron_reports_them() -> None:
-    numbers_of = hdet.integrations.megatron._numbers_of
+    numbers_of = hdet.integrations.megatron._weigh
     found = numbers_of([{"lm loss": torch.tensor([6.0, 3.0])}, {"lm loss": torch.tensor(4.0), "aux": torch.tensor(9.0)}, 5.0])
     assert [(float(loss), float(weight)) for loss, weight in found] == [(2, 3), (4, 1), (5, 1)] and numbers_of([]) == []

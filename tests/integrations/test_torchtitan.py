@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, equal, example, launched, looked_at, needs, told, trial, weights
+from .frameworks import Halved, equal, example, halved, launched, listening, looked_at, needs, told, trial, weights
 
 needs("torchtitan", "triton")
 for file in ("torchtitan_cpu", "torchtitan_tiny"):  # before torchtitan: the first says that there is no GPU
@@ -322,13 +321,13 @@ def _closed(folder: str, world: int, settings: dict[str, Any]) -> Any:
     made = Closed.Config(**{field.name: getattr(made, field.name) for field in fields(made)})
     trainer = wrap(made, **STILL).build()
     kept: list[Any] = []
-    begin = trainer.hdet.begin
-    trainer.hdet.begin = lambda: (begin(), keep_closure(trainer.ensemble, kept))
+    begin = trainer.hdet.begin_run
+    trainer.hdet.begin_run = lambda: (begin(), keep_closure(trainer.ensemble, kept))
     trainer.train()
     seen = trainer.ntokens_seen
     trainer.optimizers.zero_grad()
     loss = kept[-1]()
-    trainer.hdet._clip()
+    trainer.hdet.clip_gradients()
     again = gradients(trainer)
     with torch.no_grad():
         scored = kept[-1]()
@@ -351,19 +350,9 @@ def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp
 
 
 def _auto(folder: str, world: int, lr: float, controller: Callable[[Any], Any] | None, parallel: Any) -> Any:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = hdet.integrations.torchtitan._LOG
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with listening(hdet.integrations.torchtitan._LOG.name) as lines:
         ensemble = None if controller is None else {**STILL, "controller": controller}
         trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=TRIED, until=FIRST, parallel=parallel)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
     corrections = {} if controller is None else trainer.ensemble.corrections
     said = [line for line in lines if "hdet" in line or "a trial" in line]  # by whomever: torchtitan's logger is the root of all
     return weights(trainer.model_parts[0]), corrections.get("lr"), said
@@ -426,17 +415,13 @@ def _several(folder: str, controller: Any) -> Any:
 
 
 def test_several_optimizers_have_an_ensemble_each_and_auto_lr_refuses_them(tmp_path: Path) -> None:
-    found = launched(_several, 2, str(tmp_path / "several"), lambda_halved)
+    found = launched(_several, 2, str(tmp_path / "several"), halved)
     assert equal([w for w, *_ in found])
     assert found[0][1:] == (2, pytest.approx(2), ["optimizer 0/hdet/corrections/lr", "optimizer 1/hdet/corrections/lr"])
     with pytest.raises(RankError, match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
         launched(_several, 2, str(tmp_path / "auto"), trial)
     with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
         launched(_several, 2, str(tmp_path / "one"), Halved())
-
-
-def lambda_halved(model: Any) -> hdet.Controller:
-    return Halved()
 
 
 class OwnWay(Watched):
@@ -479,4 +464,4 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         RankError, match="OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller that compares"
     ):
         launched(_own_way, 1, str(tmp_path / "own way"), trial)
-    assert launched(_own_way, 1, str(tmp_path / "own way too"), lambda_halved) == [0.5]
+    assert launched(_own_way, 1, str(tmp_path / "own way too"), halved) == [0.5]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,14 @@ import torch
 import hdet
 
 from .frameworks import (
-    MEASURED,
     MOVED,
     Halved,
-    Measured,
+    Moved,
     Text,
     correction_in,
     equal,
     example,
+    listening,
     llama,
     looked_at,
     needs,
@@ -30,7 +27,7 @@ from .frameworks import (
     told,
     trial,
     weights,
-)  # fmt: skip
+)
 
 needs("transformers", "accelerate")
 import transformers
@@ -301,7 +298,7 @@ def test_checkpoints_of_a_plain_trainer_go_on_here_and_ours_there(tmp_path: Path
 
 def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_it_is_saved(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 8, "log_level": "info"}
-    with listening() as lines:
+    with listening(*LOG) as lines:
         trained(str(tmp_path / "ours"), {**SPREAD, "controller": Halved()}, **saves)
     said = "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply your lr by it"
     assert [line for line in lines if "saved" in line] == [f"hdet, step 8: {said}"]  # and not once more at 12
@@ -321,32 +318,11 @@ def test_cycles_end_at_multiples_of_t_where_the_warm_up_begins_at_0(tmp_path: Pa
     assert trainer.ensemble.history["step"] == trainer.state.global_step == STEPS
 
 
-def test_what_a_controller_measures_is_logged_and_its_moves_are_told(tmp_path: Path) -> None:
-    with listening() as lines:
-        trainer = trained(str(tmp_path), {**SPREAD, "controller": Measured()}, lr_scheduler_type="constant", log_level="info")
+def test_moves_are_told_in_the_trainers_log(tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": "constant", "log_level": "info"}
+    with listening(*LOG) as lines:
+        trained(str(tmp_path), {**SPREAD, "controller": Moved()}, **settings)
     assert lines == [f"hdet, step 5: {MOVED.format(value=0.005)}"]
-    log = [{key: line[key] for key in MEASURED if key in line} for line in trainer.state.log_history if "learning_rate" in line]
-    assert log[3:5] == [{}, {"hdet/slopes/lr": 0.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 5.0}] and log[9:] == [MEASURED] * 3
-
-
-def _probed(folder: str) -> Any:
-    records: dict[int, Any] = {}
-    settings = {**SPREAD, "controller": _probe, "log": lambda record, step: records.update({step: record})}
-    with listening() as lines:
-        trainer = trained(folder, settings, lr_scheduler_type="constant", learning_rate=1e-4, max_steps=60, log_level="info")
-    return lines, records, trainer.state.log_history, trainer.ensemble.corrections["lr"], trainer.ensemble.engine.controller.report()
-
-
-def test_what_a_probe_decides_is_in_the_trainers_log(tmp_path: Path) -> None:
-    lines, records, log, correction, report = on_ranks(_probed, 2, str(tmp_path))[0]
-    moved = {step: record for step, record in records.items() if record["record"]["decisions"][0]["factor"] != 1}
-    assert moved and correction > 1 and "score 2 mini-batches once in every cycle; a value moves where |t| is above 2" in report
-    assert lines == [f"hdet, probe: {report}"] + [line for line in lines if "lr: times" in line]
-    for line, (step, record) in zip(lines[1:], moved.items(), strict=True):
-        assert line.startswith(f"hdet, step {step}: lr: times ") and f"t {record['t']['lr']:.3g})" in line
-    for line in log:
-        if line["step"] in records and "learning_rate" in line:
-            assert line["hdet/t/lr"] == records[line["step"]]["t"]["lr"]
 
 
 # -- losses anew -----------------------------------------------------------------------------------------------------------
@@ -374,11 +350,11 @@ def _closed(folder: str, kind: str) -> Any:
     trainer.compute_loss = _counting(trainer)
     for p in model.parameters():
         p.grad = None
-    loss = driver._losses()
+    loss = driver.compute_again(driver._parts)
     trainer.ensemble.engine.controller.before_step()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     with torch.no_grad():
-        scored = driver._losses()
+        scored = driver.compute_again(driver._parts)
     return driver.loss, loss, scored, seen.gradients[-1], gradient, trainer.counted
 
 
@@ -401,26 +377,12 @@ def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp
         assert counted == {"a": [1]}
 
 
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What hdet says in the Trainer's log."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: record.getMessage().startswith("hdet"))
-    log = transformers.utils.logging.get_logger("transformers")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+LOG = ("transformers", "hdet")
+"""What hdet says in the Trainer's log."""
 
 
 def _auto(folder: str, lr: float, controller: Any) -> Any:
-    with listening() as lines:
+    with listening(*LOG) as lines:
         settings = {"max_steps": TRIED, "learning_rate": lr, "logging_steps": 20, "log_level": "info"}
         trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, examples=1600, **settings)
     return weights(trainer.model), trainer.ensemble.corrections["lr"], lines

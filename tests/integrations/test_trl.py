@@ -40,7 +40,7 @@ def _spread() -> Any:
     adapters = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     driver = trainer._hdet
     counted = repr(trainer._metrics), trainer._total_train_tokens
-    loss = driver._losses()
+    loss = driver.compute_again(driver._parts)
     same = counted == (repr(trainer._metrics), trainer._total_train_tokens)
     return weights(trainer.model), adapters, saved.exists(), len(trainer.ensemble.parameters), float(loss), same
 
