@@ -65,9 +65,7 @@ class HdetCallback(Adapter, _Callback):
             ReduceLROnPlateau.
     """
 
-    def __init__(
-        self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
         super().__init__()
         check_settings(settings)
         self.losses, self.settings = losses, settings
@@ -92,8 +90,7 @@ class HdetCallback(Adapter, _Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise ValueError(
-                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for "
-                "all ranks: there are no replicas. Use 'ddp'"
+                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for all ranks: there are no replicas. Use 'ddp'"
             )
         self.trainer, self.module = trainer, pl_module
         steps = trainer.estimated_stepping_batches
@@ -189,9 +186,7 @@ class HdetCallback(Adapter, _Callback):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()  # the module's own hook may have skipped the rest of an epoch
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             self._batches = []  # of a step not finished, whose gradients Lightning clears here
@@ -200,9 +195,7 @@ class HdetCallback(Adapter, _Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._exploring.close()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
@@ -247,9 +240,7 @@ class HdetCallback(Adapter, _Callback):
         if self.losses is not None:
             with trainer.precision_plugin.train_step_context():
                 return self.losses(module, batch).mean() / trainer.accumulate_grad_batches
-        takes_index = _signatures.is_param_in_hook_signature(
-            module.training_step, "batch_idx", min_args=2
-        )
+        takes_index = _signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         output = trainer.strategy.training_step(*(part if takes_index else [batch]))
         loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         return None if loss is None else loss / trainer.accumulate_grad_batches
@@ -258,16 +249,12 @@ class HdetCallback(Adapter, _Callback):
         self.module.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def without_sync(self) -> AbstractContextManager[Any]:
-        block: Callable[[], AbstractContextManager[Any]] = getattr(
-            self.trainer.strategy, "block_backward_sync", nullcontext
-        )
+        block: Callable[[], AbstractContextManager[Any]] = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         return block()
 
     def clip_gradients(self) -> None:
         trainer = self.trainer
-        self.module.configure_gradient_clipping(
-            trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
+        self.module.configure_gradient_clipping(trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
     # -- where others look -------------------------------------------------------------------------
 
@@ -310,9 +297,7 @@ class _Rescheduled:
         return getattr(self.hdet_inner, name)
 
 
-def _average_module(
-    module: torch.nn.Module | None, replicas: Replicas, device: torch.device
-) -> None:
+def _average_module(module: torch.nn.Module | None, replicas: Replicas, device: torch.device) -> None:
     """Replace what is a float by the mean over the replicas; ``device``: where these can talk."""
     if module is None or replicas.peer_group is None:
         return

@@ -141,9 +141,7 @@ class Wrapped(Adapter):
         (member,) = self.members
         if self._gradients is None:
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-            self._gradients = [
-                (p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")
-            ]
+            self._gradients = [(p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")]
         _copy_masters(member)
         tracker = _random.get_cuda_rng_tracker()
         states = tracker.get_states()
@@ -208,18 +206,13 @@ def _check_members(optimizer: Any) -> list[Any]:
     not known."""
     chained = _optimizers.ChainedOptimizer
     if not isinstance(optimizer, (_optimizers.MegatronOptimizer, chained)):
-        raise TypeError(
-            f"optimizer must be what get_megatron_optimizer gives, got {type(optimizer).__name__}"
-        )
+        raise TypeError(f"optimizer must be what get_megatron_optimizer gives, got {type(optimizer).__name__}")
     is_chain = isinstance(optimizer, chained)
     members = list(optimizer.chained_optimizers) if is_chain else [optimizer]
     for member in members:
         _check_member(member)
     if not members or any(member.is_stub_optimizer for member in members):
-        raise ValueError(
-            "this rank has no parameters to train: lay the frozen parts out so that each rank has "
-            "some"
-        )
+        raise ValueError("this rank has no parameters to train: lay the frozen parts out so that each rank has some")
     return members
 
 
@@ -232,14 +225,10 @@ def _check_member(member: Any) -> None:
             "the DistributedDataParallelConfig"
         )
     if not isinstance(member, _optimizers.FP32Optimizer) and not _has_masters(member):
-        raise ValueError(
-            f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the "
-            "OptimizerConfig"
-        )
+        raise ValueError(f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the OptimizerConfig")
     if type(member.optimizer).__module__.startswith("megatron."):
         raise ValueError(
-            f"{type(member.optimizer).__name__} steps parts of the parameters in several "
-            "optimizers: leave optimizer_cpu_offload out"
+            f"{type(member.optimizer).__name__} steps parts of the parameters in several optimizers: leave optimizer_cpu_offload out"
         )
 
 

@@ -21,6 +21,13 @@ import hdet
 from ..distributed import run_ranks
 
 VOCABULARY, LENGTH = 32, 12
+STEPS, EVERY, PARTS = 12, 5, 2
+"""Of a run; of a cycle; micro-batches of a step."""
+LOOKED, TRIED, FIRST = 30, 220, 60
+"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
+STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
+SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
+OUTER = {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())}
 
 
 def needs(*names: str) -> None:
@@ -84,6 +91,28 @@ def equal(found: list[Any]) -> bool:
     return all(torch.equal(found[0], other) for other in found[1:])
 
 
+def check_same_run(plain: list[Any], ours: list[Any], steps: int = STEPS) -> None:
+    """Of each rank (weights, what is logged in each step, ...)."""
+    for (a, lines, *others), (b, same, *also) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and lines == same and len(lines) >= steps and others == also
+
+
+def check_looked_at(run: Callable[[dict[str, Any] | None, float], list[Any]], good: float, low: float) -> None:
+    """``run(ensemble, rate)``: of each rank (weights, what is logged, `looked_at` or nothing). By default the first steps are looked at."""
+    plain, ours = run(None, good), run({}, good)
+    check_same_run([of[:2] for of in plain], [of[:2] for of in ours], 1)
+    assert all(found == NO_TRACE for *_, found in ours)
+    assert all(found[0] > 10 for *_, found in run({}, low))
+
+
+def check_skipped(plain: Any, still: Any) -> None:
+    """Under float16: (weights, skipped, logged, counted)."""
+    (last, skipped, log, _), (same, also, again, counted) = plain, still
+    assert torch.equal(last, same) and skipped == also and repr(log) == repr(again)  # a norm that overflows is no number
+    assert skipped[0] and any(skipped[3:])
+    assert counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+
+
 class Halved(hdet.Controller):
     """Halves the rate at the first cycle's end."""
 
@@ -107,10 +136,24 @@ def told(model: Any) -> hdet.Controller:
     return hdet.Shadow(trial(model))
 
 
+NO_TRACE = (1.0, 0.0, [()], None)
+"""What `looked_at` gives where nothing was moved and nothing was tried."""
+
+
 def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any]:
     """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the run's own steps there are none), and its scaler."""
     auto = ensemble.engine.controller
     return ensemble.corrections["lr"], auto.cost, [arm.losses for arm in auto.interval.trial.arms], auto.scaler
+
+
+FLOAT16: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "still": STILL,
+    "spread": SPREAD,
+    "outer": OUTER,
+    "trial": {"controller": trial},
+    "told": {"controller": told},
+}
 
 
 class Moved(hdet.Controller):

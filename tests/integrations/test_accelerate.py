@@ -13,12 +13,30 @@ from torch import nn
 
 import hdet
 
-from .frameworks import MOVED, Halved, Moved, accelerate_reset, correction_in, equal, example, needs, on_ranks, weights
+from .frameworks import (
+    EVERY,
+    FIRST,
+    FLOAT16,
+    MOVED,
+    PARTS,
+    SPREAD,
+    STEPS,
+    STILL,
+    Halved,
+    Moved,
+    accelerate_reset,
+    check_same_run,
+    check_skipped,
+    correction_in,
+    equal,
+    example,
+    needs,
+    on_ranks,
+    weights,
+)
 
 needs("accelerate")
 import accelerate
-
-STEPS, EVERY, PARTS = 12, 5, 2
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
@@ -63,10 +81,6 @@ class Loop:
         if ensemble is not None:
             settings = dict(ensemble)
             auto = settings.pop("auto", None)
-            if settings.pop("probe", False):
-                batches = [next(iter(torch.utils.data.DataLoader(Numbers(8), batch_size=8)))] * 2
-                loss = lambda model, batch: losses_of(model, batch).mean()
-                settings["controller"] = hdet.ProbeController(loss, batches, 2, model=self.model, interval=1, end=0.0)  # does not rest
             free = settings.pop("free", False)
             if auto is not None or free:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
@@ -124,9 +138,9 @@ def _plain(ensemble: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("settings", [{"prepared": True}, {"prepared": False, "mixed": "bf16"}], ids=["prepared", "bf16"])
 def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, Any]) -> None:
     plain = on_ranks(_plain, world, None, settings)
-    ours = on_ranks(_plain, world, {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, settings)
-    for (a, rates_a, losses_a), (b, rates_b, losses_b) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and rates_a == rates_b and losses_a == losses_b and len(rates_a) == STEPS and rates_a[-1] < 1e-3
+    ours = on_ranks(_plain, world, STILL, settings)
+    check_same_run(plain, ours)
+    assert plain[0][1][-1] < 1e-3
 
 
 def test_a_cycles_loss_is_the_mean_of_the_loops() -> None:
@@ -134,9 +148,6 @@ def test_a_cycles_loss_is_the_mean_of_the_loops() -> None:
     with accelerate_reset():
         losses = Loop({"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}).train(EVERY).losses
     assert records == pytest.approx([sum(losses) / len(losses)], rel=1e-5) and len(losses) == EVERY * PARTS
-
-
-SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 
 
 def _spread(folder: str) -> Any:
@@ -184,10 +195,6 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path
 
 
 # -- AutoLR ----------------------------------------------------------------------------------------------------------------
-
-
-FIRST = 60
-"""The trial is over by then."""
 
 
 def _auto(lr: float, ensemble: dict[str, Any] | None, mixed: str = "no", until: int = FIRST) -> Any:
@@ -240,21 +247,10 @@ def test_losses_and_gradients_are_those_of_all_micro_batches(world: int) -> None
 # -- a scaler, logs, refusals ------------------------------------------------------------------------------------------------
 
 
-FP16: dict[str, dict[str, Any]] = {
-    "spread": {"knobs": [hdet.LearningRate(0.3)]},
-    "probe": {"knobs": [hdet.LearningRate(0.3)], "probe": True},
-    "outer": {"gradients": "local", "moments": "keep", "converge": hdet.converge.Outer()},
-}
-
-
-def _float16(kind: str | None, prepared: bool) -> Any:
-    """None: the plain run; "still": with spread 0."""
-    ensemble = dict(FP16.get(kind or "", {"knobs": [hdet.LearningRate(0)]}))
-    local = {name: ensemble.pop(name) for name in ("gradients", "moments", "converge") if name in ensemble}
-    loop = Loop(
-        None if kind is None else {**ensemble, "sync": hdet.Sync(EVERY, **local)}, prepared=prepared, mixed="fp16", alone=bool(local)
-    )
-    if local and loop.accelerator.process_index == 1:
+def _float16(kind: str, prepared: bool) -> Any:
+    is_local = kind == "outer"
+    loop = Loop(FLOAT16[kind], prepared=prepared, mixed="fp16", alone=is_local)
+    if is_local and loop.accelerator.process_index == 1:
         loop.overflows = 2  # of one replica alone
     loop.train(STEPS)
     if loop.ensemble is not None:
@@ -262,33 +258,29 @@ def _float16(kind: str | None, prepared: bool) -> Any:
     return loop, weights(loop.model)
 
 
-def _float16_run(kind: str | None, prepared: bool) -> Any:
+def _float16_run(kind: str, prepared: bool) -> Any:
     loop, last = _float16(kind, prepared)
-    return loop.weights, last, loop.rates, loop.losses, loop.skipped, loop.counted
+    return (last, loop.skipped, [loop.rates, loop.losses], loop.counted), loop.weights
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "torch's"])
 def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(world: int, prepared: bool) -> None:
-    for plain, still in zip(*(on_ranks(_float16_run, world, kind, prepared) for kind in (None, "still")), strict=True):
-        assert torch.equal(plain[1], still[1]) and plain[2:5] == still[2:5]
-        skipped, counted = still[4:]
-        assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+    for (plain, _), (still, _) in zip(*(on_ranks(_float16_run, world, kind, prepared) for kind in ("plain", "still")), strict=True):
+        check_skipped(plain, still)
 
 
-@pytest.mark.parametrize("kind", ["spread", "probe"])
-def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(kind: str) -> None:
-    one, two = on_ranks(_float16_run, 2, kind, True)
-    assert one[4:] == two[4:] and any(one[4][3:]) and one[5][-1] > EVERY
-    for step, (a, b) in enumerate(zip(one[0], two[0], strict=True)):
-        assert torch.equal(a, b) == (one[5][step] % EVERY == 0), step
-    assert torch.equal(one[1], two[1]) and one[1].isfinite().all()
+def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it() -> None:
+    ((last, skipped, _, counted), one), ((same, also, _, and_counted), two) = on_ranks(_float16_run, 2, "spread", True)
+    assert skipped == also and counted == and_counted and any(skipped[3:]) and counted[-1] > EVERY
+    assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [count % EVERY == 0 for count in counted]
+    assert torch.equal(last, same) and last.isfinite().all()
 
 
 def test_under_float16_a_step_that_one_of_several_local_replicas_skips_counts_for_all() -> None:
-    one, two = on_ranks(_float16_run, 2, "outer", False)
-    assert two[4][2] and not one[4][2] and one[5] == two[5] == list(range(1, STEPS + 1))
-    assert [step + 1 for step, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if torch.equal(a, b)] == [1, 5, 10, 12]  # 1: both
+    ((_, skipped, _, counted), one), ((_, also, _, and_counted), two) = on_ranks(_float16_run, 2, "outer", False)
+    assert also[2] and not skipped[2] and counted == and_counted == list(range(1, STEPS + 1))
+    assert [step + 1 for step, (a, b) in enumerate(zip(one, two, strict=True)) if torch.equal(a, b)] == [1, 5, 10, 12]  # 1: both
 
 
 def _prepared_outer() -> str:
@@ -324,9 +316,9 @@ def test_moves_are_told_in_accelerates_log(caplog: pytest.LogCaptureFixture) -> 
     assert loop.ensemble.corrections["lr"] == 0.5
 
 
-def _double(prepared: bool) -> list[str]:
+def _stepped_twice(prepared: bool) -> str:
     """The old scheduler.step() is left in the loop."""
-    loop = Loop({"knobs": [hdet.LearningRate(0)]}, prepared=prepared)
+    loop = Loop(STILL, prepared=prepared)
     inner = loop.ensemble.step
 
     def step(*args: Any) -> None:
@@ -334,20 +326,19 @@ def _double(prepared: bool) -> list[str]:
         loop.scheduler.step()
 
     loop.ensemble.step = step
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.raises(ValueError) as refused:
         loop.train(STEPS // 2)
-    return [str(one.message) for one in caught if "somebody else steps the scheduler" in str(one.message)]
+    return str(refused.value)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_scheduler_that_the_loop_steps_as_well_is_noticed_inside_a_prepared_one(world: int) -> None:
-    for prepared in (True, False):
-        assert [len(found) for found in on_ranks(_double, world, prepared)] == [1] * world
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_scheduler_that_the_loop_steps_as_well_is_refused(prepared: bool) -> None:
+    for message in on_ranks(_stepped_twice, 1, prepared):
+        assert "somebody else has written it" in message and "stepped by nobody else" in message
 
 
 def _saved_on_two(folder: str, prepared: bool) -> None:
-    loop = Loop({"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, prepared=prepared).train(6)
+    loop = Loop(STILL, prepared=prepared).train(6)
     loop.accelerator.save_state(folder)
 
 
@@ -357,7 +348,7 @@ def test_another_number_of_processes_and_a_prepared_scheduler_are_warned_of(tmp_
         on_ranks(_saved_on_two, 2, folder, prepared)
         with accelerate_reset(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loop = Loop({"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, prepared=prepared)
+            loop = Loop(STILL, prepared=prepared)
             loop.accelerator.load_state(folder)
         told = [str(one.message) for one in caught if "saved on 2 processes, and this run has 1" in str(one.message)]
         torchs = loop.scheduler.scheduler if prepared else loop.scheduler

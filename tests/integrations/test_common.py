@@ -1,4 +1,4 @@
-"""What adapters share, without a framework."""
+"""The contract of adapters, without a framework."""
 
 from __future__ import annotations
 
@@ -9,148 +9,207 @@ from typing import Any
 
 import pytest
 import torch
-from hdet.core.sequential import SequentialController, Shadow
 from torch import nn
 
 import hdet
-from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, numbers, require, states, step, wants_trial
+from hdet.core.sequential import SequentialController, Shadow
+from hdet.integrations.common import (
+    Adapter,
+    attributes_kept,
+    check_settings,
+    require,
+    wants_trial,
+)
 from hdet.trial.rule import SCORES, STEPS
 
 from ..trial.common import ALL, auto_run
-from .frameworks import MEASURED, MOVED, Halved, Measured
+from .frameworks import MOVED, Halved, Moved, halved
 
 
-def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "integrations" in hdet.__all__ and {"accelerate", "lightning", "megatron", "torchtitan", "transformers"} == set(
-        hdet.integrations.__all__
-    )
+class Own(Adapter):
+    """Of no framework: notes what it is asked for."""
+
+    def __init__(self, obstacle: str | None = None, scaler: Any = None) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.called: list[Any] = []
+        self.obstacle, self.scaler, self.weight = obstacle, scaler, nn.Parameter(torch.tensor(2.0))
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+
+    def find_obstacle(self) -> str | None:
+        return self.obstacle
+
+    def compute_loss(self, part: float | None) -> torch.Tensor | None:
+        return None if part is None else part * self.weight
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.called.append(float(loss.detach()))
+        loss.backward()
+
+    @contextmanager
+    def without_sync(self) -> Any:
+        self.called.append("no sync")
+        yield
+        self.called.append("sync")
+
+    def clip_gradients(self) -> None:
+        self.called.append("clip")
+
+
+MODEL = nn.Linear(1, 1)
+
+
+def begun(settings: dict[str, Any], count: int = 1, logs: bool = True, states: Any = (), **own: Any) -> Own:
+    """``count``: of optimizers."""
+    adapter = Own(**own)
+    optimizers = [torch.optim.SGD(MODEL.parameters(), lr=1.0) for _ in range(count)]
+    adapter.begin(optimizers, [settings] * count, MODEL, logs=logs, states=states)
+    return adapter
+
+
+def stepped(adapter: Own, ensemble: hdet.Ensemble | None = None, steps: int = 1) -> None:
+    MODEL(torch.ones(1)).backward()
+    for _ in range(steps):
+        for one in adapter.ensembles:
+            if ensemble in (None, one):
+                one.optimizer.step()
+        adapter.observe(0.5)
+        adapter.end_step(None)
+
+
+def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frameworks = {"accelerate", "lightning", "megatron", "torchtitan", "transformers"}
+    assert "integrations" in hdet.__all__ and frameworks == set(hdet.integrations.__all__)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match="this adapter of hdet needs accelerate, which cannot be imported here.*: pip install accelerate"):
+    message = "adapter of hdet needs accelerate, which cannot be imported.*: pip install accelerate"
+    with pytest.raises(ImportError, match=message):
         require("accelerate")
     with pytest.raises(AttributeError, match="has no attribute 'keras'"):
         getattr(hdet.integrations, "keras")  # noqa: B009
 
 
 def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
-    model, controller, replicas, asked = nn.Linear(1, 1), Halved(), hdet.Replicas(0, 1), []
-    [given] = ensembles(model, 1, {"controller": controller, "replicas": replicas, "seed": 1})
-    assert given.engine.controller is controller and given.replicas is replicas and given.engine.seed == 1
-    functions = {"controller": hdet.AutoLR, "replicas": lambda module: asked.append(module) or replicas, "total_steps": 9000}
-    [made] = ensembles(model, 1, functions)
+    controller, replicas, asked = Halved(), hdet.Replicas(0, 1), []
+    given = begun({"controller": controller, "replicas": replicas, "seed": 1}).ensemble
+    assert given.engine.controller is controller and given.replicas is replicas
+    find = lambda module: asked.append(module) or replicas
+    made = begun({"controller": hdet.AutoLR, "replicas": find, "total_steps": 9000}).ensemble
     auto = made.engine.controller
-    assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [model]
-    assert wants_trial(auto) and wants_trial(Shadow(auto)) and not wants_trial(controller) and not wants_trial(None)
-    with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
-        check_settings({"every": 3})
-    with pytest.raises(TypeError, match="controller must be an object of a class from hdet.Controller, got 'auto': pass hdet.AutoLR"):
-        ensembles(model, 1, {"controller": "auto"})
-    with pytest.raises(TypeError, match="no setting 'optimizer'"):
-        check_settings({"optimizer": None})
+    assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [MODEL]
+    assert wants_trial(auto) and wants_trial(Shadow(auto))
+    assert not wants_trial(controller) and not wants_trial(None)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"every": 3}, "no setting 'every' here, only controller, design, divergence"),
+    ({"optimizer": None}, "no setting 'optimizer'"),
+    (hdet.AutoLR, "must be a dict by name, such as {'controller': hdet.AutoLR}, got AutoLR$"),
+    ([1], "must be a dict by name, .* got list$"),
+])  # fmt: skip
+def test_what_is_no_setting_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_settings(settings)
+
+
+def test_a_controller_by_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="a class from hdet.Controller, got 'auto': pass hdet.Auto"):
+        begun({"controller": "auto"})
 
 
 def test_where_nothing_says_what_is_searched_the_first_steps_are_looked_at() -> None:
-    model, scaler, clip = nn.Linear(1, 1), torch.amp.GradScaler("cpu"), lambda: None
     for settings in ({}, {"seed": 1, "total_steps": 9000}):
-        for free in ensembles(model, 2, settings, scaler=scaler, clip=clip, no_copies={"is bad": True}):
+        scaler = torch.amp.GradScaler("cpu")
+        for free in begun(settings, 2, scaler=scaler, obstacle="is bad").ensembles:
             auto = free.engine.controller
-            assert isinstance(auto, hdet.AutoLR) and auto.budget == 0 and not wants_trial(auto) and "only how far" in auto.report()
+            assert isinstance(auto, hdet.AutoLR) and not wants_trial(auto) and auto.budget == 0
+            assert "only how far" in auto.report()
             assert auto.scaler is None and auto.before_step is None
-    for name, value in {"controller": None, "knobs": [hdet.LearningRate()], "sync": hdet.Sync(2), "design": "permutation"}.items():
-        [given] = ensembles(model, 1, {name: value})
-        assert given.engine.controller is None, name
+    searched = {"controller": None, "knobs": [hdet.LearningRate()], "sync": hdet.Sync(2)}
+    for name, value in {**searched, "design": "permutation"}.items():
+        assert begun({name: value}).ensemble.engine.controller is None, name
 
 
 def test_a_trial_has_the_frameworks_scaler_and_its_clipping_before_the_users_own_step() -> None:
-    model, scaler, called = nn.Linear(1, 1), torch.amp.GradScaler("cpu"), []
-    for own, expected in ((None, ["clip"]), (lambda: called.append("own"), ["clip", "own"])):
-        controller = lambda module, own=own: hdet.AutoLR(module, before_step=own)
-        [made] = ensembles(model, 1, {"controller": controller, "total_steps": 9000}, scaler=scaler, clip=lambda: called.append("clip"))
-        made.engine.controller.before_step()
-        assert made.engine.controller.scaler is scaler and called == expected
-        called.clear()
-
-
-def ensembles(model: nn.Module, optimizers: int, settings: dict[str, Any], **others: Any) -> list[hdet.Ensemble]:
-    made = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(optimizers)]
-    return make(made, [settings] * optimizers, model, **{"tell": lambda line: None, "first": True, "no_copies": {}, **others})
+    scaler = torch.amp.GradScaler("cpu")
+    for own, expected in ((False, ["clip"]), (True, ["clip", "own"])):
+        called: list[str] = []
+        before_step = (lambda called=called: called.append("own")) if own else None
+        controller = lambda module, of=before_step: hdet.AutoLR(module, before_step=of)
+        adapter = begun({"controller": controller, "total_steps": 9000}, scaler=scaler)
+        adapter.called = called
+        adapter.ensemble.engine.controller.before_step()
+        assert adapter.ensemble.engine.controller.scaler is scaler and called == expected
 
 
 def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
-    model, lines, records = nn.Linear(1, 1), [], []
-    settings = {"controller": lambda module: Halved(), "sync": hdet.Sync(1), "log": lambda record, step: records.append(step)}
-    before = ensembles(model, 2, settings, tell=lines.append)
-    model(torch.ones(1)).backward()
+    records: list[int] = []
+    log = lambda record, step: records.append(step)
+    settings = {"controller": halved, "sync": hdet.Sync(1), "log": log}
+    before = begun(settings, 2)
+    stepped(before, before.ensembles[1], 2)
+    said = ["hdet, halved: halves once"] * 2  # of each
+    assert before.lines == [*said, "hdet, step 1: lr: halved"] and records == [1, 2]
+    states = before.save_states()
+    after = begun(settings, 2, logs=False, states=states).ensembles
+    assert [of.corrections["lr"] for of in after] == [1.0, 0.5]
+    assert [of.log for of in after] == [None, None]
+    with pytest.raises(ValueError, match="is of 2 optimizers, and there are 1: make the same ones"):
+        begun(settings, 1, states=states)
+
+
+@pytest.mark.parametrize(("count", "controller", "obstacle", "message"), [
+    (2, Halved(), None, "several optimizers, each with a controller of its own: pass a function"),
+    (2, hdet.AutoLR, "is bad", "AutoLR trains copies of a run with one optimizer, and there are 2"),
+    (1, hdet.AutoLR, "is bad", "AutoLR is bad"),
+])  # fmt: skip
+def test_a_search_that_cannot_be_is_refused(count: int, controller: Any, obstacle: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        begun({"controller": controller, "total_steps": 9000}, count, obstacle=obstacle)
+
+
+def test_moves_and_saved_corrections_are_told_once() -> None:
+    adapter = begun({"controller": lambda module: Moved(), "sync": hdet.Sync(2)})
+    stepped(adapter, steps=8)
+    assert adapter.lines == [f"hdet, step 2: {MOVED.format(value=0.5)}"]
+    assert adapter.metrics(with_values=True) == {
+        "hdet/corrections/lr": 0.5, "hdet/multipliers/lr": 1.0, "hdet/cycle": 4.0,
+        "hdet/values/lr": 0.5,
+    }  # fmt: skip
     for _ in range(2):
-        before[1].optimizer.step()
-        before[1].step(0.5)
-    assert lines == ["hdet, halved: halves once", "hdet, step 1: lr: halved"] and records == [1, 2]
-    states = [ensemble.state_dict() for ensemble in before]
-    after = ensembles(model, 2, settings, states=states, first=False)
-    assert [of.corrections["lr"] for of in after] == [1.0, 0.5] and [of.log for of in after] == [None, None]
-    with pytest.raises(ValueError, match="the state is of 2 optimizers, and there are 1: make the same ones"):
-        ensembles(model, 1, settings, states=states)
-    for count, controller, others, message in (
-        (2, Halved(), {}, "several optimizers, each with a controller of its own: pass a function"),
-        (2, hdet.AutoLR, {}, "AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"),
-        (1, hdet.AutoLR, {"no_copies": {"is good": False, "is bad": True}}, "AutoLR is bad"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ensembles(model, count, {"controller": controller, "total_steps": 9000}, **others)
+        assert adapter.save_states() == [adapter.ensemble.state_dict()] and len(adapter.lines) == 2
+    said = "hdet, step 8: saved with the correction 0.5 of lr, which only hdet reads. To go on with"
+    assert adapter.lines[1].startswith(said)
+    assert {name.split("/")[0] for name in begun({}, 2).metrics()} == {"optimizer 0", "optimizer 1"}
 
 
-def test_settings_are_a_dict() -> None:
-    for given, name in ((hdet.AutoLR, "AutoLR"), (Halved(), "Halved"), ([1], "list")):
-        with pytest.raises(TypeError, match=f"must be a dict by name, such as {{'controller': hdet.AutoLR}}, got {name}$"):
-            check_settings(given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("controller", [halved, Halved()], ids=["function", "object"])
+def test_a_group_is_added_in_mid_run(controller: Any) -> None:
+    adapter = begun({"controller": controller, "sync": hdet.Sync(2)})
+    first = adapter.ensemble
+    stepped(adapter, steps=3)
+    adapter.add_group(0, {"params": [adapter.weight], "lr": 0.1})
+    ensemble = adapter.ensemble
+    rates = [group["lr"] for group in ensemble.optimizer.param_groups]
+    assert ensemble is not first and rates == [0.5, 0.05] and ensemble.corrections == {"lr": 0.5}
+    assert (ensemble.engine.step, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
+    stepped(adapter)
+    assert ensemble.cycle == 2
+    with ensemble.rescheduling():
+        assert [group["lr"] for group in ensemble.optimizer.param_groups] == [1.0, 0.1]
 
 
-def test_moves_and_what_was_measured_are_told_and_logged_by_the_records_names() -> None:
-    model, lines, records = nn.Linear(1, 1), [], []
-    settings = {"controller": lambda module: Measured(), "sync": hdet.Sync(2), "log": lambda record, step: records.append(record)}
-    one, two = ensembles(model, 2, settings, tell=lines.append)
-    model(torch.ones(1)).backward()
-    seen = []
-    for _ in range(8):
-        one.optimizer.step()
-        step(one, 0.5)
-        seen.append({name: value for name, value in numbers(one).items() if name.split("/")[1] in ("slopes", "errors", "t")})
-    assert lines == [f"hdet, step 2: {MOVED.format(value=0.5)}"]
-    first = {"hdet/slopes/lr": 0.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 5.0}
-    assert seen == [{}, first, first, *[MEASURED] * 5]  # it has measured nothing after the second cycle
-    for record, at in ((records[0], seen[1]), (records[1], seen[3])):
-        assert {f"hdet/{kind}/lr": record[kind]["lr"] for kind in ("slopes", "errors", "t")} == at
-    assert {name for name in numbers(one, two) if "/t/" in name} == {"optimizer 0/hdet/t/lr"}
-    states([two])
-    assert len(lines) == 1
-    [state] = states([one])
-    assert state == one.state_dict() and len(lines) == 2 and states([one]) and len(lines) == 2  # once
-    assert lines[1].startswith("hdet, step 8: saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply")
-
-
-def test_losses_anew_are_summed_and_synchronised_once() -> None:
-    weight, seen = nn.Parameter(torch.tensor(2.0)), []
-
-    @contextmanager
-    def no_sync() -> Any:
-        seen.append("no sync")
-        yield
-        seen.append("sync")
-
-    def losses() -> torch.Tensor:
-        return losses_anew(
-            parts, lambda part: part and part * weight, backward=lambda loss: (seen.append(float(loss.detach())), loss.backward()), no_sync=no_sync,
-        )  # fmt: skip
-
-    parts: list[float | None] = [1.0, 2.0, 3.0]
-    assert float(losses()) == 12 and float(weight.grad) == 6 and not losses().requires_grad
-    assert seen[:7] == ["no sync", 2.0, "sync", "no sync", 4.0, "sync", 6.0]
-    seen.clear()
+def test_losses_are_computed_again_in_parts_and_synchronised_once() -> None:
+    adapter = Own()
+    assert float(adapter.compute_again([1.0, 2.0, 3.0])) == 12 and float(adapter.weight.grad) == 6
+    assert adapter.called == ["no sync", 2.0, "sync", "no sync", 4.0, "sync", 6.0]
+    adapter.called.clear()
     with torch.no_grad():
-        assert float(losses()) == 12 and not seen
-        parts = [None, 2.0]
-        assert float(losses()) == 4
-        parts = [None]
-        assert losses() is None
+        assert float(adapter.compute_again([None, 2.0])) == 4 and not adapter.called
+        assert adapter.compute_again([None]) is None
 
 
 def test_plain_attributes_are_put_back_and_others_left_alone() -> None:

@@ -13,9 +13,21 @@ import hdet
 
 from ..distributed import RankError
 from .frameworks import (
+    EVERY,
+    FIRST,
+    FLOAT16,
+    LOOKED,
     MOVED,
+    PARTS,
+    SPREAD,
+    STEPS,
+    STILL,
+    TRIED,
     Halved,
     Moved,
+    check_looked_at,
+    check_same_run,
+    check_skipped,
     correction_in,
     equal,
     example,
@@ -34,9 +46,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 HdetCallback = hdet.integrations.lightning.HdetCallback
-STEPS, EVERY, PARTS = 12, 5, 2
-LOOKED, TRIED, FIRST = 30, 220, 60
-"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -196,9 +205,9 @@ def _plain(folder: str, ensemble: dict[str, Any] | None, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["step", "lambda", "epoch", "manual"])
 def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, kind: str) -> None:
     plain = on_ranks(_plain, world, str(tmp_path), None, kind)
-    ours = on_ranks(_plain, world, str(tmp_path), {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, kind)
-    for (a, lines_a, rates_a), (b, lines_b, rates_b) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and lines_a == lines_b and rates_a == rates_b and (len(rates_a) == STEPS or kind == "manual")
+    ours = on_ranks(_plain, world, str(tmp_path), STILL, kind)
+    check_same_run(plain, ours)
+    assert kind == "manual" or all(len(rates) == STEPS for *_, rates in ours)
 
 
 def _looked_at(folder: str, ensemble: dict[str, Any] | None, lr: float) -> Any:
@@ -213,11 +222,7 @@ def _looked_at(folder: str, ensemble: dict[str, Any] | None, lr: float) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(tmp_path: Path, world: int) -> None:
-    plain, ours = (on_ranks(_looked_at, world, str(tmp_path), ensemble, 0.1) for ensemble in (None, {}))
-    for (a, lines_a, _), (b, lines_b, found) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and lines_a == lines_b and found == (1.0, 0.0, [()], None)
-    for *_, (correction, *_) in on_ranks(_looked_at, world, str(tmp_path), {}, 1e-5):
-        assert correction > 10
+    check_looked_at(lambda of, lr: on_ranks(_looked_at, world, str(tmp_path), of, lr), 0.1, 1e-5)
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -239,8 +244,6 @@ def test_a_cycles_loss_is_the_mean_of_what_training_step_returns(tmp_path: Path,
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------------
-
-SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 
 
 def _spread(folder: str) -> Any:
@@ -271,25 +274,6 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
 
 
 # -- float16 -----------------------------------------------------------------------------------------------------------------
-
-
-def _probe(module: Any) -> hdet.Controller:
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
-    batches = [(x, x.sum(1, keepdim=True))] * 2
-    return hdet.ProbeController(
-        lambda model, batch: losses_of(model, batch).mean(), batches, 2, model=module, interval=1, end=0.0
-    )  # does not rest
-
-
-FP16: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "still": {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)},
-    "spread": SPREAD,
-    "probe": {**SPREAD, "controller": _probe},
-    "outer": {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())},
-    "trial": {"controller": trial},
-    "told": {"controller": told},
-}
 
 
 class Alone(pl.strategies.DDPStrategy):
@@ -325,33 +309,31 @@ def _float16(folder: str, kind: str, alone: bool = False, **of: Any) -> Any:
     module = Overflows(alone, **of)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    trainer = fit(folder, FP16[kind], module=module, plugins=[plugin], **({"strategy": Alone()} if alone else {}))
+    trainer = fit(folder, FLOAT16[kind], module=module, plugins=[plugin], **({"strategy": Alone()} if alone else {}))
     lines = [{key: value for key, value in line.items() if "hdet" not in key} for line in trainer.kept.lines]
     lines = [line for line in lines if line.keys() - {"epoch"}]
     if kind in ("trial", "told"):
         assert trainer.hdet.ensemble.engine.controller.search.scaler is scaler
         return weights(module), trainer.hdet.ensemble.corrections["lr"]
-    return trainer.seen.later, weights(module), module.skipped, module.counted, (lines, trainer.seen.rates)
+    return (weights(module), module.skipped, [lines, trainer.seen.rates], module.counted), trainer.seen.later
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(tmp_path: Path, world: int) -> None:
-    for plain, still in zip(*(on_ranks(_float16, world, str(tmp_path), kind) for kind in ("plain", "still")), strict=True):
-        (_, last, skipped, _, log), (_, same, also, counted, again) = plain, still
-        assert torch.equal(last, same) and skipped == also and log == again and len(skipped) == STEPS
-        assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+    for (plain, _), (still, _) in zip(*(on_ranks(_float16, world, str(tmp_path), kind) for kind in ("plain", "still")), strict=True):
+        check_skipped(plain, still)
 
 
 def test_under_float16_a_trial_has_lightnings_scaler_and_its_clipping(tmp_path: Path) -> None:
     _, correction = _float16(str(tmp_path), "trial", lr=1e-4, steps=TRIED)
     assert correction >= 8
-    (same, _), (_, plain, *_) = (_float16(str(tmp_path), kind, lr=0.1, steps=TRIED) for kind in ("told", "plain"))
+    (same, _), ((plain, *_), _) = (_float16(str(tmp_path), kind, lr=0.1, steps=TRIED) for kind in ("told", "plain"))
     assert torch.equal(same, plain)
 
 
-@pytest.mark.parametrize("kind", ["spread", "probe", "outer"])
+@pytest.mark.parametrize("kind", ["spread", "outer"])
 def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(tmp_path: Path, kind: str) -> None:
-    (one, last, skipped, counted, _), (two, same, also, and_counted, _) = on_ranks(_float16, 2, str(tmp_path), kind, kind == "outer")
+    ((last, skipped, _, counted), one), ((same, also, _, and_counted), two) = on_ranks(_float16, 2, str(tmp_path), kind, kind == "outer")
     assert counted == and_counted and counted[-1] > EVERY and torch.equal(last, same) and last.isfinite().all()
     if kind == "outer":
         assert also[2] and not skipped[2] and counted == list(range(1, STEPS + 1))
@@ -431,9 +413,7 @@ def test_moves_are_told_once_and_corrections_are_in_the_bar(tmp_path: Path) -> N
     with listening("lightning.pytorch.utilities.rank_zero") as lines:
         module = Net(schedule="epoch")
         trainer = fit(str(tmp_path), {**SPREAD, "controller": Moved()}, module=module)
-    assert [line for line in lines if line.startswith("hdet")] == [
-        f"hdet, step 5: {MOVED.format(value=0.015)}"
-    ]
+    assert [line for line in lines if line.startswith("hdet")] == [f"hdet, step 5: {MOVED.format(value=0.015)}"]
     assert "hdet/corrections/lr" in trainer.progress_bar_metrics
     assert "hdet/cycle" not in trainer.progress_bar_metrics
 
@@ -619,13 +599,10 @@ def _averaged(folder: str, kind: str, ensemble: dict[str, Any] | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["ema", "mean", "swa"])
-def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_look(
-    tmp_path: Path, kind: str
-) -> None:
-    still = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
+def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_look(tmp_path: Path, kind: str) -> None:
     for plain, ours in zip(
         on_ranks(_averaged, 2, str(tmp_path), kind, None),
-        on_ranks(_averaged, 2, str(tmp_path), kind, still),
+        on_ranks(_averaged, 2, str(tmp_path), kind, STILL),
         strict=True,
     ):
         assert torch.equal(plain[0], ours[0]) and torch.equal(plain[2], ours[2])
@@ -677,14 +654,10 @@ def _unfrozen(folder: str, ensemble: dict[str, Any] | None, resume: str | None =
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
-    tmp_path: Path, world: int
-) -> None:
-    still = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
+def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(tmp_path: Path, world: int) -> None:
     ours = {**SPREAD, "controller": halved}
     plain, same, moved = (
-        on_ranks(_unfrozen, world, str(tmp_path / name), of)
-        for name, of in (("plain", None), ("still", still), ("ours", ours))
+        on_ranks(_unfrozen, world, str(tmp_path / name), of) for name, of in (("plain", None), ("still", STILL), ("ours", ours))
     )
     if world == 1:  # DDP leaves out what is frozen when it begins, so its ranks drift apart there
         assert torch.equal(plain[0][0], same[0][0])
@@ -698,7 +671,7 @@ def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
     # Lightning freezes the backbone again when it goes on, with or without hdet.
     went_on = [
         on_ranks(_unfrozen, world, str(tmp_path), of, str(tmp_path / name / "step=6.ckpt"))
-        for name, of in (("plain", None), ("still", still), ("ours", ours))
+        for name, of in (("plain", None), ("still", STILL), ("ours", ours))
     ]
     for plain, same, again in zip(*went_on, strict=True):
         assert plain[1] == same[1] and (world > 1 or torch.equal(plain[0], same[0]))

@@ -16,7 +16,28 @@ from torch.distributed.tensor import distribute_tensor
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, equal, example, halved, launched, listening, looked_at, needs, told, trial, weights
+from .frameworks import (
+    EVERY,
+    FIRST,
+    LOOKED,
+    SPREAD,
+    STEPS,
+    STILL,
+    TRIED,
+    Halved,
+    check_looked_at,
+    check_same_run,
+    equal,
+    example,
+    halved,
+    launched,
+    listening,
+    looked_at,
+    needs,
+    told,
+    trial,
+    weights,
+)
 
 needs("torchtitan", "triton")
 for file in ("torchtitan_cpu", "torchtitan_tiny"):  # before torchtitan: the first says that there is no GPU
@@ -33,11 +54,6 @@ from torchtitan.config import ConfigManager, DebugConfig, ParallelismConfig, Tra
 from torchtitan.trainer import Trainer
 
 wrap = hdet.integrations.torchtitan.wrap
-STEPS, EVERY = 12, 5
-LOOKED, TRIED, FIRST = 30, 220, 60
-"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
-SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
-STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
 
 
 class Kept:
@@ -165,8 +181,8 @@ def _plain(folder: str, world: int, ensemble: dict[str, Any] | None, settings: d
 def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, settings: dict[str, Any]) -> None:
     plain = launched(_plain, world, str(tmp_path / "plain"), world, None, settings)
     ours = launched(_plain, world, str(tmp_path / "ours"), world, STILL, settings)
-    for (weights_plain, *log_plain), (weights_ours, *log_ours) in zip(plain, ours, strict=True):
-        assert torch.equal(weights_plain, weights_ours) and log_plain == log_ours and [len(log) for log in log_plain] == [STEPS, 2]
+    check_same_run(plain, ours)
+    assert all(len(validated) == 2 for *_, validated in ours)
 
 
 def _looked_at(folder: str, world: int, ensemble: dict[str, Any] | None, lr: float) -> Any:
@@ -177,11 +193,7 @@ def _looked_at(folder: str, world: int, ensemble: dict[str, Any] | None, lr: flo
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(tmp_path: Path, world: int) -> None:
-    plain, ours = (launched(_looked_at, world, str(tmp_path), world, ensemble, 1e-2) for ensemble in (None, {}))
-    for (a, lines_a, _), (b, lines_b, found) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and lines_a == lines_b and found == (1.0, 0.0, [()], None)
-    for *_, (correction, *_) in launched(_looked_at, world, str(tmp_path), world, {}, 1e-6):
-        assert correction > 10
+    check_looked_at(lambda of, lr: launched(_looked_at, world, str(tmp_path), world, of, lr), 1e-2, 1e-6)
 
 
 def _losses(folder: str, world: int, parallel: dict[str, int] | None) -> Any:
