@@ -228,15 +228,18 @@ class Adapter:
         return [ensemble.state_dict() for ensemble in self.ensembles]
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load what was saved; nothing where that was a run without hdet."""
-        self.check_states(states)
+        """Load what was saved; nothing where that was a run without hdet.
+
+        Raises:
+            ValueError: they are of other optimizers, or what `Ensemble.load_state_dict` refuses.
+        """
+        if states and len(states) != len(self.ensembles):
+            raise ValueError(
+                f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: "
+                "make the same ones"
+            )
         for ensemble, state in zip(self.ensembles, states, strict=False):
             ensemble.load_state_dict(state)
-
-    def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError for states of other optimizers."""
-        if states and len(states) != len(self.ensembles):
-            raise ValueError(f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: make the same ones")
 
     def metrics(self, *, with_values: bool = False) -> dict[str, float]:
         """Give corrections and this replica's multipliers for the framework's log, by the names of

@@ -99,6 +99,7 @@ class Wrapped(Adapter):
             chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
             logs=dist.get_rank() == 0,
         )
+        self._first_states = self.save_states()
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # while it is copied
@@ -189,13 +190,12 @@ class Wrapped(Adapter):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load also one of the scheduler alone. See `Ensemble.load_state_dict`."""
-        states = state.get("hdet", ())
-        self.check_states(states)
+        # First: the optimizer may have been loaded, and its groups hold rates that it was saved with.
+        self.load_states(state.get("hdet", self._first_states))
         with self.rescheduling():
             self.scheduler.num_steps = 0  # Megatron's adds to it
             own = {key: value for key, value in state.items() if key != "hdet"}
             self.scheduler.load_state_dict(own)
-        self.load_states(states)
 
 
 # -- what is wrapped -------------------------------------------------------------------------------
