@@ -234,10 +234,7 @@ class Adapter:
             ValueError: they are of other optimizers, or what `Ensemble.load_state_dict` refuses.
         """
         if states and len(states) != len(self.ensembles):
-            raise ValueError(
-                f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: "
-                "make the same ones"
-            )
+            raise ValueError(f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: make the same ones")
         for ensemble, state in zip(self.ensembles, states, strict=False):
             ensemble.load_state_dict(state)
 

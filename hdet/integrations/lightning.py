@@ -71,7 +71,8 @@ class HdetCallback(Adapter, _Callback):
         self.losses, self.settings = losses, settings
         self._states: list[Mapping[str, Any]] = []
         self._batches: list[tuple[Any, int]] = []
-        self._exploring = ExitStack()
+        self._exploring: ExitStack | None = None
+        """Open within a batch."""
         self._rescheduled: ExitStack | None = None
         """Open while another callback writes rates."""
         self._taken_over = ExitStack()
@@ -116,7 +117,7 @@ class HdetCallback(Adapter, _Callback):
         self._release()
 
     def _release(self) -> None:
-        self._exploring.close()
+        self._end_exploring()
         self._taken_over.close()
 
     # -- in the place of others --------------------------------------------------------------------
@@ -171,8 +172,11 @@ class HdetCallback(Adapter, _Callback):
         elif "lr" in group:  # computed from base values, or meant as one
             correction = self.ensembles[number].corrections.get("lr", 1.0)
             group = {**group, "lr": group["lr"] / correction}
+        was_exploring = self._end_exploring()
         self.add_group(number, group)
         self._catch_groups(number)
+        if was_exploring:
+            self._begin_exploring()
         if self._rescheduled is not None:
             self._rescheduled.enter_context(self.rescheduling())
 
@@ -187,16 +191,16 @@ class HdetCallback(Adapter, _Callback):
     # -- a step ------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._exploring.close()  # the module's own hook may have skipped the rest of an epoch
+        self._end_exploring()  # the module's own hook may have skipped the rest of an epoch
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             self._batches = []  # of a step not finished, whose gradients Lightning clears here
-        self._exploring.enter_context(self.explore())
+        self._begin_exploring()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._exploring.close()
+        self._end_exploring()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._exploring.close()
+        self._end_exploring()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
             self.observe(loss.detach() * trainer.accumulate_grad_batches)
@@ -210,6 +214,17 @@ class HdetCallback(Adapter, _Callback):
         for name, value in self.metrics(with_values=True).items():
             in_bar = "/corrections/" in name
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar)
+
+    def _begin_exploring(self) -> None:
+        self._exploring = ExitStack()
+        self._exploring.enter_context(self.explore())
+
+    def _end_exploring(self) -> bool:
+        """Returns whether it was explored."""
+        exploring, self._exploring = self._exploring, None
+        if exploring is not None:
+            exploring.close()
+        return exploring is not None
 
     # -- what Lightning does -----------------------------------------------------------------------
 

@@ -680,18 +680,21 @@ def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
             assert again[1][step] == pytest.approx([0.5 * rate for rate in of])
 
 
-def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
+def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(tmp_path: Path, hook: str) -> None:
     class Adds(Transfer):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 2:
-                self.optimizers().add_param_group({"params": self.backbone.parameters(), "lr": 1e-3})
+        added_after = None
 
-    groups = Groups()
-    fit(
-        str(tmp_path), {**SPREAD, "controller": Halved()}, before=[groups], module=Adds(),
-        max_epochs=4, max_steps=-1, limit_train_batches=3 * PARTS,
-    )  # fmt: skip
-    assert groups.rates[6][1] == pytest.approx(1e-3) and len(groups.rates[5]) == 1
+    def add(module: Any, *args: Any) -> None:
+        if module.current_epoch == 2 and module.added_after is None:
+            module.added_after = module.global_step
+            module.optimizers().add_param_group({"params": module.backbone.parameters(), "lr": 1e-3})
+
+    setattr(Adds, hook, add)
+    ensemble = {**SPREAD, "controller": Halved()}
+    limits = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 3 * PARTS}
+    trainer = fit(str(tmp_path), ensemble, before=[groups := Groups()], module=(module := Adds()), **limits)
+    assert groups.rates[module.added_after + 1][1] == pytest.approx(1e-3) and trainer.hdet.ensemble.engine.step == STEPS
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------------
