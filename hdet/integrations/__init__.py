@@ -1,4 +1,4 @@
-"""hdet inside the frameworks that people use, one module each: ``hdet.integrations.transformers``, ``accelerate``, ``lightning``.
+"""hdet inside the frameworks that people use, one module each.
 
 A module is loaded when it is asked for, and says so where its framework is not installed.
 """

@@ -64,10 +64,14 @@ def prepare(
     prepared = [of for of in accelerator._optimizers if torch_optimizer(of) is ensemble.optimizer]
     if not prepared:
         raise ValueError(
-            "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare before, and make the Ensemble then"
+            "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare "
+            "before, and make the Ensemble then"
         )
     if losses is not None and model is None:
-        raise TypeError("losses computes the losses of a model: pass prepare(accelerator, ensemble, model, losses)")
+        raise TypeError(
+            "losses computes the losses of a model: pass prepare(accelerator, ensemble, model, "
+            "losses)"
+        )
     if wants_trial(ensemble.engine.controller):
         search: Any = ensemble.engine.controller.search  # type: ignore[union-attr]
         search.scaler = search.scaler or accelerator.scaler
@@ -85,12 +89,18 @@ class Prepared(Adapter):
     it. Cycles and notes go to the Accelerator's trackers and to accelerate's log.
     """
 
-    def __init__(self, accelerator: Any, ensemble: Ensemble, model: Any, losses: _Losses | None) -> None:
+    def __init__(
+        self, accelerator: Any, ensemble: Ensemble, model: Any, losses: _Losses | None
+    ) -> None:
         super().__init__()
         self.accelerator, self.model, self.losses = accelerator, model, losses
         self._batches: list[Any] = []
         self._is_local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
-        if self._is_local and accelerator.scaler is not None and _is_prepared(ensemble.schedule.scheduler):
+        if (
+            self._is_local
+            and accelerator.scaler is not None
+            and _is_prepared(ensemble.schedule.scheduler)
+        ):
             raise ValueError(
                 "the scheduler is a prepared one, which stands still where the GradScaler skips a "
                 "step, and gradients are 'local', so that it skips them replica by replica: "
@@ -181,7 +191,8 @@ class Prepared(Adapter):
         is_fsdp = self.accelerator.distributed_type == accelerate.DistributedType.FSDP
         if is_fsdp and not self.ensembles[0].in_sync:
             raise ValueError(
-                "under FSDP weights are written before hdet is asked: call ensemble.converge() before accelerator.save_state()"
+                "under FSDP weights are written before hdet is asked: call ensemble.converge() "
+                "before accelerator.save_state()"
             )
         self.converge()
 

@@ -20,18 +20,14 @@ from ..trial.auto import AutoLR
 
 __all__ = ["Adapter", "attributes_kept", "check_settings", "require", "wants_trial"]
 
-_SEARCHED = ("controller", "knobs", "sync", "design")
-"""Settings that say what is searched."""
-
 
 class Adapter:
     """The Ensembles of a run inside a framework, one for each optimizer.
 
     The first methods are what an adapter says of its framework. The others are what it calls: it
-    makes the Ensembles (`begin`) when model and optimizers are as they will be; computes inside
-    `explore`; gives the losses of a step (`observe`) and ends it (`end_step`); calls `converge`
-    where others look; and puts `save_states` into the framework's checkpoint and `metrics` into
-    its log.
+    makes the Ensembles when model and optimizers are as they will be (`begin`), computes inside
+    `explore`, gives the losses of a step (`observe`) and ends it (`end_step`), calls `converge`
+    where others look, and saves `save_states` and logs `metrics` with what the framework does.
     """
 
     def __init__(self) -> None:
@@ -102,16 +98,27 @@ class Adapter:
                 can be made; states of other optimizers.
         """
         self._model, self._logs, self._settings = model, logs, list(settings)
-        if len(optimizers) > 1 and any(isinstance(of.get("controller"), Controller) for of in settings):
-            raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
+        if len(optimizers) > 1 and any(
+            isinstance(of.get("controller"), Controller) for of in settings
+        ):
+            raise ValueError(
+                "there are several optimizers, each with a controller of its own: pass a function "
+                "that makes one"
+            )
         resolved = [self._resolve(of, len(optimizers)) for of in settings]
-        self.ensembles = [self._make(optimizer, of) for optimizer, of in zip(optimizers, resolved, strict=True)]
+        self.ensembles = [
+            self._make(optimizer, of) for optimizer, of in zip(optimizers, resolved, strict=True)
+        ]
         self.load_states(states)
 
     def _resolve(self, settings: Mapping[str, Any], optimizers: int) -> dict[str, Any]:
         """Ask functions of the model, and give a trial what the framework does in a step."""
         settings = with_controller(settings)
-        asked = {name: settings[name](self._model) for name in ("controller", "replicas") if callable(settings.get(name))}
+        asked = {
+            name: settings[name](self._model)
+            for name in ("controller", "replicas")
+            if callable(settings.get(name))
+        }
         resolved = {**settings, **asked}
         controller: Any = resolved.get("controller")
         if wants_trial(controller):
@@ -150,7 +157,10 @@ class Adapter:
         resolved = self._resolve(self._settings[number], len(self.ensembles))
         self.ensembles[number] = new = self._make(optimizer, resolved)
         added = new.state_dict()["scheduled"]
-        scheduled = {name: [*values, *added[name][len(values) :]] for name, values in state["scheduled"].items()}
+        scheduled = {
+            name: [*values, *added[name][len(values) :]]
+            for name, values in state["scheduled"].items()
+        }
         new.load_state_dict({**state, "scheduled": scheduled})
 
     # -- a step ------------------------------------------------------------------------------------
@@ -234,7 +244,10 @@ class Adapter:
             ValueError: they are of other optimizers, or what `Ensemble.load_state_dict` refuses.
         """
         if states and len(states) != len(self.ensembles):
-            raise ValueError(f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: make the same ones")
+            raise ValueError(
+                f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: "
+                "make the same ones"
+            )
         for ensemble, state in zip(self.ensembles, states, strict=False):
             ensemble.load_state_dict(state)
 
@@ -265,7 +278,8 @@ def require(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"this adapter of hdet needs {name}, which cannot be imported here ({error}): pip install {name.split('.')[0]}"
+            f"this adapter of hdet needs {name}, which cannot be imported here ({error}): pip "
+            f"install {name.split('.')[0]}"
         ) from error
 
 
@@ -274,16 +288,21 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     that the framework gives it."""
     if not isinstance(settings, Mapping):
         name = settings.__name__ if isinstance(settings, type) else type(settings).__name__
-        raise TypeError(f"the settings of an hdet.Ensemble must be a dict by name, such as {{'controller': hdet.AutoLR}}, got {name}")
+        raise TypeError(
+            f"the settings of an hdet.Ensemble must be a dict by name, such as {{'controller': "
+            f"hdet.AutoLR}}, got {name}"
+        )
     known = inspect.signature(Ensemble).parameters.keys() - {"optimizer", "scheduler"}
     unknown = sorted(settings.keys() - known)
     if unknown:
-        raise TypeError(f"an hdet.Ensemble has no setting {unknown[0]!r} here, only {', '.join(sorted(known))}")
+        raise TypeError(
+            f"an hdet.Ensemble has no setting {unknown[0]!r} here, only {', '.join(sorted(known))}"
+        )
 
 
 def with_controller(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where nothing says what is searched, with an `AutoLR` that makes no trial."""
-    if settings.keys() & set(_SEARCHED):
+    if settings.keys() & {"controller", "knobs", "sync", "design"}:
         return settings
     return {**settings, "controller": lambda model: AutoLR(model, budget=0)}
 
@@ -291,7 +310,11 @@ def with_controller(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def wants_trial(controller: object) -> bool:
     """May it train copies of the run, for which it asks for losses of the current batch? What is
     no controller an Ensemble refuses."""
-    return isinstance(controller, Controller) and controller.search is not None and controller.search.budget != 0
+    return (
+        isinstance(controller, Controller)
+        and controller.search is not None
+        and controller.search.budget != 0
+    )
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..replicas import Replicas
+from ..converge import average_tensors
 from .common import Adapter, attributes_kept, check_settings, require
 
 __all__ = ["HdetCallback"]
@@ -65,7 +64,9 @@ class HdetCallback(Adapter, _Callback):
             ReduceLROnPlateau.
     """
 
-    def __init__(self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any
+    ) -> None:
         super().__init__()
         check_settings(settings)
         self.losses, self.settings = losses, settings
@@ -91,7 +92,8 @@ class HdetCallback(Adapter, _Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise ValueError(
-                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for all ranks: there are no replicas. Use 'ddp'"
+                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for "
+                "all ranks: there are no replicas. Use 'ddp'"
             )
         self.trainer, self.module = trainer, pl_module
         steps = trainer.estimated_stepping_batches
@@ -190,7 +192,9 @@ class HdetCallback(Adapter, _Callback):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._end_exploring()  # the module's own hook may have skipped the rest of an epoch
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             self._batches = []  # of a step not finished, whose gradients Lightning clears here
@@ -199,7 +203,9 @@ class HdetCallback(Adapter, _Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_exploring()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._end_exploring()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
@@ -255,7 +261,9 @@ class HdetCallback(Adapter, _Callback):
         if self.losses is not None:
             with trainer.precision_plugin.train_step_context():
                 return self.losses(module, batch).mean() / trainer.accumulate_grad_batches
-        takes_index = _signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        takes_index = _signatures.is_param_in_hook_signature(
+            module.training_step, "batch_idx", min_args=2
+        )
         output = trainer.strategy.training_step(*(part if takes_index else [batch]))
         loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         return None if loss is None else loss / trainer.accumulate_grad_batches
@@ -264,12 +272,16 @@ class HdetCallback(Adapter, _Callback):
         self.module.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def without_sync(self) -> AbstractContextManager[Any]:
-        block: Callable[[], AbstractContextManager[Any]] = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        block: Callable[[], AbstractContextManager[Any]] = getattr(
+            self.trainer.strategy, "block_backward_sync", nullcontext
+        )
         return block()
 
     def clip_gradients(self) -> None:
         trainer = self.trainer
-        self.module.configure_gradient_clipping(trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self.module.configure_gradient_clipping(
+            trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
 
     # -- where others look -------------------------------------------------------------------------
 
@@ -283,8 +295,10 @@ class HdetCallback(Adapter, _Callback):
             for callback in self.trainer.callbacks:
                 has_begun = getattr(callback, "n_averaged", 0) is not None
                 if isinstance(callback, _AVERAGING) and has_begun:
-                    # Lightning has no public name for it.
-                    _average_module(callback._average_model, ensemble.replicas, self.module.device)
+                    module = callback._average_model  # Lightning has no public name for it
+                    tensors = (*module.parameters(), *module.buffers())
+                    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+                    average_tensors(floats, ensemble.replicas)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.converge()
@@ -310,18 +324,6 @@ class _Rescheduled:
         if name == "hdet_inner":  # while it is copied
             raise AttributeError(name)
         return getattr(self.hdet_inner, name)
-
-
-def _average_module(module: torch.nn.Module | None, replicas: Replicas, device: torch.device) -> None:
-    """Replace what is a float by the mean over the replicas; ``device``: where these can talk."""
-    if module is None or replicas.peer_group is None:
-        return
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point():
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            mean = tensor.detach().to(device, wide, copy=True)
-            dist.all_reduce(mean, group=replicas.peer_group)
-            tensor.detach().copy_(mean / replicas.count)
 
 
 @contextmanager

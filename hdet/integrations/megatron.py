@@ -68,7 +68,8 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
     decays = scheduler.lr_decay_style != "constant"
     if decays and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
         raise ValueError(
-            "the parameter groups have no min_lr, towards which the scheduler is to decay: Megatron "
+            "the parameter groups have no min_lr, towards which the scheduler is to decay: "
+            "Megatron "
             "would fail in its first step after the warm-up. Set min_lr in the OptimizerConfig, "
             "such as min_lr=0.0"
         )
@@ -142,7 +143,9 @@ class Wrapped(Adapter):
         (member,) = self.members
         if self._gradients is None:
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-            self._gradients = [(p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")]
+            self._gradients = [
+                (p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")
+            ]
         _copy_masters(member)
         tracker = _random.get_cuda_rng_tracker()
         states = tracker.get_states()
@@ -190,7 +193,8 @@ class Wrapped(Adapter):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load also one of the scheduler alone. See `Ensemble.load_state_dict`."""
-        # First: the optimizer may have been loaded, and its groups hold rates that it was saved with.
+        # First: the optimizer may have been loaded, and its groups hold rates that it was saved
+        # with.
         self.load_states(state.get("hdet", self._first_states))
         with self.rescheduling():
             self.scheduler.num_steps = 0  # Megatron's adds to it
@@ -206,13 +210,18 @@ def _check_members(optimizer: Any) -> list[Any]:
     not known."""
     chained = _optimizers.ChainedOptimizer
     if not isinstance(optimizer, (_optimizers.MegatronOptimizer, chained)):
-        raise TypeError(f"optimizer must be what get_megatron_optimizer gives, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be what get_megatron_optimizer gives, got {type(optimizer).__name__}"
+        )
     is_chain = isinstance(optimizer, chained)
     members = list(optimizer.chained_optimizers) if is_chain else [optimizer]
     for member in members:
         _check_member(member)
     if not members or any(member.is_stub_optimizer for member in members):
-        raise ValueError("this rank has no parameters to train: lay the frozen parts out so that each rank has some")
+        raise ValueError(
+            "this rank has no parameters to train: lay the frozen parts out so that each rank has "
+            "some"
+        )
     return members
 
 
@@ -225,10 +234,14 @@ def _check_member(member: Any) -> None:
             "the DistributedDataParallelConfig"
         )
     if not isinstance(member, _optimizers.FP32Optimizer) and not _has_masters(member):
-        raise ValueError(f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the OptimizerConfig")
+        raise ValueError(
+            f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the "
+            "OptimizerConfig"
+        )
     if type(member.optimizer).__module__.startswith("megatron."):
         raise ValueError(
-            f"{type(member.optimizer).__name__} steps parts of the parameters in several optimizers: leave optimizer_cpu_offload out"
+            f"{type(member.optimizer).__name__} steps parts of the parameters in several "
+            "optimizers: leave optimizer_cpu_offload out"
         )
 
 

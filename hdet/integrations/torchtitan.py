@@ -25,7 +25,7 @@ _utils = require("torchtitan.distributed.utils")
 _loss = require("torchtitan.components.loss")
 _LOG = require("torchtitan.tools.logging").logger
 _Any: Any = object
-"""HdetTrainer's base, for the type checker: a Trainer's members are those of the class behind it."""
+"""HdetTrainer's base, for the type checker: members are those of the class behind it."""
 
 KEY = "hdet"
 """Of the Ensembles' state in torchtitan's checkpoints, beside "lr_scheduler", which keeps
@@ -59,7 +59,8 @@ def wrap(config: Any, **settings: Any) -> Any:
     check_settings(settings)
     if not isinstance(config, _trainer.Trainer.Config):
         raise TypeError(
-            f"config must be a torchtitan Trainer.Config, as a function of the config_registry returns, got {type(config).__name__}"
+            f"config must be a torchtitan Trainer.Config, as a function of the config_registry "
+            f"returns, got {type(config).__name__}"
         )
     given: Any = type(config)
 
@@ -116,7 +117,9 @@ class HdetTrainer(_Any):
             self.hdet.converge()
         return result
 
-    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor, **others: Any) -> torch.Tensor:
+    def forward_backward_step(
+        self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor, **others: Any
+    ) -> torch.Tensor:
         """Go through one micro-batch."""
         with self.hdet.micro_batch(input_dict, labels, global_valid_tokens) as observe:
             loss = self.hdet_pass(
@@ -184,7 +187,9 @@ class _Driver(Adapter):
     # -- a step ------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, inputs: Any, labels: Any, tokens: torch.Tensor) -> Iterator[Callable[[torch.Tensor], None]]:
+    def micro_batch(
+        self, inputs: Any, labels: Any, tokens: torch.Tensor
+    ) -> Iterator[Callable[[torch.Tensor], None]]:
         """Surround the Trainer's work with one; gives what takes its loss."""
         self._parts.append((inputs, labels, tokens))
         degree = self.trainer.parallel_dims.cp
@@ -218,7 +223,10 @@ class _Driver(Adapter):
                 "compares replicas, such as hdet.SoftmaxController"
             )
         if trainer.fwd_bwd_fn != trainer._forward_backward_body:
-            return "trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable_cuda_graphs"
+            return (
+                "trains copies of the run, whose gradients a captured CUDA graph does not "
+                "reach: set training.disable_cuda_graphs"
+            )
         return None
 
     def compute_again(self, parts: Any) -> torch.Tensor | None:
@@ -232,7 +240,11 @@ class _Driver(Adapter):
         """Where gradients are on, with them: torchtitan reduces those of each micro-batch."""
         trainer, (inputs, labels, tokens) = self.trainer, part
         if torch.is_grad_enabled():
-            return _local(trainer.hdet_pass(input_dict=inputs, labels=labels, global_valid_tokens=tokens).detach())
+            return _local(
+                trainer.hdet_pass(
+                    input_dict=inputs, labels=labels, global_valid_tokens=tokens
+                ).detach()
+            )
         inputs, labels, others = trainer.post_dataloading_process(inputs, labels)
         with trainer.train_context():  # as _forward_backward_body, which always calls backward()
             positions = {key: value for key, value in others.items() if key == "positions"}

@@ -70,7 +70,9 @@ class HdetMixin(_Any):
                 f"methods are not asked: write class {cls.__name__}(HdetMixin, ...)"
             )
 
-    def __init__(self, *args: Any, ensemble: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, ensemble: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         self._hdet_settings = {} if ensemble is None else ensemble
         check_settings(self._hdet_settings)
         self._hdet: _Driver | None = None
@@ -87,7 +89,9 @@ class HdetMixin(_Any):
         """The Ensemble that drives this run; None before the first step."""
         return None if self._hdet is None else self._hdet.ensemble
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
         """Make the Trainer's, behind a stand-in whose ``step()`` is the Ensemble's."""
         if isinstance(self.lr_scheduler, _Driver):  # train() is called again
             return self.lr_scheduler
@@ -96,11 +100,16 @@ class HdetMixin(_Any):
         prepared = self.optimizer if optimizer is None else optimizer
         inner = super().create_scheduler(num_training_steps, torch_optimizer(prepared))
         if type(inner).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
-            raise ValueError(f"the scheduler is {type(inner).__name__}, which steps by a metric: use a schedule of steps, such as 'cosine'")
+            raise ValueError(
+                f"the scheduler is {type(inner).__name__}, which steps by a metric: use a "
+                "schedule of steps, such as 'cosine'"
+            )
         self._hdet = self.lr_scheduler = _Driver(self, inner, num_training_steps)
         return self.lr_scheduler
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         assert self._hdet is not None, "create_scheduler comes first"
         items = args[0] if args else kwargs.get("num_items_in_batch")
         with self._hdet.micro_batch(model, items):
@@ -244,7 +253,9 @@ class _Driver(Adapter):
         """Scaled as `Trainer.training_step` does."""
         trainer, (inputs, items) = self.trainer, part
         with trainer.compute_loss_context_manager():
-            loss: torch.Tensor = trainer.compute_loss(self.model, copy.copy(inputs), num_items_in_batch=items)
+            loss: torch.Tensor = trainer.compute_loss(
+                self.model, copy.copy(inputs), num_items_in_batch=items
+            )
         is_scaled = trainer.loss_is_scaled_for_ga
         if is_scaled is None:
             counts_items = trainer.model_accepts_loss_kwargs and items is not None

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.sequential import SequentialController, Shadow
 from hdet.integrations.common import (
     Adapter,
     attributes_kept,
@@ -100,7 +99,7 @@ def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     made = begun({"controller": hdet.AutoLR, "replicas": find, "total_steps": 9000}).ensemble
     auto = made.engine.controller
     assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [MODEL]
-    assert wants_trial(auto) and wants_trial(Shadow(auto))
+    assert wants_trial(auto) and wants_trial(hdet.Shadow(auto))
     assert not wants_trial(controller) and not wants_trial(None)
 
 
@@ -224,12 +223,12 @@ def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
 
 
 def test_controllers_made_of_others_report_what_those_do() -> None:
-    assert hdet.Controller().report() == "" and Shadow(Halved()).report() == "halves once (told only: nothing is moved)"
+    assert hdet.Controller().report() == "" and hdet.Shadow(Halved()).report() == "halves once (reported only: nothing is moved)"
     auto = hdet.AutoLR(nn.Linear(1, 1))
-    assert SequentialController(auto, Halved()).report() == f"{auto.report()}; then: halves once" and auto.report()
+    assert hdet.SequentialController(auto, Halved()).report() == f"{auto.report()}; then: halves once" and auto.report()
     with pytest.raises(ValueError, match="AutoLR searches in the first steps of a run: pass it as the first controller"):
-        SequentialController(Halved(), auto)
-    assert SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"
+        hdet.SequentialController(Halved(), auto)
+    assert hdet.SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["of all arms", "of those that diverge"])
