@@ -119,6 +119,10 @@ class Halved(hdet.Controller):
     name = "halved"
     needs_replicas = False
 
+    def plan(self) -> hdet.Plan:
+        """Replicas are spread where there are several, of which nothing is learned."""
+        return hdet.Plan()
+
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         return [hdet.Decision(factor=0.5 if evidence.cycle == 0 else 1.0, note="halved" * (evidence.cycle == 0)) for _ in evidence.knobs]
 
@@ -156,14 +160,16 @@ FLOAT16: dict[str, dict[str, Any] | None] = {
 }
 
 
-class Moved(hdet.Controller):
+class Moved(Halved):
     """Halves the rate at the first cycle's end without a word."""
 
     name = "moved"
-    needs_replicas = False
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         return [hdet.Decision(factor=1.0 if evidence.cycle else 0.5) for _ in evidence.knobs]
+
+    def report(self) -> str:
+        return ""
 
 
 def halved(model: Any) -> hdet.Controller:

@@ -113,7 +113,7 @@ def _spread(folder: str) -> Any:
 def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path: Path) -> None:
     seen, saved, last, rates, ours = zip(*on_ranks(_spread, 2, str(tmp_path)), strict=True)
     # A callback that stands before ours sees what the optimizer has left; then replicas are averaged, of step 7 to be validated, of 8 to be saved.
-    assert not any(equal([of.weights[step] for of in seen]) for step in range(1, STEPS + 1))
+    assert [step for step in range(1, STEPS + 1) if equal([of.weights[step] for of in seen])] == []
     assert [step for step in range(1, STEPS + 1) if equal([of.later[step] for of in seen])] == [5, 7, 8, 10]
     assert equal([of.validated[0] for of in seen]) and equal(list(last)) and equal(list(saved))
     torch.testing.assert_close(saved[0], sum(of.weights[8] for of in seen) / 2, rtol=0, atol=1e-7)
