@@ -191,11 +191,12 @@ class Adapter:
     def _tell_moves(self, record: Mapping[str, Any]) -> None:
         decisions = record["record"]["decisions"]
         for (knob, value), decision in zip(record["values"].items(), decisions, strict=True):
-            factor = decision["factor"]
-            if factor != 1 and not any(note.startswith(f"{knob}: ") for note in record["notes"]):
+            has_moved = decision["factor"] != 1 or decision["value"] is not None
+            if has_moved and not any(note.startswith(f"{knob}: ") for note in record["notes"]):
+                times = f"times {decision['factor']:.4g}, " if decision["factor"] != 1 else ""
                 self.tell(
-                    f"hdet, step {record['step']}: {knob}: times {factor:.4g}, base value "
-                    f"{value:.4g}, correction {record['corrections'][knob]:.4g}"
+                    f"hdet, step {record['step']}: {knob}: {times}base value {value:.4g}, "
+                    f"correction {record['corrections'][knob]:.4g}"
                 )
 
     def compute_again(self, parts: Sequence[Any]) -> torch.Tensor | None:

@@ -27,13 +27,13 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     multipliers = {f"hdet/multipliers/lr/{r}": rho for r, rho in enumerate(record["multipliers"]["lr"])}
     by_knob = {f"hdet/{key}/lr": record[key]["lr"] for key in ("values", "scheduled", "corrections")}
     alone = {f"hdet/{key}": record[key] for key in ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")}
-    return {**losses, **multipliers, **by_knob, **alone, "hdet/left_out": 0}
+    return {**losses, **multipliers, **by_knob, **alone, "hdet/left_out": 0, "hdet/searching": 0}
 
 
 def test_a_records_numbers_have_its_own_keys() -> None:
     for record in records(lambda record, step: None):
         found = hdet.logging.scalars(record)
-        assert found == expected(record) and all(isinstance(value, float) for value in found.values()) and len(found) == 14
+        assert found == expected(record) and all(isinstance(value, float) for value in found.values()) and len(found) == 15
     assert hdet.logging.scalars({"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}, "mine") == {
         "mine/probe/0": 0.5
     }
