@@ -51,8 +51,7 @@ class Adapter:
         raise NotImplementedError
 
     def find_obstacle(self) -> str | None:
-        """Say why the trial of an AutoLR cannot be made in this run, as the end of a sentence that
-        begins with its name; None where it can."""
+        """Say why an AutoLR can make no trial here, in a sentence that goes on after its name."""
         return None
 
     def compute_loss(self, part: Any) -> torch.Tensor | None:
@@ -85,8 +84,7 @@ class Adapter:
         """Make the Ensembles. What they need is checked before there is any.
 
         Args:
-            optimizers: torch's own.
-            settings: of each Ensemble. The controller and the replicas may be functions of
+            settings: of each optimizer's Ensemble. The controller and the replicas may be functions of
                 ``model``. Where nothing says what is searched, an `AutoLR` looks how far the first
                 steps move the weights, which costs nothing.
             model: as the framework calls it.
@@ -98,9 +96,8 @@ class Adapter:
                 can be made; states of other optimizers.
         """
         self._model, self._logs, self._settings = model, logs, list(settings)
-        if len(optimizers) > 1 and any(
-            isinstance(of.get("controller"), Controller) for of in settings
-        ):
+        controllers = [of.get("controller") for of in settings]
+        if len(optimizers) > 1 and any(isinstance(of, Controller) for of in controllers):
             raise ValueError(
                 "there are several optimizers, each with a controller of its own: pass a function "
                 "that makes one"
@@ -122,12 +119,11 @@ class Adapter:
         resolved = {**settings, **asked}
         controller: Any = resolved.get("controller")
         if wants_trial(controller):
-            obstacle = self.find_obstacle()
-            if optimizers > 1:
-                obstacle = (
-                    f"trains copies of a run with one optimizer, and there are {optimizers}: train "
-                    "all parameters with one, or leave the controller out"
-                )
+            several = (
+                f"trains copies of a run with one optimizer, and there are {optimizers}: train all "
+                "parameters with one, or leave the controller out"
+            )
+            obstacle = several if optimizers > 1 else self.find_obstacle()
             if obstacle is not None:
                 raise ValueError(f"AutoLR {obstacle}")
             search = controller.search
@@ -147,9 +143,17 @@ class Adapter:
 
         The values in ``group`` are the schedule's, which the corrections in force correct. What a
         way of averaging keeps beside the weights, such as an outer momentum, begins again.
+
+        Raises:
+            ValueError: the controller is an AutoLR, and no function that makes one.
         """
         old = self.ensembles[number]
-        optimizer = old.optimizer
+        optimizer, controller = old.optimizer, self._settings[number].get("controller")
+        if isinstance(controller, Controller) and controller.search is not None:
+            raise ValueError(
+                "a parameter group is added in mid-run, and an AutoLR belongs to the run that it "
+                "began: pass a function that makes one, such as controller=hdet.AutoLR"
+            )
         old.converge()
         state = old.state_dict()
         old.close()
@@ -309,13 +313,9 @@ def with_controller(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wants_trial(controller: object) -> bool:
-    """May it train copies of the run, for which it asks for losses of the current batch? What is
-    no controller an Ensemble refuses."""
-    return (
-        isinstance(controller, Controller)
-        and controller.search is not None
-        and controller.search.budget != 0
-    )
+    """May it train copies of the run, for which it asks for losses of the current batch?"""
+    search = controller.search if isinstance(controller, Controller) else None
+    return search is not None and search.budget != 0
 
 
 @contextmanager
@@ -338,9 +338,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _call_in_turn(*calls: Callable[[], object] | None) -> None:
-    for call in calls:
-        if call is not None:
-            call()
+    for call in filter(None, calls):
+        call()
 
 
 @contextmanager

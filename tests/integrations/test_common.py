@@ -201,6 +201,14 @@ def test_a_group_is_added_in_mid_run(controller: Any) -> None:
         assert [group["lr"] for group in ensemble.optimizer.param_groups] == [1.0, 0.1]
 
 
+def test_a_group_is_refused_before_anything_is_changed_where_an_auto_lr_cannot_go_on() -> None:
+    adapter = begun({"controller": hdet.AutoLR(MODEL, budget=0)})
+    with pytest.raises(ValueError, match="belongs to the run that it began: pass a function"):
+        adapter.add_group(0, {"params": [adapter.weight], "lr": 0.1})
+    assert len(adapter.ensemble.optimizer.param_groups) == 1
+    stepped(adapter)
+
+
 def test_losses_are_computed_again_in_parts_and_synchronised_once() -> None:
     adapter = Own()
     assert float(adapter.compute_again([1.0, 2.0, 3.0])) == 12 and float(adapter.weight.grad) == 6
