@@ -84,7 +84,7 @@ class Adapter:
         """Make the Ensembles. What they need is checked before there is any.
 
         Args:
-            settings: of each optimizer's Ensemble. The controller and the replicas may be functions of
+            settings: for each optimizer. The controller and the replicas may be functions of
                 ``model``. Where nothing says what is searched, an `AutoLR` looks how far the first
                 steps move the weights, which costs nothing.
             model: as the framework calls it.
