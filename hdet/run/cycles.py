@@ -81,10 +81,14 @@ class Cycles:
         self.reset_losses()
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
         table = self.engine.multipliers()
-        self.can_part = self.engine.explores or (self.has_local_gradients and self.replicas.count > 1)
+        self.can_part = self._can_replicas_part()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         base = [[1.0] * len(table)] * self.weights.average.companions
         self.fan_out.assign(*replicas, *base)
+
+    def _can_replicas_part(self) -> bool:
+        has_own_gradients = self.has_local_gradients and self.replicas.count > 1
+        return self.engine.explores or has_own_gradients
 
     def reset_losses(self) -> None:
         for member in self.weights.local:
@@ -105,7 +109,9 @@ class Cycles:
         having seen its own data."""
         self.fan_out.note_average()
         has_buffers = len(self.weights.tensors.buffers) > 0
-        self._stay_equal = self.replicas.count == 1 or (self.weights.average.idle and not self.can_part and not has_buffers)
+        # At a cycle's end the engine is at the next one, which may be of another kind.
+        stays = self.weights.average.idle and not self._can_replicas_part() and not has_buffers
+        self._stay_equal = self.replicas.count == 1 or stays
         self._buffer_marks = self.weights.tensors.marks()
 
     def note_restore(self) -> None:

@@ -206,7 +206,9 @@ def test_another_thread_that_saves_waits_for_the_run() -> None:
     assert saved[0] is True and of_the_run(saved[1], 4)
 
 
-def test_ctrl_c_leaves_the_run() -> None:
+def test_ctrl_c_leaves_the_run(request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     run = with_closure(lambda run: signal.raise_signal(signal.SIGINT)).steps(3)
     with pytest.raises(KeyboardInterrupt):
         run.step()
