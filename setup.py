@@ -29,13 +29,19 @@ def find_nvcc() -> str | None:
     """The path of nvcc, or None."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     # what the user names goes before what PATH finds, and replaces the usual place
-    folders = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", os.defpath), *([] if homes else ["/usr/local/cuda/bin"])]
+    folders = [
+        *(f"{home}/bin" for home in homes),
+        os.environ.get("PATH", os.defpath),
+        *([] if homes else ["/usr/local/cuda/bin"]),
+    ]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def supported_archs(nvcc: str) -> list[str]:
     """Compute capabilities that this nvcc compiles for, for example ["80", "86", ...]."""
-    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
+    ).stdout
     return re.findall(r"compute_(\d+)$", listing, re.MULTILINE)
 
 
@@ -45,8 +51,12 @@ def present_archs() -> list[str]:
     if nvidia_smi is None:
         return []
     command = [nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    query = subprocess.run(command, capture_output=True, text=True, check=False)  # without a driver it fails and lists nothing
-    return sorted({line.replace(".", "") for line in query.stdout.split() if re.fullmatch(r"\d+\.\d", line)})
+    query = subprocess.run(
+        command, capture_output=True, text=True, check=False
+    )  # without a driver it fails and lists nothing
+    return sorted(
+        {line.replace(".", "") for line in query.stdout.split() if re.fullmatch(r"\d+\.\d", line)}
+    )
 
 
 def choose_archs(nvcc: str) -> list[str]:
@@ -56,20 +66,29 @@ def choose_archs(nvcc: str) -> list[str]:
     if asked:
         unknown = [arch for arch in asked if arch.split("-")[0].rstrip("af") not in supported]
         if unknown:
-            raise SystemExit(f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports {', '.join(supported)}")
+            raise SystemExit(
+                f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports {', '.join(supported)}"
+            )
         return asked
-    for candidates in ([arch for arch in present_archs() if int(arch) >= OLDEST_ARCH], DEFAULT_ARCHS):
+    for candidates in (
+        [arch for arch in present_archs() if int(arch) >= OLDEST_ARCH],
+        DEFAULT_ARCHS,
+    ):
         usable = [arch for arch in candidates if arch in supported]
         if usable:
             return usable
-    raise SystemExit(f"hdet: {nvcc} supports none of {', '.join(DEFAULT_ARCHS)}; set HDET_CUDA_ARCHS, or HDET_CUDA=0 to skip CUDA")
+    raise SystemExit(
+        f"hdet: {nvcc} supports none of {', '.join(DEFAULT_ARCHS)}; set HDET_CUDA_ARCHS, or HDET_CUDA=0 to skip CUDA"
+    )
 
 
 def cuda_options() -> list[str]:
     """CMake's options for the CUDA kernels, from the environment and the machine."""
     wish = os.environ.get("HDET_CUDA", "")
     if wish not in ("", "0", "1"):
-        raise SystemExit(f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or leave it unset")
+        raise SystemExit(
+            f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or leave it unset"
+        )
     nvcc = None if wish == "0" else find_nvcc()
     if wish == "1" and nvcc is None:
         raise SystemExit(
@@ -77,12 +96,21 @@ def cuda_options() -> list[str]:
             "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet builds without CUDA kernels."
         )
     if nvcc is None:
-        note = "hdet was built with HDET_CUDA=0" if wish == "0" else "nvcc was not found when hdet was built"
+        note = (
+            "hdet was built with HDET_CUDA=0"
+            if wish == "0"
+            else "nvcc was not found when hdet was built"
+        )
         print(f"hdet: no CUDA kernels: {note}", flush=True)
         return ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
     archs = ";".join(choose_archs(nvcc))
     print(f"hdet: CUDA kernels for {archs} with {nvcc} (HDET_CUDA=0 skips them)", flush=True)
-    return ["-DHDET_CUDA=ON", f"-DHDET_CUDA_ARCHS={archs}", f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DHDET_CUDA_NOTE="]
+    return [
+        "-DHDET_CUDA=ON",
+        f"-DHDET_CUDA_ARCHS={archs}",
+        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        "-DHDET_CUDA_NOTE=",
+    ]
 
 
 def find_tool(name: str) -> str:
@@ -112,7 +140,11 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             *cuda_options(),
         ]
-        tag = hashlib.sha256("\n".join([*options, os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]).encode()).hexdigest()[:8]
+        tag = hashlib.sha256(
+            "\n".join(
+                [*options, os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]
+            ).encode()
+        ).hexdigest()[:8]
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{tag}"
         # pip's isolated environments have a new path every time. A copy of the headers keeps one path, and with it the objects.
         include = build / f"pybind11-{pybind11.__version__}"
@@ -121,7 +153,16 @@ class CMakeBuild(build_ext):
             os.rename(f"{include}.new", include)
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         self._run(
-            cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DHDET_PYBIND11_INCLUDE={include}", *options
+            cmake,
+            "-S",
+            ROOT,
+            "-B",
+            build,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DHDET_PYBIND11_INCLUDE={include}",
+            *options,
         )
         self._run(cmake, "--build", build, *([f"-j{self.parallel}"] if self.parallel else []))
         target = Path(self.get_ext_fullpath(ext.name)).resolve()

@@ -14,7 +14,9 @@ from hdet import kernels as hk
 from .compare import Options, Shapes, compare, free, main
 
 
-def average(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8) -> dict[str, Any]:
+def average(
+    options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8
+) -> dict[str, Any]:
     """Every set is read and written once: 8K bytes. torch: the mean of a stack, copied back to all sets."""
     ours, theirs = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
     plan, weights = hk.average_plan(ours, None, options.backend), [1 / count] * count
@@ -25,14 +27,32 @@ def average(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], 
             for tensor in tensors:
                 tensor.copy_(mean)
 
-    return compare(options, f"average of {count}", name, shapes, lambda: plan.average(weights), in_torch, 8 * count, **notes)
+    return compare(
+        options,
+        f"average of {count}",
+        name,
+        shapes,
+        lambda: plan.average(weights),
+        in_torch,
+        8 * count,
+        **notes,
+    )
 
 
 def lerp(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """A running average: 12 bytes."""
     new, ours, theirs = (options.randn(shapes) for _ in range(3))
     plan = hk.pair_plan(new, ours, backend=options.backend)
-    return compare(options, "lerp", name, shapes, lambda: plan.lerp(0.01), lambda: torch._foreach_lerp_(theirs, new, 0.01), 12, **notes)
+    return compare(
+        options,
+        "lerp",
+        name,
+        shapes,
+        lambda: plan.lerp(0.01),
+        lambda: torch._foreach_lerp_(theirs, new, 0.01),
+        12,
+        **notes,
+    )
 
 
 def swap(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
@@ -50,21 +70,43 @@ def swap(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> 
 
 def pack(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """bfloat16 parameters into a float32 bucket, scaled: 6 bytes."""
-    params, ours, theirs = options.randn(shapes, torch.bfloat16), options.zeros(shapes), options.zeros(shapes)
+    params, ours, theirs = (
+        options.randn(shapes, torch.bfloat16),
+        options.zeros(shapes),
+        options.zeros(shapes),
+    )
     plan = hk.pair_plan(params, ours, backend=options.backend)
 
     def in_torch() -> None:
         torch._foreach_copy_(theirs, params)
         torch._foreach_mul_(theirs, 0.25)
 
-    return compare(options, "scaled copy, bf16 to fp32", name, shapes, lambda: plan.copy(0.25), in_torch, 6, **notes)
+    return compare(
+        options,
+        "scaled copy, bf16 to fp32",
+        name,
+        shapes,
+        lambda: plan.copy(0.25),
+        in_torch,
+        6,
+        **notes,
+    )
 
 
 def norm(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """The global norm: 4 bytes."""
     gradients = options.randn(shapes)
     plan = hk.norm_plan(gradients, options.backend)
-    return compare(options, "norm", name, shapes, plan.norm, lambda: torch.nn.utils.get_total_norm(gradients), 4, **notes)
+    return compare(
+        options,
+        "norm",
+        name,
+        shapes,
+        plan.norm,
+        lambda: torch.nn.utils.get_total_norm(gradients),
+        4,
+        **notes,
+    )
 
 
 def run(options: Options) -> list[dict[str, Any]]:

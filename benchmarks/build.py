@@ -22,10 +22,14 @@ def main() -> None:
     assert spec is not None and spec.loader is not None
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    version = re.search(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert version is not None
     extension = Extension("hdet._C", sources=[])
-    command = setup.CMakeBuild(Distribution({"name": "hdet", "version": version[1], "ext_modules": [extension]}))
+    command = setup.CMakeBuild(
+        Distribution({"name": "hdet", "version": version[1], "ext_modules": [extension]})
+    )
     command.inplace = True
     command.ensure_finalized()
     command.run()

@@ -40,7 +40,11 @@ Call = Callable[[], object]
 
 def gpt2(width: int = 768, layers: int = 12) -> Shapes:
     """The 148 tensors of GPT-2 124M."""
-    block = [(width,)] * 2 + [(3 * width, width), (3 * width,), (width, width), (width,)] + [(width,)] * 2
+    block = (
+        [(width,)] * 2
+        + [(3 * width, width), (3 * width,), (width, width), (width,)]
+        + [(width,)] * 2
+    )
     block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     return [(50257, width), (1024, width), *block * layers, (width,), (width,)]
 
@@ -73,13 +77,17 @@ def fitted(shapes: Shapes, bytes_per_parameter: float, limit: float) -> tuple[Sh
     Many small tensors stay as they are.
     """
     divisor = 1
-    while numel(_divided(shapes, divisor)) * bytes_per_parameter > limit and _divided(shapes, 2 * divisor) != _divided(shapes, divisor):
+    while numel(_divided(shapes, divisor)) * bytes_per_parameter > limit and _divided(
+        shapes, 2 * divisor
+    ) != _divided(shapes, divisor):
         divisor *= 2
     return _divided(shapes, divisor), divisor
 
 
 def _divided(shapes: Shapes, divisor: int) -> Shapes:
-    return [(max(1, s[0] // divisor), *s[1:]) if torch.Size(s).numel() >= 1 << 16 else s for s in shapes]
+    return [
+        (max(1, s[0] // divisor), *s[1:]) if torch.Size(s).numel() >= 1 << 16 else s for s in shapes
+    ]
 
 
 COUNTED: Shapes = [(50,)] * 300
@@ -133,16 +141,25 @@ def compare(
 ) -> dict[str, Any]:
     """The record of one comparison, also printed. `torchs` may be what hdet itself does in two calls: say so in `notes`."""
     backend = kernels.select(options.backend, torch.device(options.device)).name
-    key = {"benchmark": "launches" if options.counting else "kernels", "operation": operation, "backend": backend}
+    key = {
+        "benchmark": "launches" if options.counting else "kernels",
+        "operation": operation,
+        "backend": backend,
+    }
     if options.counting:
         record: dict[str, Any] = {**key, "launches": launches(hdet)}
         emit(record)
         return record
     elements = numel(shapes)
-    seconds, copied, more = (_on_cuda if options.device == "cuda" else _on_cpu)(options, elements, hdet, torchs)
+    seconds, copied, more = (_on_cuda if options.device == "cuda" else _on_cpu)(
+        options, elements, hdet, torchs
+    )
     median = {name: statistics.median(values) for name, values in seconds.items()}
     traffic = bytes_per_parameter * elements
-    gb_s, copy_gb_s = traffic / median.get("alone", median["hdet"]) / 1e9, 8 * copied / median["copy"] / 1e9
+    gb_s, copy_gb_s = (
+        traffic / median.get("alone", median["hdet"]) / 1e9,
+        8 * copied / median["copy"] / 1e9,
+    )
     record = {
         **key,
         "shapes": name,
@@ -157,7 +174,9 @@ def compare(
         "of_copy": round(gb_s / copy_gb_s, 3),
     }
     if torchs is not None:
-        ratio = statistics.median(a / b for a, b in zip(seconds["hdet"], seconds["torch"], strict=True))
+        ratio = statistics.median(
+            a / b for a, b in zip(seconds["hdet"], seconds["torch"], strict=True)
+        )
         record |= {"torch_ms": round(1e3 * median["torch"], 4), "ratio": round(ratio, 3)}
     if "alone" in median:
         record["alone_ms"] = round(1e3 * median["alone"], 4)
@@ -178,7 +197,11 @@ def _on_cpu(options: Options, elements: int, hdet: Call, torchs: Call | None) ->
     candidates: dict[str, Call] = {"hdet": hdet, "copy": lambda: target.copy_(source)}
     if torchs is not None:
         candidates["torch"] = torchs
-    return alternate(candidates, options.repeats, calls=max(1, (1 << 20) // max(1, elements))), copied, {}
+    return (
+        alternate(candidates, options.repeats, calls=max(1, (1 << 20) // max(1, elements))),
+        copied,
+        {},
+    )
 
 
 def _on_cuda(options: Options, elements: int, hdet: Call, torchs: Call | None) -> Timed:
@@ -239,8 +262,14 @@ def launches(call: Call) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
-    return sum("memcpy" not in e.name.lower() and "memset" not in e.name.lower() for e in events) if events else None
+    events = [
+        event for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA
+    ]
+    return (
+        sum("memcpy" not in e.name.lower() and "memset" not in e.name.lower() for e in events)
+        if events
+        else None
+    )
 
 
 def free() -> None:
@@ -255,14 +284,18 @@ Run = Callable[[Options], list[dict[str, Any]]]
 
 def main(run: Run, description: str | None) -> None:
     """The command line of one benchmark: records as JSON lines."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--backend", default="auto", help="auto, cpu, cuda, triton or torch")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds and less memory")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    kernels.select(arguments.backend, torch.device(arguments.device))  # says why where it is not usable
+    kernels.select(
+        arguments.backend, torch.device(arguments.device)
+    )  # says why where it is not usable
     run(Options(arguments.device, arguments.backend, arguments.quick))
     if arguments.device == "cuda":
         run(Options(arguments.device, arguments.backend, arguments.quick, counting=True))

@@ -49,7 +49,11 @@ BYTES = {
 def tool(name: str) -> str | None:
     """CUDA's, or the one that comes with Triton."""
     spec = importlib.util.find_spec("triton")
-    own = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    own = (
+        None
+        if spec is None or spec.origin is None
+        else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    )
     return shutil.which(name) or (str(own) if own is not None and own.exists() else None)
 
 
@@ -82,13 +86,23 @@ def resources(arch: str) -> dict[str, Used]:
 def instructions(arch: str, kernel: str) -> str:
     """Of the files that have kernels of this name."""
     with _extracted("elf", arch) as files:
-        return "".join(_run("nvdisasm", "-c", str(path)) for path in files if kernel.encode() in path.read_bytes())
+        return "".join(
+            _run("nvdisasm", "-c", str(path))
+            for path in files
+            if kernel.encode() in path.read_bytes()
+        )
 
 
 def ptx(arch: str) -> dict[str, str]:
     """By kernel."""
     with _extracted("ptx", arch) as files:
-        parts = [part for path in files for part in re.split(r"\.visible \.entry |\.entry ", path.read_text(encoding="utf-8"))[1:]]
+        parts = [
+            part
+            for path in files
+            for part in re.split(r"\.visible \.entry |\.entry ", path.read_text(encoding="utf-8"))[
+                1:
+            ]
+        ]
     return {part.split("(", 1)[0]: part for part in parts}
 
 
@@ -101,18 +115,26 @@ def _extracted(kind: str, arch: str) -> Iterator[list[Path]]:
 
 
 def _run(name: str, *arguments: str, cwd: str | None = None) -> str:
-    return subprocess.run([str(tool(name)), *arguments], capture_output=True, text=True, check=True, cwd=cwd).stdout
+    return subprocess.run(
+        [str(tool(name)), *arguments], capture_output=True, text=True, check=True, cwd=cwd
+    ).stdout
 
 
 def loop_length(code: Sequence[str]) -> int:
     """Instructions of the loop that loads the most, from its label to its branch."""
-    labels = {line[:-1].strip(): place for place, line in enumerate(code) if line.startswith(".L") and line.endswith(":")}
+    labels = {
+        line[:-1].strip(): place
+        for place, line in enumerate(code)
+        if line.startswith(".L") and line.endswith(":")
+    }
     best: tuple[int, int] = (0, 0)
     for place, line in enumerate(code):
         target = re.search(r"BRA\S*.*`\((\.L\S+)\)", line)
         if target is None or labels.get(target[1], place) >= place:
             continue
-        body = [one for one in code[labels[target[1]] : place + 1] if ";" in one and "NOP" not in one]
+        body = [
+            one for one in code[labels[target[1]] : place + 1] if ";" in one and "NOP" not in one
+        ]
         best = max(best, (sum("LDG" in one for one in body), -len(body)))
     return -best[1]
 
@@ -125,7 +147,11 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
         if found is None:
             continue
         rule, known = found[1].lower(), int(found[2])
-        used, length, size = used_by[name].registers, loop_length(part.splitlines()), BYTES[rule][known]
+        used, length, size = (
+            used_by[name].registers,
+            loop_length(part.splitlines()),
+            BYTES[rule][known],
+        )
         by_memory = size * GPT2 / BANDWIDTH
         by_issue = length / ELEMENTS * GPT2 / (MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK)
         yield {
@@ -136,7 +162,9 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", default="90", help="compute capability without its dot")
     parser.add_argument("--json", type=Path, help="lines are written here, too")
     options = parser.parse_args(arguments)
@@ -146,11 +174,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(
             f"python -m benchmarks.compiled: hdet has been built for {_C.cuda_archs}; HDET_CUDA_ARCHS={options.arch} builds for that"
         )
-    made = sorted(lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"])))
-    columns = ("rule", "formats", "registers", "blocks", "instructions", "bytes", "gpt2_us", "bound")
+    made = sorted(
+        lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"]))
+    )
+    columns = (
+        "rule",
+        "formats",
+        "registers",
+        "blocks",
+        "instructions",
+        "bytes",
+        "gpt2_us",
+        "bound",
+    )
     issued = 28 / BANDWIDTH * MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK
     caption = "instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters"
-    table = Table(*columns, caption=f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an element.")
+    table = Table(
+        *columns,
+        caption=f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an element.",
+    )
     for line in made:
         table.add_row(*(str(line[column]) for column in columns))
     Console(width=120).print(table)

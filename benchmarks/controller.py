@@ -41,24 +41,43 @@ class Cycle:
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
         specs = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]
-        self.engine = Engine(specs, replicas, Clock(1, total_steps=10**6), CONTROLLERS[controller]())
+        self.engine = Engine(
+            specs, replicas, Clock(1, total_steps=10**6), CONTROLLERS[controller]()
+        )
         # loss, weight, mark; ranks that saw the probe, its losses, their digest
         width = 3 + 1 + CHUNKS + 1 if controller == "probe" else 3
         generator = torch.Generator().manual_seed(0)
         self.rows = 2 + torch.rand(replicas, width, generator=generator, dtype=torch.float64)
         self.rows[:, -1] = 7.0
         self.losses = (
-            BatchLosses(lambda model, batch: batch, [None] * CHUNKS, CHUNKS, torch.nn.Identity()) if controller == "probe" else None
+            BatchLosses(lambda model, batch: batch, [None] * CHUNKS, CHUNKS, torch.nn.Identity())
+            if controller == "probe"
+            else None
         )
         self.divergence = Divergence()
 
     def take_stats(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
         stats = parse(self.rows, compare=False, marks=1)
         scores = None if self.losses is None else self.losses.split([stat.probe for stat in stats])
-        rows = {} if scores is None else {PROBE: [row if stat.votes else None for row, stat in zip(scores, stats, strict=True)]}
-        return [stat.finite for stat in stats], [stat.raw_loss for stat in stats], [stat.loss for stat in stats], rows
+        rows = (
+            {}
+            if scores is None
+            else {
+                PROBE: [
+                    row if stat.votes else None for row, stat in zip(scores, stats, strict=True)
+                ]
+            }
+        )
+        return (
+            [stat.finite for stat in stats],
+            [stat.raw_loss for stat in stats],
+            [stat.loss for stat in stats],
+            rows,
+        )
 
-    def control(self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any) -> None:
+    def control(
+        self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any
+    ) -> None:
         engine = self.engine
         engine.tick()
         verdict = judge(self.divergence, finite, raw, engine.level)
@@ -82,9 +101,15 @@ def measure_time(cycle: Cycle, repeats: int) -> dict[str, float]:
         if turn >= 0:
             stats.append(1e3 * (between - start))
             controller.append(1e3 * (time.perf_counter() - between))
-    times = {"controller": controller, "statistics": stats, "sum": [a + b for a, b in zip(controller, stats, strict=True)]}
+    times = {
+        "controller": controller,
+        "statistics": stats,
+        "sum": [a + b for a, b in zip(controller, stats, strict=True)],
+    }
     return {
-        f"{name}{which}_ms": take(values) for name, values in times.items() for which, take in (("", statistics.median), ("_best", min))
+        f"{name}{which}_ms": take(values)
+        for name, values in times.items()
+        for which, take in (("", statistics.median), ("_best", min))
     }
 
 
@@ -108,7 +133,9 @@ def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
@@ -120,17 +147,32 @@ def main() -> None:
         for knobs in (1, 4):
             times = measure_time(Cycle(controller, options.replicas, knobs), options.repeats)
             memory = measure_memory(controller, options.replicas, knobs)
-            missed = {f"{GOAL_MS:g} ms": times["sum_ms"] > GOAL_MS, f"{GOAL_BYTES / 1e3:g} kB": memory["sum"] > GOAL_BYTES}
+            missed = {
+                f"{GOAL_MS:g} ms": times["sum_ms"] > GOAL_MS,
+                f"{GOAL_BYTES / 1e3:g} kB": memory["sum"] > GOAL_BYTES,
+            }
             print(
                 f"  {controller:8} {knobs} knob{'s' * (knobs > 1):1}"
                 + "".join(
-                    f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)" for name in ("controller", "statistics", "sum")
+                    f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)"
+                    for name in ("controller", "statistics", "sum")
                 )
-                + "".join(f"{memory[name] / 1e3:10.1f} kB" for name in ("statistics", "kept", "sum", "for_a_moment"))
+                + "".join(
+                    f"{memory[name] / 1e3:10.1f} kB"
+                    for name in ("statistics", "kept", "sum", "for_a_moment")
+                )
                 + "".join(f"   {what}: missed" for what, bad in missed.items() if bad)
             )
-            record = {"benchmark": "controller", "controller": controller, "replicas": options.replicas, "knobs": knobs}
-            emit({**record, **times, **{f"{name}_bytes": value for name, value in memory.items()}}, options.json)
+            record = {
+                "benchmark": "controller",
+                "controller": controller,
+                "replicas": options.replicas,
+                "knobs": knobs,
+            }
+            emit(
+                {**record, **times, **{f"{name}_bytes": value for name, value in memory.items()}},
+                options.json,
+            )
 
 
 if __name__ == "__main__":

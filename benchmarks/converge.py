@@ -40,7 +40,9 @@ from .harness import alternate, counted, emit, spawn, summary
 CASES = {"24 x 2^20": [1 << 20] * 24, "3000 x 1000": [1000] * 3000}
 
 
-def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[str, dict[str, float]]:
+def measure(
+    rank: int, world_size: int, sizes: list[int], repeats: int
+) -> dict[str, dict[str, float]]:
     def parameters() -> list[torch.nn.Parameter]:
         # A set for each candidate: torch's averager moves the parameters it is given to new memory in every call.
         return [torch.nn.Parameter(torch.randn(size)) for size in sizes]
@@ -48,7 +50,11 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
     flat = torch.randn(sum(sizes))
     parts = [Part(parameter) for parameter in parameters()]
     ours, replicas = Buckets(lambda: parts, in_place=True), Replicas.from_group()
-    torchs, torchs_own, loops_own = PeriodicModelAverager(period=1, warmup_steps=0), parameters(), parameters()
+    torchs, torchs_own, loops_own = (
+        PeriodicModelAverager(period=1, warmup_steps=0),
+        parameters(),
+        parameters(),
+    )
     for parameter in torchs_own:
         parameter.grad = torch.zeros_like(parameter)  # it takes only parameters that have one
 
@@ -65,7 +71,10 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
     result = summary(alternate(candidates, repeats, barrier=True), "flat all_reduce (floor)")
     # The loop is slow enough to disturb the others, and a few rounds of it suffice.
     few = alternate(
-        {"floor": candidates["flat all_reduce (floor)"], "one all_reduce per parameter": loop}, max(3, repeats // 5), barrier=True, warmup=1
+        {"floor": candidates["flat all_reduce (floor)"], "one all_reduce per parameter": loop},
+        max(3, repeats // 5),
+        barrier=True,
+        warmup=1,
     )
     result["one all_reduce per parameter"] = summary(few, "floor")["one all_reduce per parameter"]
     result["ours"]["extra_mib"] = ours.extra_bytes / 2**20
@@ -89,10 +98,23 @@ WAYS: dict[str, Callable[[int], Averaging]] = {
 
 def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 32 << 20) -> Callable[[], None]:
     """All that a way does in a cycle, apart from the optimizer's steps."""
-    replicas, parameters = Replicas.from_group(), [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    replicas, parameters = (
+        Replicas.from_group(),
+        [torch.nn.Parameter(torch.randn(size)) for size in sizes],
+    )
     optimizer = hdet.FusedAdamW(parameters, lr=1e-3, weight_decay=0.0)
     gradients = "local" if isinstance(way, Outer) else "shared"
-    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, bucket_bytes, gradients))
+    average = way.build(
+        Task(
+            parameters,
+            replicas,
+            optimizer,
+            lambda: [None] * len(parameters),
+            INTERVAL,
+            bucket_bytes,
+            gradients,
+        )
+    )
 
     def cycle() -> None:
         average.on_cycle_start()
@@ -105,7 +127,9 @@ def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 32 << 20) -> 
     return cycle
 
 
-def measure_ways(rank: int, world_size: int, sizes: list[int], repeats: int, names: list[str]) -> dict[str, dict[str, float]]:
+def measure_ways(
+    rank: int, world_size: int, sizes: list[int], repeats: int, names: list[str]
+) -> dict[str, dict[str, float]]:
     cycles = {name: cycle_of(WAYS[name](world_size), sizes) for name in names}
     volume = {}
     for name, cycle in cycles.items():
@@ -123,21 +147,35 @@ def report_ways(options: argparse.Namespace) -> None:
         names = [name for name in names if name != "hierarchical"]
     for case, sizes in CASES.items():
         rows = spawn(measure_ways, options.processes, sizes, options.repeats, names)
-        print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each; a rank and cycle")
+        print(
+            f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each; a rank and cycle"
+        )
         for name, row in rows.items():
             print(
                 f"  {name:14} {row['bytes'] / 1e6:9.3f} MB sent ({row['bytes'] / rows['plain']['bytes']:6.4f} x plain) in "
                 f"{row['collectives']:4.0f} collectives {row['median_ms']:9.1f} ms {row['ratio']:8.2f} x plain"
             )
-        emit({"benchmark": "converge_ways", "case": case, "processes": options.processes, "rows": rows}, options.json)
+        emit(
+            {
+                "benchmark": "converge_ways",
+                "case": case,
+                "processes": options.processes,
+                "rows": rows,
+            },
+            options.json,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
-    parser.add_argument("--way", choices=["all", *WAYS], help="ways of averaging beside the plain one")
+    parser.add_argument(
+        "--way", choices=["all", *WAYS], help="ways of averaging beside the plain one"
+    )
     options = parser.parse_args()
     if options.way is not None:
         report_ways(options)
@@ -146,8 +184,13 @@ def main() -> None:
         rows = spawn(measure, options.processes, sizes, options.repeats)
         print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each")
         for name, row in rows.items():
-            print(f"  {name:30} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})   {row['ratio']:8.2f} x floor")
-        emit({"benchmark": "converge", "case": case, "processes": options.processes, "rows": rows}, options.json)
+            print(
+                f"  {name:30} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})   {row['ratio']:8.2f} x floor"
+            )
+        emit(
+            {"benchmark": "converge", "case": case, "processes": options.processes, "rows": rows},
+            options.json,
+        )
 
 
 if __name__ == "__main__":

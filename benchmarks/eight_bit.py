@@ -42,7 +42,10 @@ BF16, HALVES = {"dtype": torch.bfloat16}, {"master_weights": "split"}
 def peers() -> dict[str, Make]:
     """8-bit AdamW of other libraries. Says what is not installed."""
     found: dict[str, Make] = {}
-    for name, module, path in (("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"), ("torchao", "torchao.optim", "AdamW8bit")):
+    for name, module, path in (
+        ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+        ("torchao", "torchao.optim", "AdamW8bit"),
+    ):
         try:
             found[name] = getattr(__import__(module, fromlist=[path]), path)
         except ImportError as error:
@@ -53,7 +56,9 @@ def peers() -> dict[str, Make]:
 # -- a step ------------------------------------------------------------------------------------------------------------------
 
 
-def made(make: Make, device: str, dtype: torch.dtype = torch.float32, width: int = 256) -> tuple[list[Parameter], torch.optim.Optimizer]:
+def made(
+    make: Make, device: str, dtype: torch.dtype = torch.float32, width: int = 256
+) -> tuple[list[Parameter], torch.optim.Optimizer]:
     shapes = gpt2(width, layers=4)
     shapes[0] = (5000, width)
     params = [Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
@@ -110,8 +115,13 @@ def steps(device: str, repeats: int) -> list[dict[str, Any]]:
     seconds = alternate_on_cuda(calls, repeats) if device == "cuda" else alternate(calls, repeats)
     for record in records:
         own_seconds = seconds[record["optimizer"]]
-        ratio = statistics.median(a / b for a, b in zip(own_seconds, seconds["torch float32"], strict=True))
-        record |= {"ns": round(1e9 * statistics.median(own_seconds) / record["parameters"], 2), "ratio": round(ratio, 2)}
+        ratio = statistics.median(
+            a / b for a, b in zip(own_seconds, seconds["torch float32"], strict=True)
+        )
+        record |= {
+            "ns": round(1e9 * statistics.median(own_seconds) / record["parameters"], 2),
+            "ratio": round(ratio, 2),
+        }
     return records
 
 
@@ -119,11 +129,15 @@ def steps(device: str, repeats: int) -> list[dict[str, Any]]:
 
 
 def _muon(model: GPT, lr: float, **options: Any) -> torch.optim.Optimizer:
-    return hdet.FusedMuon(model.named_parameters(), lr=lr, adamw_lr=1e-2, adamw_weight_decay=0.1, **options)
+    return hdet.FusedMuon(
+        model.named_parameters(), lr=lr, adamw_lr=1e-2, adamw_weight_decay=0.1, **options
+    )
 
 
 def _of(kind: Make, **settings: Any) -> Make:
-    return lambda model, lr, **options: kind(model.parameter_groups(settings.get("weight_decay", 0.0)), lr=lr, **{**settings, **options})
+    return lambda model, lr, **options: kind(
+        model.parameter_groups(settings.get("weight_decay", 0.0)), lr=lr, **{**settings, **options}
+    )
 
 
 RULES: dict[str, tuple[Make, float]] = {
@@ -141,27 +155,40 @@ def loss_of(model: GPT, batch: tuple[Tensor, Tensor], device: str) -> Tensor:
     return cross_entropy(model(tokens), targets)
 
 
-def trained(make: Callable[[GPT], torch.optim.Optimizer], corpus: Corpus, seed: int, count: int, device: str) -> float:
+def trained(
+    make: Callable[[GPT], torch.optim.Optimizer], corpus: Corpus, seed: int, count: int, device: str
+) -> float:
     """The validation loss after so many steps of 16 windows, nats per byte."""
     torch.manual_seed(seed)
     config = GPTConfig()
     model = GPT(config).to(device)
     optimizer = make(model)
     rates = [group["lr"] for group in optimizer.param_groups]
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=count, pct_start=0.1, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rates, total_steps=count, pct_start=0.1, cycle_momentum=False
+    )
     for index in range(count):
-        batch = sample_batch(corpus.train, 16, config.context, seed=seed, stream="train", index=index)
+        batch = sample_batch(
+            corpus.train, 16, config.context, seed=seed, stream="train", index=index
+        )
         loss_of(model, batch, device).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        batches = [sample_batch(corpus.validation, 32, config.context, seed=0, stream="validation", index=i) for i in range(64)]
+        batches = [
+            sample_batch(
+                corpus.validation, 32, config.context, seed=0, stream="validation", index=i
+            )
+            for i in range(64)
+        ]
         return statistics.mean(float(loss_of(model, batch, device)) for batch in batches)
 
 
-def quality(rules: Sequence[str], seeds: Sequence[int], count: int, device: str) -> list[dict[str, Any]]:
+def quality(
+    rules: Sequence[str], seeds: Sequence[int], count: int, device: str
+) -> list[dict[str, Any]]:
     corpus = load_corpus()
     records = []
     for rule in rules:
@@ -171,19 +198,43 @@ def quality(rules: Sequence[str], seeds: Sequence[int], count: int, device: str)
             "8 bits": functools.partial(make, lr=lr, moment_dtype="8bit"),
         }
         if rule == "adamw":
-            ways |= {name: functools.partial(_of(peer, weight_decay=0.1, betas=(0.9, 0.95)), lr=lr) for name, peer in peers().items()}
-        losses = {way: [trained(build, corpus, seed, count, device) for seed in seeds] for way, build in ways.items()}
+            ways |= {
+                name: functools.partial(_of(peer, weight_decay=0.1, betas=(0.9, 0.95)), lr=lr)
+                for name, peer in peers().items()
+            }
+        losses = {
+            way: [trained(build, corpus, seed, count, device) for seed in seeds]
+            for way, build in ways.items()
+        }
         for way, values in losses.items():
             above = 100 * (statistics.mean(values) / statistics.mean(losses["float32"]) - 1)
-            each = [100 * (loss / base - 1) for loss, base in zip(values, losses["float32"], strict=True)]
-            record = {"benchmark": "eight bit", "operation": "quality", "rule": rule, "moments": way, "lr": lr, "steps": count}
+            each = [
+                100 * (loss / base - 1)
+                for loss, base in zip(values, losses["float32"], strict=True)
+            ]
+            record = {
+                "benchmark": "eight bit",
+                "operation": "quality",
+                "rule": rule,
+                "moments": way,
+                "lr": lr,
+                "steps": count,
+            }
             record |= {"seeds": list(seeds), "validation": [round(loss, 4) for loss in values]}
-            records.append({**record, "above_percent": round(above, 3), "of_each_seed": [round(value, 3) for value in each]})
+            records.append(
+                {
+                    **record,
+                    "above_percent": round(above, 3),
+                    "of_each_seed": [round(value, 3) for value in each],
+                }
+            )
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)

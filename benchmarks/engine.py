@@ -28,7 +28,9 @@ class FourReplicas(hdet.Replicas):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--json", help="append the result to this file, as a JSON line")
     options = parser.parse_args()
@@ -39,7 +41,13 @@ def main() -> None:
     optimizer = hdet.FusedAdamW(model.parameter_groups(0.1), lr=3e-4, betas=(0.9, 0.95))
     total = 10 * options.repeats
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total, cycle_momentum=False)
-    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=FourReplicas(), sync=hdet.Sync(total))
+    ensemble = hdet.Ensemble(
+        optimizer,
+        scheduler,
+        knobs=[hdet.LearningRate(0.3)],
+        replicas=FourReplicas(),
+        sync=hdet.Sync(total),
+    )
     plain = torch.optim.lr_scheduler.OneCycleLR(
         torch.optim.SGD(model.parameters(), lr=0.1), 3e-4, total, cycle_momentum=False
     )  # what a loop without HDET calls in the same place
@@ -66,7 +74,13 @@ def main() -> None:
         f"training step {step:.0f} us; observe + step {engine:.0f} us, of which the scheduler alone {schedule:.0f} us: {100 * engine / step:.2f} % of a step"
     )
     emit(
-        {"benchmark": "engine", "step_us": step, "ensemble_us": engine, "scheduler_us": schedule, "percent": 100 * engine / step},
+        {
+            "benchmark": "engine",
+            "step_us": step,
+            "ensemble_us": engine,
+            "scheduler_us": schedule,
+            "percent": 100 * engine / step,
+        },
         options.json,
     )
 

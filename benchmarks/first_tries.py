@@ -86,7 +86,9 @@ def friedman() -> tuple[Data, Data]:
 
     x, y = make_friedman1(20_000, noise=0.5, random_state=0)
     values = torch.tensor(y, dtype=torch.float32)
-    return split(torch.tensor(x, dtype=torch.float32), ((values - values.mean()) / values.std())[:, None])
+    return split(
+        torch.tensor(x, dtype=torch.float32), ((values - values.mean()) / values.std())[:, None]
+    )
 
 
 @cache
@@ -138,7 +140,9 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, context: int = 32) -> None:
         super().__init__()
         self.table, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, 256)
 
@@ -149,7 +153,9 @@ class GPT(nn.Module):
 
 
 def mlp(inputs: int, outputs: int) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
+    return lambda: nn.Sequential(
+        nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs)
+    )
 
 
 def of_classes(scores: Tensor, y: Tensor) -> Tensor:
@@ -177,7 +183,12 @@ TRIES = {
     "gru-bytes": Try(GRU, sources, rows(16), of_classes, adamw, 1e-3, 1000),
     "gpt-bytes": Try(GPT, sources, rows(16), of_classes, adamw, 1e-3, 1000),
 }
-MORE = {f"{name}-{steps}": (name, steps) for name in TRIES for steps in (1000, 4000, 10_000) if TRIES[name].steps != steps}
+MORE = {
+    f"{name}-{steps}": (name, steps)
+    for name in TRIES
+    for steps in (1000, 4000, 10_000)
+    if TRIES[name].steps != steps
+}
 
 
 def trained(name: str, multiple: float, level: str) -> dict[str, Any]:
@@ -242,7 +253,11 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     by_best, by_last = gaps(records, "best"), gaps(records, "last")
     seconds = {(r["try"], r["start"], r["level"]): r["seconds"] for r in records}
     levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in by_best)]
-    yield "| try | start | fixed rate | " + " | ".join(f"AutoLR, {level}" for level in levels) + " | by the last loss | seconds |"
+    yield (
+        "| try | start | fixed rate | "
+        + " | ".join(f"AutoLR, {level}" for level in levels)
+        + " | by the last loss | seconds |"
+    )
     yield "|---" * (5 + len(levels)) + "|"
     for name, start in dict.fromkeys((name, start) for name, start, _ in by_best):
         every = ("fixed", *levels)
@@ -252,7 +267,9 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {name} | {start:g} times | {' | '.join(cells)} | {last} | {took} |"
     yield ""
     for level in levels:
-        pairs = [(by_best[n, s, "fixed"], by_best[n, s, level]) for n, s, of in by_best if of == level]
+        pairs = [
+            (by_best[n, s, "fixed"], by_best[n, s, level]) for n, s, of in by_best if of == level
+        ]
         poor = [auto for fixed, auto in pairs if fixed > POOR]
         harmed = [auto - fixed for fixed, auto in pairs if auto - fixed > WORSE]
         yield (
@@ -263,7 +280,9 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tries", nargs="+", choices=[*TRIES, *MORE])
     parser.add_argument("--all", action="store_true", help="longer runs, and the free level")
     parser.add_argument("--jobs", type=int, default=2)

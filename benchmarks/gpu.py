@@ -111,12 +111,20 @@ def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
     """Every test marked gpu, in processes of their own; those marked alone after the others, one at a time."""
     names = ("gpu", "kernels", "optim", "triton", "converge", "ensemble")
     folders = [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
-    several = ["-n", str(WORKERS), "--dist", "loadgroup"] if device == "cuda" and importlib.util.find_spec("xdist") else []
+    several = (
+        ["-n", str(WORKERS), "--dist", "loadgroup"]
+        if device == "cuda" and importlib.util.find_spec("xdist")
+        else []
+    )
     start, counts, good = time.monotonic(), dict[str, int](), True
     log.write_text("")
     for arguments in (["gpu and not alone", *several], ["gpu and alone"]):
-        status, output = run_pytest([*arguments, *folders, *(["--collect-only"] if device == "cpu" else [])], budget, log)
-        for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output):
+        status, output = run_pytest(
+            [*arguments, *folders, *(["--collect-only"] if device == "cpu" else [])], budget, log
+        )
+        for count, name in re.findall(
+            r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output
+        ):
             counts[name] = counts.get(name, 0) + int(count)
         good = good and status == 0
         if status != 0:
@@ -128,7 +136,17 @@ def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
 
 def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, str]:
     """(exit status, output), which goes to a file, so that it is there when the time is over. `arguments`: the marks first."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        *arguments,
+    ]
     print(f"tests: {' '.join(command[1:])}", flush=True)
     before = log.stat().st_size
     with log.open("ab") as file:
@@ -139,7 +157,17 @@ def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, st
 def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
     """examples.bytes with co-resident replicas on the device, beside the fixed schedule."""
     start = time.monotonic()
-    command = [sys.executable, "-m", *JOB, "--steps", str(JOB_STEPS[device]), "--device", device, "--out", str(GROWING / "job")]
+    command = [
+        sys.executable,
+        "-m",
+        *JOB,
+        "--steps",
+        str(JOB_STEPS[device]),
+        "--device",
+        device,
+        "--out",
+        str(GROWING / "job"),
+    ]
     print(f"job: {' '.join(command[1:])}", flush=True)
     with log.open("wb") as file:
         status = run_bounded(command, file, max(1.0, min(JOB_SECONDS, budget.left)))
@@ -151,7 +179,9 @@ def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
 def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
     """The command's exit status; 1 where it takes longer. It is interrupted then, so that pytest says what has failed so far, and killed
     with all its processes. Does not wait for what cannot be killed."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -164,11 +194,15 @@ def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        log.write(f"process {process.pid} hangs, in the driver perhaps, and was left behind\n".encode())
+        log.write(
+            f"process {process.pid} hangs, in the driver perhaps, and was left behind\n".encode()
+        )
     return 1
 
 
-def run_benchmarks(device: str, budget: Budget, records: Records) -> tuple[list[dict[str, Any]], list[str]]:
+def run_benchmarks(
+    device: str, budget: Budget, records: Records
+) -> tuple[list[dict[str, Any]], list[str]]:
     """(records, what there was no time for or what failed): the native backend first, then Triton with fewer shapes and rounds.
 
     Launches are counted when all else is done: a process that was profiled once is slower from then on.
@@ -185,14 +219,23 @@ def run_benchmarks(device: str, budget: Budget, records: Records) -> tuple[list[
                 elif budget.left < 2:
                     missing.append(f"{what}: no time was left")
                 else:
-                    reason = run_benchmark(module, compare.Options(device, backend, quick, counting), budget.left, records)
+                    reason = run_benchmark(
+                        module,
+                        compare.Options(device, backend, quick, counting),
+                        budget.left,
+                        records,
+                    )
                     missing += [f"{what}: {reason}"] if reason else []
     return with_launches(records.records), missing
 
 
 def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The timed records, each with the launches that were counted for its operation."""
-    counted = {(r["operation"], r["backend"]): r["launches"] for r in records if r["benchmark"] == "launches"}
+    counted = {
+        (r["operation"], r["backend"]): r["launches"]
+        for r in records
+        if r["benchmark"] == "launches"
+    }
     timed = [record for record in records if record["benchmark"] != "launches"]
     for record in timed:
         key = (record["operation"], record["backend"])
@@ -215,7 +258,10 @@ def run_benchmark(module: Any, options: compare.Options, seconds: float, records
             signal.setitimer(signal.ITIMER_REAL, 0)
     compare.free()
     count = len(records.records) - before
-    print(f"{module.__name__} on {options.backend}: {count} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
+    print(
+        f"{module.__name__} on {options.backend}: {count} records in {time.monotonic() - start:.1f} s {reason}",
+        flush=True,
+    )
     return reason
 
 
@@ -225,13 +271,23 @@ def _out_of_time(*_: object) -> None:
 
 def table(records: list[dict[str, Any]]) -> str:
     head = "  ".join(form.format(name) for name, form in COLUMNS.items())
-    lines = ["  ".join(form.format(str(record.get(name, ""))) for name, form in COLUMNS.items()) for record in records]
+    lines = [
+        "  ".join(form.format(str(record.get(name, ""))) for name, form in COLUMNS.items())
+        for record in records
+    ]
     return "\n".join([head, "-" * len(head), *lines])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.5, help="for benchmarks, the main job and tests together, without the build")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=6.5,
+        help="for benchmarks, the main job and tests together, without the build",
+    )
     parser.add_argument(
         "--results",
         metavar="FOLDER",
@@ -243,7 +299,9 @@ def main() -> int:
     device = "cpu" if arguments.dry_run else "cuda"
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise SystemExit(f"make gpu: torch {torch.__version__} finds no GPU here (torch.cuda.is_available() is False); nothing was run")
+            raise SystemExit(
+                f"make gpu: torch {torch.__version__} finds no GPU here (torch.cuda.is_available() is False); nothing was run"
+            )
         kernels.select("cuda", torch.device("cuda"))  # says why where it is not usable
     else:
         compare.SHAPES.clear()
@@ -256,7 +314,9 @@ def main() -> int:
     growing.mkdir(parents=True, exist_ok=True)
     print(f"{device_name(device)}, torch {torch.__version__}: {kernels.available()}", flush=True)
     # Benchmarks first, in a part of the time: a test that hangs then costs no figure.
-    records, missing = run_benchmarks(device, Budget(arguments.minutes * 0.6), Records(growing / "records.jsonl"))
+    records, missing = run_benchmarks(
+        device, Budget(arguments.minutes * 0.6), Records(growing / "records.jsonl")
+    )
     job = run_job(device, budget, growing / "job.log")
     tests = None if arguments.no_tests else run_tests(device, budget, growing / "tests.log")
     print(table(records), flush=True)
@@ -273,7 +333,12 @@ def main() -> int:
 
 def keep(result: dict[str, Any], folder: str | None) -> None:
     """Writes the file of results, and a copy for whoever fetches it."""
-    path = ROOT / "benchmarks" / "results" / f"{re.sub(r'[^a-z0-9]+', '-', device_name('cuda').lower())}.json"
+    path = (
+        ROOT
+        / "benchmarks"
+        / "results"
+        / f"{re.sub(r'[^a-z0-9]+', '-', device_name('cuda').lower())}.json"
+    )
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path.relative_to(ROOT)}")
     if folder:

@@ -42,16 +42,36 @@ def operations(records: Sequence[dict[str, Any]]) -> str:
         for r in records
         if "hdet_ms" in r
     ]
-    return table(["operation", "tensors", "kernels alone, ms", "hdet, ms", "torch or peer, ms", "hdet / it", "of a copy's bandwidth"], rows)
+    return table(
+        [
+            "operation",
+            "tensors",
+            "kernels alone, ms",
+            "hdet, ms",
+            "torch or peer, ms",
+            "hdet / it",
+            "of a copy's bandwidth",
+        ],
+        rows,
+    )
 
 
 def host(records: Sequence[dict[str, Any]]) -> str:
     rows = [
-        [r["gradients"], f"{r['host_us']:.0f}", f"{r['calls_us']:.0f}", f"{r['torch_us']:.0f}", f"{r['ratio']:.2f}"]
+        [
+            r["gradients"],
+            f"{r['host_us']:.0f}",
+            f"{r['calls_us']:.0f}",
+            f"{r['torch_us']:.0f}",
+            f"{r['ratio']:.2f}",
+        ]
         for r in records
         if "calls_us" in r
     ]
-    return table(["gradients", "hdet, us", "of which torch's own part, us", "torch, us", "hdet / torch"], rows)
+    return table(
+        ["gradients", "hdet, us", "of which torch's own part, us", "torch, us", "hdet / torch"],
+        rows,
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -70,11 +90,21 @@ def counters(rows: Sequence[dict[str, str]], copy: float) -> str:
     cells = []
     coded = iter(("8 bits", "8 bits, bf16 split"))  # their kernel did not know its formats
     for row in rows:
-        number = {key: float(value.replace(",", "")) for key, value in row.items() if re.fullmatch(r"[\d,.]+", value)}
-        plain = re.search(r"step_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"])
+        number = {
+            key: float(value.replace(",", ""))
+            for key, value in row.items()
+            if re.fullmatch(r"[\d,.]+", value)
+        }
+        plain = re.search(
+            r"step_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
+        )
         if plain is not None:
             kind = int(plain[1])
-            name, least, most = ("bf16 throughout, stochastic", *KNOWN[1:])[kind], BYTES["adamw"][kind], f"{PREDICTED[kind]} → "
+            name, least, most = (
+                ("bf16 throughout, stochastic", *KNOWN[1:])[kind],
+                BYTES["adamw"][kind],
+                f"{PREDICTED[kind]} → ",
+            )
         elif "coded_kernel" in row["Kernel Name"]:
             name, most = next(coded), ""
             least = 16 if name == "8 bits" else 14
@@ -93,12 +123,24 @@ def counters(rows: Sequence[dict[str, str]], copy: float) -> str:
             ]
         )
     return table(
-        ["AdamW", "registers", "instructions an element", "bytes a parameter", "us", "of the memory's peak", "of issue slots"], cells
+        [
+            "AdamW",
+            "registers",
+            "instructions an element",
+            "bytes a parameter",
+            "us",
+            "of the memory's peak",
+            "of issue slots",
+        ],
+        cells,
     )
 
 
 def variants(lines: Sequence[dict[str, Any]], copy: float) -> str:
-    rows = [[x["formats"], x["variant"], f"{x['ms']:.3f}", f"{1e9 * x['gb_s'] / copy:.2f}"] for x in lines]
+    rows = [
+        [x["formats"], x["variant"], f"{x['ms']:.3f}", f"{1e9 * x['gb_s'] / copy:.2f}"]
+        for x in lines
+    ]
     return table(["numbers", "variant", "ms", "of a copy's bandwidth"], rows)
 
 
@@ -106,7 +148,11 @@ def products(lines: Sequence[dict[str, Any]]) -> str:
     """torch's whole products, and the kernel that computes half of them in tiles of several kinds. Milliseconds."""
     keys = ("way", "tile", "depth", "warps", "stages")
     return table(
-        [*keys, *lines[0]["ms"]], [[*(str(x.get(key, "")) for key in keys), *(f"{ms:.3f}" for ms in x["ms"].values())] for x in lines]
+        [*keys, *lines[0]["ms"]],
+        [
+            [*(str(x.get(key, "")) for key in keys), *(f"{ms:.3f}" for ms in x["ms"].values())]
+            for x in lines
+        ],
     )
 
 
@@ -125,7 +171,9 @@ def report(folder: Path) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", default=RESULTS, metavar="FOLDER", type=Path)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)

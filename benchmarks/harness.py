@@ -26,24 +26,37 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def spawn(function: Callable[..., Any], world_size: int, *args: Any, start_method: str = "spawn") -> Any:
+def spawn(
+    function: Callable[..., Any], world_size: int, *args: Any, start_method: str = "spawn"
+) -> Any:
     """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method=start_method)
+        mp.start_processes(
+            _rank,
+            (world_size, folder, function, args),
+            nprocs=world_size,
+            start_method=start_method,
+        )
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
     result = function(rank, world_size, *args)
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the interpreter's shutdown aborts once in a while when torch's threads are on their way out
+    os._exit(
+        0
+    )  # the interpreter's shutdown aborts once in a while when torch's threads are on their way out
 
 
 class Collective(NamedTuple):
@@ -72,7 +85,9 @@ def counted() -> Iterator[list[Collective]]:
 
     def watch(name: str) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
-            calls.append(Collective(name, *RING[name](given, dist.get_world_size(named.get("group")))))
+            calls.append(
+                Collective(name, *RING[name](given, dist.get_world_size(named.get("group"))))
+            )
             return real[name](*given, **named)
 
         return call
@@ -111,7 +126,11 @@ def alternate(
 
 
 def alternate_on_cuda(
-    candidates: dict[str, Callable[[], object]], repeats: int, *, at_least: float = 0.02, at_most: float = 3.0
+    candidates: dict[str, Callable[[], object]],
+    repeats: int,
+    *,
+    at_least: float = 0.02,
+    at_most: float = 3.0,
 ) -> dict[str, list[float]]:
     """Seconds per call between two events on the current stream, all candidates in turn in each round.
 
@@ -160,14 +179,21 @@ def commit() -> str | None:
     """The one that is checked out, whatever has been changed since; None outside a repository."""
     try:
         asked = ["git", "rev-parse", "--short=10", "HEAD"]
-        return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def emit(record: dict[str, Any], path: str | None = None) -> None:
     """Print one JSON line, and append it to ``path``."""
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    machine = {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     line = json.dumps({**record, "on": machine | {"commit": commit()}})
     print(line, flush=True)
     if path:

@@ -68,7 +68,9 @@ def model(width: int, layers: int = LAYERS, tp: int = 1) -> nn.Sequential:
 
 
 def ddp(width: int) -> Local:
-    return local_parts(list(DistributedDataParallel(model(width)).parameters())), Replicas.from_group()
+    return local_parts(
+        list(DistributedDataParallel(model(width)).parameters())
+    ), Replicas.from_group()
 
 
 def hsdp(width: int) -> Local:
@@ -86,7 +88,9 @@ def tp_pp_dp(width: int) -> Local:
     world = dist.get_world_size()
     tp = 2 if world >= 4 else 1
     pp = world // (2 * tp)
-    return local_parts(list(model(width, LAYERS // pp, tp).parameters())), Replicas.from_layout(tp=tp, pp=pp)
+    return local_parts(list(model(width, LAYERS // pp, tp).parameters())), Replicas.from_layout(
+        tp=tp, pp=pp
+    )
 
 
 LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp x dp": tp_pp_dp}
@@ -95,7 +99,9 @@ LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp
 # -- sides -------------------------------------------------------------------------------------------------------------------
 
 
-def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, tuple[Callable[[], object], Callable[[], list[torch.Tensor]]]]:
+def sides(
+    tensors: list[torch.Tensor], replicas: Replicas
+) -> dict[str, tuple[Callable[[], object], Callable[[], list[torch.Tensor]]]]:
     """The call, and what gives its tensors: a set for each side, because torch's averager moves what it is given to new memory."""
     group, count = replicas.peer_group, replicas.count
     flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -118,12 +124,17 @@ def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, tuple[Ca
     return {
         "floor": (lambda: dist.all_reduce(flat, group=group), lambda: [flat]),
         "ours": (lambda: ours.average(replicas), lambda: tensors),
-        "torch": (lambda: averager.average_parameters(iter(torchs)), lambda: [p.detach() for p in torchs]),
+        "torch": (
+            lambda: averager.average_parameters(iter(torchs)),
+            lambda: [p.detach() for p in torchs],
+        ),
         "per parameter": (per_parameter, lambda: each),
     }
 
 
-def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def measure(
+    rank: int, world_size: int, widths: tuple[int, ...], repeats: int
+) -> list[dict[str, Any]]:
     """One record for each layout and width."""
     records = []
     for layout, build in LAYOUTS.items():
@@ -135,7 +146,11 @@ def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -
             for name, call in candidates.items():
                 with counted() as calls:
                     call()
-                volumes[name] = {"calls": len(calls), "messages": sum(c.messages for c in calls), "sent": sum(c.sent for c in calls)}
+                volumes[name] = {
+                    "calls": len(calls),
+                    "messages": sum(c.messages for c in calls),
+                    "sent": sum(c.sent for c in calls),
+                }
             rows = summary(alternate(candidates, repeats, barrier=True, warmup=1), "floor")
             records.append(
                 {
@@ -170,14 +185,21 @@ def fit(points: Iterable[Point]) -> Link:
     Raises:
         ValueError: fewer than two points, or points that cannot tell latency from bandwidth.
     """
-    rows = [(p.slowdown * p.traffic.messages / p.seconds, p.slowdown * p.traffic.sent / p.seconds) for p in points]
+    rows = [
+        (p.slowdown * p.traffic.messages / p.seconds, p.slowdown * p.traffic.sent / p.seconds)
+        for p in points
+    ]
     if len(rows) < 2:
-        raise ValueError(f"a fit of latency and bandwidth needs at least two measured points, got {len(rows)}")
+        raise ValueError(
+            f"a fit of latency and bandwidth needs at least two measured points, got {len(rows)}"
+        )
     mm, ms, ss = (math.fsum(x) for x in zip(*((m * m, m * s, s * s) for m, s in rows), strict=True))
     m1, s1 = (math.fsum(x) for x in zip(*rows, strict=True))
     determinant = mm * ss - ms * ms
     if not determinant > 1e-12 * mm * ss:
-        raise ValueError("the measured points have all the same bytes per message: measure small and large ones, or other numbers of ranks")
+        raise ValueError(
+            "the measured points have all the same bytes per message: measure small and large ones, or other numbers of ranks"
+        )
     alpha, beta = (ss * m1 - ms * s1) / determinant, (mm * s1 - ms * m1) / determinant
     if alpha < 0:
         alpha, beta = 0.0, s1 / ss
@@ -189,7 +211,11 @@ def fit(points: Iterable[Point]) -> Link:
 def point(record: dict[str, Any], side: str) -> Point:
     """A row as the cost model sees it: its collectives one after the other, ranks that share cores."""
     row = record["rows"][side]
-    return Point(Traffic(row["messages"], row["sent"]), row["median_ms"] / 1e3, max(1.0, record["processes"] / record["on"]["cores"]))
+    return Point(
+        Traffic(row["messages"], row["sent"]),
+        row["median_ms"] / 1e3,
+        max(1.0, record["processes"] / record["on"]["cores"]),
+    )
 
 
 def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
@@ -202,7 +228,9 @@ def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
     yield f"{side}: alpha {1e6 * link.latency:.0f} us a message, B {link.bandwidth / 1e9:.2f} GB/s a rank, from the DDP points"
     yield f"  {'layout':<14}{'processes':>10}{'replicas':>10}{'MB a rank':>11}{'predicted':>12}{'measured':>12}{'ratio':>8}"
     ratios = []
-    for record in sorted(records, key=lambda r: (r["layout"] == "DDP", r["layout"], r["processes"], r["bytes"])):
+    for record in sorted(
+        records, key=lambda r: (r["layout"] == "DDP", r["layout"], r["processes"], r["bytes"])
+    ):
         measured = point(record, side)
         expected = predict(measured, link)
         fitted = record["layout"] == "DDP"
@@ -218,12 +246,23 @@ def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="the machinery only: 2 processes, a model of a few kB, one round")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the machinery only: 2 processes, a model of a few kB, one round",
+    )
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="measure nothing: compare the cost model with the lines of this file")
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: compare the cost model with the lines of this file",
+    )
     options = parser.parse_args(arguments)
     if options.fit:
         lines = [json.loads(line) for line in options.fit.read_text(encoding="utf-8").splitlines()]
@@ -233,7 +272,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if bad := [count for count in options.processes if count not in (2, 4, 8)]:
         parser.error(f"--processes is {bad[0]}: the layouts are made for 2, 4 and 8")
-    widths, repeats, processes = ((16,), 1, [2]) if options.quick else (WIDTHS, options.repeats, options.processes)
+    widths, repeats, processes = (
+        ((16,), 1, [2]) if options.quick else (WIDTHS, options.repeats, options.processes)
+    )
     for count in processes:
         for record in spawn(measure, count, widths, repeats):
             print(

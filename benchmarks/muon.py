@@ -46,18 +46,28 @@ def owned(shapes: Shapes, gradients: list[Tensor], device: str) -> list[Paramete
 
 
 def optimizer(matrices: list[Parameter], rest: list[Parameter], **options: Any) -> FusedMuon:
-    return FusedMuon([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}], **options)
+    return FusedMuon(
+        [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}], **options
+    )
 
 
-def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch.dtype | None) -> dict[str, Any]:
+def step(
+    options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch.dtype | None
+) -> dict[str, Any]:
     matrices, rest = model(width, blocks, tokens)
     of_matrices, of_rest = options.randn(matrices), options.randn(rest)
-    made = [(owned(matrices, of_matrices, options.device), owned(rest, of_rest, options.device)) for _ in range(2)]
+    made = [
+        (owned(matrices, of_matrices, options.device), owned(rest, of_rest, options.device))
+        for _ in range(2)
+    ]
     ours = optimizer(*made[0], ns_dtype=ns_dtype, backend=options.backend)
     theirs = [torch.optim.Muon(made[1][0]), torch.optim.AdamW(made[1][1], fused=True)]
     dtype = ns_dtype or (torch.float32 if options.device == "cpu" else torch.bfloat16)
     how = newton_schulz.Iteration(USUAL, 5, 1e-7, dtype)
-    alike = [[x for x in of_matrices if tuple(sorted(x.shape)) == sides] for sides in sorted({tuple(sorted(s)) for s in matrices})]
+    alike = [
+        [x for x in of_matrices if tuple(sorted(x.shape)) == sides]
+        for sides in sorted({tuple(sorted(s)) for s in matrices})
+    ]
 
     def in_torch() -> None:
         for one in theirs:
@@ -74,8 +84,14 @@ def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch
         "whole_products": lambda: products("torch"),
     }
     repeats = min(options.repeats, 7)
-    seconds = alternate_on_cuda(candidates, repeats) if options.device == "cuda" else alternate(candidates, repeats, warmup=1)
-    ratio = statistics.median(one / other for one, other in zip(seconds["hdet"], seconds["torch"], strict=True))
+    seconds = (
+        alternate_on_cuda(candidates, repeats)
+        if options.device == "cuda"
+        else alternate(candidates, repeats, warmup=1)
+    )
+    ratio = statistics.median(
+        one / other for one, other in zip(seconds["hdet"], seconds["torch"], strict=True)
+    )
     return {
         "benchmark": "muon",
         "operation": OPERATION,
@@ -88,7 +104,10 @@ def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch
         "tokens": tokens,
         "parameters_of_matrices": sum(torch.Size(shape).numel() for shape in matrices),
         "ns_dtype": str(dtype),
-        **{f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in seconds.items()},
+        **{
+            f"{name}_ms": round(1e3 * statistics.median(values), 3)
+            for name, values in seconds.items()
+        },
         "ratio": round(ratio, 3),
     }
 
@@ -97,9 +116,18 @@ def run(options: Options) -> list[dict[str, Any]]:
     """What `make gpu` prints."""
     if options.counting:
         matrices, rest = model(64, 12, 0)
-        params = [owned(shapes, options.randn(shapes), options.device) for shapes in (matrices, rest)]
+        params = [
+            owned(shapes, options.randn(shapes), options.device) for shapes in (matrices, rest)
+        ]
         counted = launches(optimizer(*params, backend=options.backend).step)
-        records = [{"benchmark": "launches", "operation": OPERATION, "backend": options.backend, "launches": counted}]
+        records = [
+            {
+                "benchmark": "launches",
+                "operation": OPERATION,
+                "backend": options.backend,
+                "launches": counted,
+            }
+        ]
     else:
         records = [step(options, **SIZE, ns_dtype=None)]
     for record in records:
@@ -128,8 +156,12 @@ def accuracy(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     expected = exact(x)
     made = {"torch": torchs(x, USUAL, 5, 1e-7)}
     for dtype in (torch.float32, torch.bfloat16):
-        (made[f"hdet {dtype}"],) = newton_schulz.orthogonalise([x], newton_schulz.Iteration(USUAL, 5, 1e-7, dtype))
-    off = {name: float((o.double() - expected).norm() / expected.norm()) for name, o in made.items()}
+        (made[f"hdet {dtype}"],) = newton_schulz.orthogonalise(
+            [x], newton_schulz.Iteration(USUAL, 5, 1e-7, dtype)
+        )
+    off = {
+        name: float((o.double() - expected).norm() / expected.norm()) for name, o in made.items()
+    }
     return {
         "benchmark": "muon",
         "operation": "direction",
@@ -140,7 +172,9 @@ def accuracy(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=0, help="rows of the table of tokens")
@@ -153,4 +187,13 @@ if __name__ == "__main__":
     for kind in ("normal", "steep"):
         emit(accuracy(given, kind), given.out)
     for dtype in (None, torch.bfloat16) if given.device == "cpu" else (None,):
-        emit(step(Options(given.device, "auto", quick=False), given.width, given.blocks, given.tokens, dtype), given.out)
+        emit(
+            step(
+                Options(given.device, "auto", quick=False),
+                given.width,
+                given.blocks,
+                given.tokens,
+                dtype,
+            ),
+            given.out,
+        )

@@ -40,19 +40,43 @@ def main() -> None:
 
     def milliseconds(way: Any) -> dict[str, float]:
         return {
-            name: round(1e3 * statistics.median(alternate_on_cuda({"it": lambda x=x, added=added: way(x, added)}, 5)["it"]), 4)
+            name: round(
+                1e3
+                * statistics.median(
+                    alternate_on_cuda({"it": lambda x=x, added=added: way(x, added)}, 5)["it"]
+                ),
+                4,
+            )
             for name, x, added in operands()
         }
 
     def in_torch(x: Tensor, added: Tensor | None) -> Tensor:
-        return torch.bmm(x, x.mT) if added is None else torch.baddbmm(added, x, x.mT, beta=0.5, alpha=1.5)
+        return (
+            torch.bmm(x, x.mT)
+            if added is None
+            else torch.baddbmm(added, x, x.mT, beta=0.5, alpha=1.5)
+        )
 
     emit({"benchmark": "products", "way": "torch", "ms": milliseconds(in_torch)})
     for tile, depth, warps, stages in KINDS:
-        options = {"BLOCK": tile, "DEPTH": depth, "_OPTIONS": {"num_warps": warps, "num_stages": stages}}
+        options = {
+            "BLOCK": tile,
+            "DEPTH": depth,
+            "_OPTIONS": {"num_warps": warps, "num_stages": stages},
+        }
         with mock.patch.multiple(products, **options):
             ms = milliseconds(lambda x, added: products.product(x, x, added, 1.5, 0.5))
-        emit({"benchmark": "products", "way": "pointers", "tile": tile, "depth": depth, "warps": warps, "stages": stages, "ms": ms})
+        emit(
+            {
+                "benchmark": "products",
+                "way": "pointers",
+                "tile": tile,
+                "depth": depth,
+                "warps": warps,
+                "stages": stages,
+                "ms": ms,
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -34,11 +34,14 @@ def blocks(width: int) -> torch.nn.Module:
     """The shapes of a GPT-2 (12 blocks; 124M parameters at width 768, of which 38M are the embedding)."""
     layer = torch.nn.TransformerEncoderLayer(width, width // 64 or 1, 4 * width, batch_first=True)
     return torch.nn.Sequential(
-        torch.nn.Embedding(50257 * width // 768, width), torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        torch.nn.Embedding(50257 * width // 768, width),
+        torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
     )
 
 
-def prepare(mode: str, model: torch.nn.Module, replicas: int, options: dict[str, Any]) -> Callable[[], object]:
+def prepare(
+    mode: str, model: torch.nn.Module, replicas: int, options: dict[str, Any]
+) -> Callable[[], object]:
     """The call to profile, after everything that happens only once."""
     optimizer = hdet.FusedAdamW(model.parameters(), lr=1e-4, **options)
     for param in model.parameters():
@@ -48,7 +51,11 @@ def prepare(mode: str, model: torch.nn.Module, replicas: int, options: dict[str,
     if dist.is_initialized():
         ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(1 << 30))
     else:
-        ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync=hdet.Sync(1 << 30))
+        ensemble = hdet.Ensemble(
+            optimizer,
+            replicas=hdet.CoresidentReplicas(model, max(2, replicas)),
+            sync=hdet.Sync(1 << 30),
+        )
     if mode == "step":
         return optimizer.step
 
@@ -78,13 +85,22 @@ def profile(call: Callable[[], object], calls: int, on_gpu: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=["step", "converge"])
     parser.add_argument("--shapes", default="gpt2", choices=list(WIDTH))
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--formats", default="float32", choices=[*FORMATS, "all"], help="of parameters, masters and moments")
+    parser.add_argument(
+        "--formats",
+        default="float32",
+        choices=[*FORMATS, "all"],
+        help="of parameters, masters and moments",
+    )
     parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
@@ -94,7 +110,9 @@ def main() -> None:
     for name in FORMATS if arguments.formats == "all" else [arguments.formats]:
         dtype, options = FORMATS[name]
         model = blocks(WIDTH[arguments.shapes]).to(arguments.device, dtype)
-        profile(prepare(arguments.mode, model, arguments.replicas, options), arguments.calls, on_gpu)
+        profile(
+            prepare(arguments.mode, model, arguments.replicas, options), arguments.calls, on_gpu
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 

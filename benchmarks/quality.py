@@ -33,18 +33,33 @@ DEFAULTS = {"steps": 2000, "batch_size": 8, "sync_interval": 50, "spread": 0.3, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--grid", type=float, nargs="*", default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--starts", type=float, nargs="*", default=[3e-4, 1e-2, 3e-2, 1e-1])
     parser.add_argument("--controllers", nargs="*", default=["probe"])
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help=f"of {', '.join(DEFAULTS)}")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help=f"of {', '.join(DEFAULTS)}"
+    )
     parser.add_argument("--json", default="benchmarks/results/quality.jsonl")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="only print the table of these result files"
+    )
     options = parser.parse_args()
     if options.table:
-        return print_table([json.loads(line) for name in options.table for line in Path(name).read_text().splitlines()])
-    extra = {name: float(value) if "." in value else int(value) for name, value in (item.split("=", 1) for item in options.set)}
+        return print_table(
+            [
+                json.loads(line)
+                for name in options.table
+                for line in Path(name).read_text().splitlines()
+            ]
+        )
+    extra = {
+        name: float(value) if "." in value else int(value)
+        for name, value in (item.split("=", 1) for item in options.set)
+    }
     if unknown := extra.keys() - DEFAULTS.keys():
         parser.error(f"--set: {', '.join(unknown)} is none of {', '.join(DEFAULTS)}")
     starts = list(dict.fromkeys([*options.starts, *options.grid]))
@@ -66,11 +81,26 @@ def main() -> None:
 
 def run(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Train once; returns (and appends to ``path``) the end of the run with the settings and where the rate went."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}", "-m", "examples.bytes"]
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in config.items() if value is not None]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={REPLICAS}",
+        "-m",
+        "examples.bytes",
+    ]
+    given = [
+        f"--{name.replace('_', '-')}={value}" for name, value in config.items() if value is not None
+    ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        subprocess.run([*command, *given, "--device=cpu", f"--out={out}"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run(
+            [*command, *given, "--device=cpu", f"--out={out}"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+        )
         events = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     validation = [event["loss"] for event in events if event["event"] == "validation"]
     cycles = [event for event in events if event["event"] == "cycle"]
@@ -91,7 +121,12 @@ def _controller(config: dict[str, Any]) -> str:
 def _key(config: dict[str, Any]) -> tuple[Any, ...]:
     # A fixed run has no controller: settings of the exploration do not distinguish it.
     names = ("steps", "batch_size") if _controller(config) == "fixed" else DEFAULTS
-    return (_controller(config), config["max_lr"], config["seed"], *(config.get(name, DEFAULTS[name]) for name in names))
+    return (
+        _controller(config),
+        config["max_lr"],
+        config["seed"],
+        *(config.get(name, DEFAULTS[name]) for name in names),
+    )
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
@@ -103,16 +138,23 @@ def print_table(records: list[dict[str, Any]]) -> None:
         column = _controller(config)
         losses.setdefault((column, config["max_lr"]), {})[config["seed"]] = record["validation"]
         if record["corrections"]:
-            ends.setdefault((column, config["max_lr"]), []).append(config["max_lr"] * record["corrections"][-1])
+            ends.setdefault((column, config["max_lr"]), []).append(
+                config["max_lr"] * record["corrections"][-1]
+            )
     mean = {key: statistics.mean(values.values()) for key, values in losses.items()}
     best = min((lr for column, lr in mean if column == "fixed"), key=lambda lr: mean["fixed", lr])
     controllers = sorted({column for column, _ in losses} - {"fixed"})
-    print(f"\nbest fixed rate of the grid: {best:g} at {mean['fixed', best]:.3f}; seeds {sorted(losses['fixed', best])}\n")
+    print(
+        f"\nbest fixed rate of the grid: {best:g} at {mean['fixed', best]:.3f}; seeds {sorted(losses['fixed', best])}\n"
+    )
     heads = [f"{c} | {c} - fixed | gap recovered | peak rate at the end" for c in controllers]
     print("| start max_lr | fixed OneCycle | " + " | ".join(heads) + " |")
     print("|" + "---|" * (2 + 4 * len(controllers)))
     for lr in sorted({lr for _, lr in losses}):
-        cells = [f"{lr:g}" + (" (best)" if lr == best else ""), _range(losses.get(("fixed", lr), {}))]
+        cells = [
+            f"{lr:g}" + (" (best)" if lr == best else ""),
+            _range(losses.get(("fixed", lr), {})),
+        ]
         for controller in controllers:
             values = losses.get((controller, lr))
             if not values:
@@ -120,7 +162,11 @@ def print_table(records: list[dict[str, Any]]) -> None:
                 continue
             gap = mean["fixed", lr] - mean["fixed", best]
             gained = mean["fixed", lr] - mean[controller, lr]
-            cells += [_range(values), f"{-gained:+.3f}", f"{100 * gained / gap:.0f} %" if gap > 0.02 else "-"]
+            cells += [
+                _range(values),
+                f"{-gained:+.3f}",
+                f"{100 * gained / gap:.0f} %" if gap > 0.02 else "-",
+            ]
             cells.append(f"{min(ends[controller, lr]):.2g} ... {max(ends[controller, lr]):.2g}")
         print("| " + " | ".join(cells) + " |")
 
@@ -129,7 +175,11 @@ def _range(values: dict[int, float]) -> str:
     if not values:
         return ""
     text = f"{statistics.mean(values.values()):.3f}"
-    return text if len(values) == 1 else f"{text} ({min(values.values()):.3f} ... {max(values.values()):.3f})"
+    return (
+        text
+        if len(values) == 1
+        else f"{text} ({min(values.values()):.3f} ... {max(values.values()):.3f})"
+    )
 
 
 if __name__ == "__main__":

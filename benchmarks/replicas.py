@@ -27,14 +27,22 @@ def settings(count: int) -> list[StepSettings]:
 
 def stored(options: Options, shapes: Shapes, sets: list[list[Tensor]]) -> StepPlan:
     """K stored sets, one pair of moments."""
-    return hk.step_plan(StepTensors("adamw", sets, [0] * len(shapes), *_state(options, shapes)), options.backend)
+    return hk.step_plan(
+        StepTensors("adamw", sets, [0] * len(shapes), *_state(options, shapes)), options.backend
+    )
 
 
 def _state(options: Options, shapes: Shapes) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    return [torch.zeros((), device=options.device) for _ in shapes], options.zeros(shapes), options.zeros(shapes)
+    return (
+        [torch.zeros((), device=options.device) for _ in shapes],
+        options.zeros(shapes),
+        options.zeros(shapes),
+    )
 
 
-def separate_steps(options: Options, shapes: Shapes, count: int, gradients: list[Tensor]) -> Callable[[], None]:
+def separate_steps(
+    options: Options, shapes: Shapes, count: int, gradients: list[Tensor]
+) -> Callable[[], None]:
     """What K separate runs do: K sets of moments, each read and written."""
     optimizers = [torch_adamw(options.randn(shapes), gradients) for _ in range(count)]
 
@@ -45,32 +53,70 @@ def separate_steps(options: Options, shapes: Shapes, count: int, gradients: list
     return step
 
 
-def shared_moments(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
+def shared_moments(
+    options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int
+) -> dict[str, Any]:
     """Gradient 4, moments 16, and each set read and written: 20 + 8K bytes, where separate steps move 28K."""
     gradients = options.randn(shapes)
-    plan, rows = stored(options, shapes, [options.randn(shapes) for _ in range(count)]), settings(count)
+    plan, rows = (
+        stored(options, shapes, [options.randn(shapes) for _ in range(count)]),
+        settings(count),
+    )
     separate = separate_steps(options, shapes, count, gradients)
     operation = f"{count} replicas, shared moments, vs {count} fused steps"
-    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows), separate, 20 + 8 * count, **notes)
+    return compare(
+        options,
+        operation,
+        name,
+        shapes,
+        lambda: plan.step(gradients, rows),
+        separate,
+        20 + 8 * count,
+        **notes,
+    )
 
 
-def rank_one(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
+def rank_one(
+    options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int
+) -> dict[str, Any]:
     """Base and displacement stored, K bfloat16 sets written: gradient 4, moments 16, base 4, displacement 8, outputs 2K."""
     gradients, rows = options.randn(shapes), settings(count)
     outputs = [options.zeros(shapes, torch.bfloat16) for _ in range(count)]
-    tensors = RankOneTensors("adamw", options.randn(shapes), options.zeros(shapes), outputs, [0] * len(shapes), *_state(options, shapes))
+    tensors = RankOneTensors(
+        "adamw",
+        options.randn(shapes),
+        options.zeros(shapes),
+        outputs,
+        [0] * len(shapes),
+        *_state(options, shapes),
+    )
     plan = hk.rank_one_plan(tensors, options.backend)
     separate = separate_steps(options, shapes, count, gradients)
     operation = f"{count} replicas, rank one, bf16 parameters, vs {count} fused steps"
-    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows), separate, 32 + 2 * count, **notes)
+    return compare(
+        options,
+        operation,
+        name,
+        shapes,
+        lambda: plan.step(gradients, rows),
+        separate,
+        32 + 2 * count,
+        **notes,
+    )
 
 
-def replicated(options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype) -> hdet.FusedAdamW:
+def replicated(
+    options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype
+) -> hdet.FusedAdamW:
     """Co-resident replicas as an Ensemble has them, in the middle of a cycle; stored ones of 16 bits with float32 masters."""
     params = [torch.nn.Parameter(p) for p in options.randn(shapes, dtype)]
     masters = "fp32" if storage == "parameters" and dtype != torch.float32 else None
-    optimizer = hdet.FusedAdamW(params, lr=1e-4, decay_at="base", master_weights=masters, backend=options.backend)
-    optimizer.set_replicas(count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))], storage)
+    optimizer = hdet.FusedAdamW(
+        params, lr=1e-4, decay_at="base", master_weights=masters, backend=options.backend
+    )
+    optimizer.set_replicas(
+        count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))], storage
+    )
     optimizer.multipliers = [[0.8 + 0.4 * k / count] for k in range(count)]
     for param, gradient in zip(params, options.randn(shapes, dtype), strict=True):
         param.grad = gradient
@@ -82,15 +128,28 @@ def bytes_of(optimizer: hdet.FusedAdamW) -> float:
     """Of parameters, gradients and state, for each parameter."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
-        value for state in optimizer.state.values() for held in state.values() for value in (held if isinstance(held, list) else [held])
+        value
+        for state in optimizer.state.values()
+        for held in state.values()
+        for value in (held if isinstance(held, list) else [held])
     ]
     tensors = [*params, *(p.grad for p in params), *(t for t in states if t.dim())]
     return sum(t.nbytes for t in tensors) / sum(p.numel() for p in params)
 
 
-def storages(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+def storages(
+    options: Options,
+    name: str,
+    shapes: Shapes,
+    notes: dict[str, Any],
+    count: int,
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
     """Base and displacement beside stored sets, through the optimizer: a step, and the average of a cycle. `memory`: bytes a parameter."""
-    line, stored = (replicated(options, shapes, count, storage, dtype) for storage in ("displacement", "parameters"))
+    line, stored = (
+        replicated(options, shapes, count, storage, dtype)
+        for storage in ("displacement", "parameters")
+    )
     weights, size = [1 / count] * count, dtype.itemsize
     ours, theirs = 28 + size + size * count, 16 + size + (10 if size == 2 else 8) * count
     kind = f"{count} replicas, {str(dtype).removeprefix('torch.')}"
@@ -98,7 +157,9 @@ def storages(options: Options, name: str, shapes: Shapes, notes: dict[str, Any],
     step = f"a step of {kind}: base and displacement vs stored"
     average = f"an average of {kind}: base and displacement vs stored"
     bound = round(ours / theirs, 2)
-    mean, stored_mean = (partial(optimizer.average_replicas, weights) for optimizer in (line, stored))
+    mean, stored_mean = (
+        partial(optimizer.average_replicas, weights) for optimizer in (line, stored)
+    )
     return [
         compare(options, step, name, shapes, line.step, stored.step, ours, bound=bound, **notes),
         compare(options, average, name, shapes, mean, stored_mean, 16 + size * count, **notes),

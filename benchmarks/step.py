@@ -20,7 +20,9 @@ from .compare import Options, Shapes, compare, free, main, torch_adamw
 from .harness import emit
 
 
-def fused(options: Options, params: list[Tensor], gradients: list[Tensor], **more: Any) -> FusedAdamW:
+def fused(
+    options: Options, params: list[Tensor], gradients: list[Tensor], **more: Any
+) -> FusedAdamW:
     owned = [torch.nn.Parameter(param) for param in params]
     for param, gradient in zip(owned, gradients, strict=True):
         param.grad = gradient
@@ -30,11 +32,16 @@ def fused(options: Options, params: list[Tensor], gradients: list[Tensor], **mor
 def adamw(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """float32 throughout: gradient, parameter and two moments are read, the last three written: 28 bytes."""
     gradients = options.randn(shapes)
-    ours, theirs = fused(options, options.randn(shapes), gradients), torch_adamw(options.randn(shapes), gradients)
+    ours, theirs = (
+        fused(options, options.randn(shapes), gradients),
+        torch_adamw(options.randn(shapes), gradients),
+    )
     return compare(options, "adamw", name, shapes, ours.step, theirs.step, 28, **notes)
 
 
-def mastered(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], kind: str = "fp32") -> dict[str, Any]:
+def mastered(
+    options: Options, name: str, shapes: Shapes, notes: dict[str, Any], kind: str = "fp32"
+) -> dict[str, Any]:
     """bfloat16 parameters and gradients, float32 masters and moments: gradient 2, parameter 2, master 8, moments 16: 28 bytes. Split: 26.
 
     torch: gradients cast to float32, fused AdamW on the masters, and the cast back.
@@ -53,7 +60,9 @@ def mastered(options: Options, name: str, shapes: Shapes, notes: dict[str, Any],
         torch._foreach_copy_(models, masters)
 
     operation = {"fp32": "adamw, bf16 with master", "split": "adamw, bf16 split"}[kind]
-    return compare(options, operation, name, shapes, ours.step, in_torch, 28 if kind == "fp32" else 26, **notes)
+    return compare(
+        options, operation, name, shapes, ours.step, in_torch, 28 if kind == "fp32" else 26, **notes
+    )
 
 
 def split(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +78,10 @@ def clipped(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) 
     gradients, params = options.randn(shapes, torch.bfloat16), options.randn(shapes, torch.bfloat16)
     scale = torch.tensor(1.0, device=options.device)
     ours = fused(options, params, gradients, master_weights="fp32", max_grad_norm=1.0)
-    ours.grad_scale, ours.found_inf = scale, torch.zeros((), device=options.device)  # as a GradScaler sets them
+    ours.grad_scale, ours.found_inf = (
+        scale,
+        torch.zeros((), device=options.device),
+    )  # as a GradScaler sets them
     models = options.randn(shapes, torch.bfloat16)
     theirs = torch_adamw([model.float() for model in models], options.zeros(shapes))
     masters: list[Tensor] = theirs.param_groups[0]["params"]
@@ -84,24 +96,56 @@ def clipped(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) 
         theirs.step()
         torch._foreach_copy_(models, masters)
 
-    return compare(options, "clip + unscale + step + cast, bf16 with master", name, shapes, ours.step, in_torch, 30, **notes)
+    return compare(
+        options,
+        "clip + unscale + step + cast, bf16 with master",
+        name,
+        shapes,
+        ours.step,
+        in_torch,
+        30,
+        **notes,
+    )
 
 
-def coded(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def coded(
+    options: Options,
+    name: str,
+    shapes: Shapes,
+    notes: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Moments in 8 bits: gradient 4, parameter 8, moments 4: 16 bytes, and 28 of the tensors that are too small for codes.
 
     In bfloat16, split, 14: gradient 2, parameter and its other half 8, moments 4. torch: float32 moments.
     """
     gradients, halves = options.randn(shapes, dtype), dtype == torch.bfloat16
-    ours = fused(options, options.randn(shapes, dtype), gradients, moment_dtype="8bit", master_weights="split" if halves else None)
+    ours = fused(
+        options,
+        options.randn(shapes, dtype),
+        gradients,
+        moment_dtype="8bit",
+        master_weights="split" if halves else None,
+    )
     theirs = torch_adamw(options.randn(shapes), options.randn(shapes))
     elements = [torch.Size(shape).numel() for shape in shapes]
     small = sum(count for count in elements if count < SMALLEST) / sum(elements)
     operation = "adamw, 8 bits, bf16 split" if halves else "adamw, 8 bits"
-    return compare(options, operation, name, shapes, ours.step, theirs.step, (14 if halves else 16) + 12 * small, **notes)
+    return compare(
+        options,
+        operation,
+        name,
+        shapes,
+        ours.step,
+        theirs.step,
+        (14 if halves else 16) + 12 * small,
+        **notes,
+    )
 
 
-def coded_split(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+def coded_split(
+    options: Options, name: str, shapes: Shapes, notes: dict[str, Any]
+) -> dict[str, Any]:
     """`coded`, of bfloat16 parameters that are split."""
     return coded(options, name, shapes, notes, torch.bfloat16)
 
@@ -111,9 +155,20 @@ def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> d
     docs/evidence/gpu.md.
     """
     gradients, low = options.randn(shapes, torch.bfloat16), torch.bfloat16
-    ours = fused(options, options.randn(shapes, low), gradients, moment_dtype=low, stochastic_rounding=True)
+    ours = fused(
+        options, options.randn(shapes, low), gradients, moment_dtype=low, stochastic_rounding=True
+    )
     theirs = torch_adamw(options.randn(shapes, low), gradients)
-    return compare(options, "adamw, bf16 throughout, stochastic", name, shapes, ours.step, theirs.step, 14, **notes)
+    return compare(
+        options,
+        "adamw, bf16 throughout, stochastic",
+        name,
+        shapes,
+        ours.step,
+        theirs.step,
+        14,
+        **notes,
+    )
 
 
 HOST = {
@@ -135,7 +190,9 @@ class Calls(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lists.note_addresses([gradient for gradient in lists.gradients(self.params) if gradient is not None])
+        lists.note_addresses(
+            [gradient for gradient in lists.gradients(self.params) if gradient is not None]
+        )
         self.places.same(self.params)
         torch.autograd.graph.increment_version(self.params)
 
@@ -146,11 +203,17 @@ def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
     `calls_us`: what torch itself takes of hdet's step.
     """
     shapes: Shapes = [(1,)] * tensors
-    runs = {(case, side): _one_run(options, shapes, side) for case in HOST for side in ("hdet", "torch", "calls")}
+    runs = {
+        (case, side): _one_run(options, shapes, side)
+        for case in HOST
+        for side in ("hdet", "torch", "calls")
+    }
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for turn in range(-20, 200):
         for (case, side), (optimizer, params, sets) in runs.items():
-            for param, gradient in zip(params, sets[turn % 2 if case in ("fresh", "scheduled") else 0], strict=True):
+            for param, gradient in zip(
+                params, sets[turn % 2 if case in ("fresh", "scheduled") else 0], strict=True
+            ):
                 param.grad = gradient
             if case == "scheduled":
                 optimizer.param_groups[0]["lr"] = 1e-4 * (1 + 1e-3 * turn)
@@ -186,7 +249,9 @@ def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
     return records
 
 
-def _one_run(options: Options, shapes: Shapes, side: str) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
+def _one_run(
+    options: Options, shapes: Shapes, side: str
+) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
     """An optimizer, its parameters, and two sets of gradients for them."""
     sets = [options.randn(shapes) for _ in range(2)]
     params = options.randn(shapes)

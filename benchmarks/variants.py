@@ -27,8 +27,16 @@ Edit = tuple[str, str, str]
 CODED, VEC, UPDATE, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/update.cuh", "cuda/step.cuh"
 LONG: Edit = (UPDATE, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
 HINTS: list[Edit] = [
-    (VEC, "return *global(static_cast<const T*>(stream) + element);", "return __ldcs(global(static_cast<const T*>(stream) + element));"),
-    (VEC, "*global(static_cast<T*>(stream) + element) = value;", "__stcs(global(static_cast<T*>(stream) + element), value);"),
+    (
+        VEC,
+        "return *global(static_cast<const T*>(stream) + element);",
+        "return __ldcs(global(static_cast<const T*>(stream) + element));",
+    ),
+    (
+        VEC,
+        "*global(static_cast<T*>(stream) + element) = value;",
+        "__stcs(global(static_cast<T*>(stream) + element), value);",
+    ),
 ]
 DIVISION: Edit = (CODED, "share_of(shares, x[i])", "x[i] / scale")
 ANY_FORMAT: Edit = (CODED, "switch (plan.known) {", "switch (Known::none) {")
@@ -57,11 +65,19 @@ VARIANTS: dict[str, list[Edit]] = {
 
 def edited(edits: Sequence[Edit]) -> dict[str, str]:
     """The sources by file, with these lines replaced, and for AdamW alone."""
-    texts = {str(path.relative_to(SOURCES)): path.read_text(encoding="utf-8") for path in sorted(SOURCES.rglob("*")) if path.is_file()}
-    texts[CODED] = re.sub(r"\n    case Rule::(?!adamw)\w+: .*", "", texts[CODED]).replace("switch (plan.rule) {", "switch (Rule::adamw) {")
+    texts = {
+        str(path.relative_to(SOURCES)): path.read_text(encoding="utf-8")
+        for path in sorted(SOURCES.rglob("*"))
+        if path.is_file()
+    }
+    texts[CODED] = re.sub(r"\n    case Rule::(?!adamw)\w+: .*", "", texts[CODED]).replace(
+        "switch (plan.rule) {", "switch (Rule::adamw) {"
+    )
     for file, old, new in edits:
         if old not in texts[file]:
-            raise SystemExit(f"python -m benchmarks.variants: {file} has no longer the line {old!r}")
+            raise SystemExit(
+                f"python -m benchmarks.variants: {file} has no longer the line {old!r}"
+            )
         texts[file] = texts[file].replace(old, new)
     return texts
 
@@ -82,27 +98,48 @@ def build(folder: Path, arch: str, names: Sequence[str]) -> None:
         for file, text in edited(VARIANTS[name]).items():
             (sources / file).parent.mkdir(parents=True, exist_ok=True)
             (sources / file).write_text(text, encoding="utf-8")
-        (sources / "codebooks.inc").write_text(",".join(map(str, codebook().flatten().tolist())), encoding="utf-8")
-        flags = ["-std=c++17", "-O3", "-fmad=false", f"-gencode=arch=compute_{arch},code=sm_{arch}", f"-I{sources}"]
+        (sources / "codebooks.inc").write_text(
+            ",".join(map(str, codebook().flatten().tolist())), encoding="utf-8"
+        )
+        flags = [
+            "-std=c++17",
+            "-O3",
+            "-fmad=false",
+            f"-gencode=arch=compute_{arch},code=sm_{arch}",
+            f"-I{sources}",
+        ]
         flags += [f'-DHDET_VARIANT_NAME="{name}"']
-        subprocess.run([nvcc, *flags, "-o", str(target), str(Path(__file__).with_suffix(".cu"))], check=True)
+        subprocess.run(
+            [nvcc, *flags, "-o", str(target), str(Path(__file__).with_suffix(".cu"))], check=True
+        )
         print(f"built: {target}", flush=True)
 
 
 def run(folder: Path) -> None:
     programs = [path for path in (program(folder, name) for name in VARIANTS) if path.exists()]
     if not programs:
-        raise SystemExit(f"python -m benchmarks.variants: {folder} has none of the programs that `build` makes")
+        raise SystemExit(
+            f"python -m benchmarks.variants: {folder} has none of the programs that `build` makes"
+        )
     for path in programs:
         subprocess.run([str(path)], check=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["build", "run"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", default="90", help="compute capability without its dot")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME", help="of the variants")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=list(VARIANTS),
+        metavar="NAME",
+        help="of the variants",
+    )
     given = parser.parse_args(arguments)
     if given.action == "run":
         run(given.folder)

@@ -26,7 +26,11 @@ def markdown(text: str) -> str:
     """Arguments of one text get an entry each, examples at a prompt become code blocks, ``::`` before a block ``:``, and ``[knob][replica]`` is no link."""
     parts = re.split(r"(```.*?```)", EXAMPLE.sub(fenced, SEVERAL.sub(apart, text)), flags=re.DOTALL)
     plain = [
-        re.sub(r"(?<![`\w\]])\[([^\[\]`]+)\]\[([^\[\]`]+)\]", r"`[\1][\2]`", re.sub(r"::$", ":", part, flags=re.MULTILINE))
+        re.sub(
+            r"(?<![`\w\]])\[([^\[\]`]+)\]\[([^\[\]`]+)\]",
+            r"`[\1][\2]`",
+            re.sub(r"::$", ":", part, flags=re.MULTILINE),
+        )
         for part in parts[::2]
     ]
     parts[::2] = plain

@@ -26,8 +26,27 @@ COLOURS = ["#3b6fb6", "#59a14f", "#e08a2e", "#c4474f"]
 GREY = "#777777"
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str, alpha: float = 0.25) -> None:
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", facecolor=colour, alpha=alpha, edgecolor=colour))
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str,
+    colour: str,
+    alpha: float = 0.25,
+) -> None:
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0.02",
+            facecolor=colour,
+            alpha=alpha,
+            edgecolor=colour,
+        )
+    )
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
 
 
@@ -40,9 +59,25 @@ def replica(axes: Axes) -> None:
     bare(axes, 8, 2.2)
     for r in range(2):
         box(axes, 0.1 + 4 * r, 0.1, 3.7, 2.0, "", COLOURS[r], 0.1)
-        axes.text(1.95 + 4 * r, 1.9, f"replica {r}: one copy of the model", ha="center", va="center", fontsize=9, color=COLOURS[r])
+        axes.text(
+            1.95 + 4 * r,
+            1.9,
+            f"replica {r}: one copy of the model",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=COLOURS[r],
+        )
         for k in range(4):
-            box(axes, 0.3 + 4 * r + 1.75 * (k % 2), 0.95 - 0.75 * (k // 2), 1.55, 0.6, f"rank {4 * r + k}", COLOURS[r])
+            box(
+                axes,
+                0.3 + 4 * r + 1.75 * (k % 2),
+                0.95 - 0.75 * (k // 2),
+                1.55,
+                0.6,
+                f"rank {4 * r + k}",
+                COLOURS[r],
+            )
 
 
 def cycle(axes: Axes) -> None:
@@ -51,13 +86,24 @@ def cycle(axes: Axes) -> None:
         xs = [i / 20 for i in range(20 * steps + 1)]
         ys = [-0.25 * x + (1 - rho) * 0.45 * (x % length) * (-1) ** int(x // length) for x in xs]
         for c in range(steps // length):
-            axes.plot(xs[80 * c : 80 * c + 80], ys[80 * c : 80 * c + 80], color=COLOURS[r], label=f"replica {r}" if c == 0 else None)
+            axes.plot(
+                xs[80 * c : 80 * c + 80],
+                ys[80 * c : 80 * c + 80],
+                color=COLOURS[r],
+                label=f"replica {r}" if c == 0 else None,
+            )
     for c in range(steps // length + 1):
         axes.plot(length * c, -0.25 * length * c, "o", color="black", markersize=5, zorder=3)
         axes.axvline(length * c, color=GREY, linewidth=0.6, linestyle=":")
     for c in range(steps // length):
         axes.text(length * (c + 0.5), 0.75, f"cycle {c}", ha="center", color=GREY, fontsize=9)
-    axes.set(xlabel="optimizer steps (here T = 4)", ylabel="a weight", yticks=[], xticks=range(0, steps + 1, 2), ylim=(-4.2, 1.1))
+    axes.set(
+        xlabel="optimizer steps (here T = 4)",
+        ylabel="a weight",
+        yticks=[],
+        xticks=range(0, steps + 1, 2),
+        ylim=(-4.2, 1.1),
+    )
     axes.legend(frameon=False, fontsize=8, loc="lower left", ncols=2)
 
 
@@ -66,9 +112,15 @@ def knob(axes: Axes) -> None:
     rows = [("learning rate", "param_groups", "inside optimizer.step()"), ("weight decay", "param_groups", "inside optimizer.step()"),
             ("dropout", "the model's modules", "inside explore()")]  # fmt: skip
     for i, row in enumerate(rows):
-        for j, (text, x, width) in enumerate(zip(row, (0.1, 2.3, 5.1), (1.9, 2.5, 2.8), strict=True)):
+        for j, (text, x, width) in enumerate(
+            zip(row, (0.1, 2.3, 5.1), (1.9, 2.5, 2.8), strict=True)
+        ):
             box(axes, x, 1.2 - 0.55 * i, width, 0.42, text, COLOURS[j])
-    for text, x in (("knob", 1.05), ("where its value lives", 3.55), ("where replicas differ", 6.5)):
+    for text, x in (
+        ("knob", 1.05),
+        ("where its value lives", 3.55),
+        ("where replicas differ", 6.5),
+    ):
         axes.text(x, 1.9, text, ha="center", color=GREY, fontsize=9)
 
 
@@ -76,9 +128,22 @@ def multiplier(axes: Axes) -> None:
     grid, cycles = multipliers(4, 0.3), 6
     for c in range(cycles):
         for r, place in enumerate(assignment(0, c, "lr", 4)):
-            axes.plot(c + 0.1 * (r - 1.5), grid[place], "o", color=COLOURS[r], markersize=7, label=f"replica {r}" if c == 0 else None)
+            axes.plot(
+                c + 0.1 * (r - 1.5),
+                grid[place],
+                "o",
+                color=COLOURS[r],
+                markersize=7,
+                label=f"replica {r}" if c == 0 else None,
+            )
     axes.axhline(1, color=GREY, linewidth=0.6)
-    axes.set(xlabel="cycle", ylabel="multiplier", xticks=range(cycles), yticks=[round(m, 2) for m in grid], ylim=(0.6, 1.55))
+    axes.set(
+        xlabel="cycle",
+        ylabel="multiplier",
+        xticks=range(cycles),
+        yticks=[round(m, 2) for m in grid],
+        ylim=(0.6, 1.55),
+    )
     axes.legend(frameon=False, fontsize=8, loc="upper center", ncols=4)
 
 
@@ -89,9 +154,20 @@ def schedule(part: float) -> float:
 
 def base_value(axes: Axes) -> None:
     parts = [i / 400 for i in range(401)]
-    axes.plot(parts, [2 * schedule(p) for p in parts], color="black", label="base value: at rest, on every rank")
+    axes.plot(
+        parts,
+        [2 * schedule(p) for p in parts],
+        color="black",
+        label="base value: at rest, on every rank",
+    )
     for r, rho in enumerate(multipliers(4, 0.3)):
-        axes.plot(parts, [2 * rho * schedule(p) for p in parts], color=COLOURS[r], linewidth=0.7, label=f"replica {r}, inside step()")
+        axes.plot(
+            parts,
+            [2 * rho * schedule(p) for p in parts],
+            color=COLOURS[r],
+            linewidth=0.7,
+            label=f"replica {r}, inside step()",
+        )
     axes.set(xlabel="part of the run", ylabel="learning rate", yticks=[])
     axes.legend(frameon=False, fontsize=8)
 
@@ -101,9 +177,18 @@ def correction(axes: Axes) -> None:
     factors = [1.0 if p < 0.15 else 1.6 if p < 0.22 else 2.4 for p in parts]
     axes.plot(parts, [schedule(p) for p in parts], color=GREY, linestyle="--", label="schedule")
     axes.plot(
-        parts, [schedule(p) * c for p, c in zip(parts, factors, strict=True)], color="black", label="base value = schedule x correction"
+        parts,
+        [schedule(p) * c for p, c in zip(parts, factors, strict=True)],
+        color="black",
+        label="base value = schedule x correction",
     )
-    axes.step(parts, factors, color=COLOURS[2], linewidth=1, label="correction: what the controller has learned")
+    axes.step(
+        parts,
+        factors,
+        color=COLOURS[2],
+        linewidth=1,
+        label="correction: what the controller has learned",
+    )
     axes.set(xlabel="part of the run", yticks=[0, 1, 2])
     axes.legend(frameon=False, fontsize=8)
 
@@ -121,7 +206,9 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], float]] = {
 def rates() -> None:
     """docs/rates.png: the trial of README.md's first program."""
     names: dict[str, Any] = {}
-    program = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    program = re.findall(
+        r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )[0]
     exec(program, names)  # noqa: S102 - running the program of the page is the point
     names["auto"].interval.plot().figure.savefig(FOLDER.parent / "rates.png", dpi=150)
     plt.close("all")

@@ -19,14 +19,21 @@ HELD = ("Start", "How-to", "Help", "Reference")
 def sentences(text: str) -> list[str]:
     """The sentences of a page's prose."""
     text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^([^\S\n]*)(```|~~~)[^\n]*\n.*?^\1\2[^\S\n]*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"(?<=\n\n)(    \S.*\n)+(?=\n)", "\n", text, flags=re.MULTILINE)  # an indented block
+    text = re.sub(
+        r"^([^\S\n]*)(```|~~~)[^\n]*\n.*?^\1\2[^\S\n]*$", "\n", text, flags=re.DOTALL | re.MULTILINE
+    )
+    text = re.sub(
+        r"(?<=\n\n)(    \S.*\n)+(?=\n)", "\n", text, flags=re.MULTILINE
+    )  # an indented block
     text = re.sub(r"^[^\S\n]*([|#]|!!!|:::).*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", text)
     text = re.sub(r"`[^`]+`", "code", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"^\s*([-*]|\d+\.)\s+", "\n\n", text, flags=re.MULTILINE)
-    parts = [re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\w])", " ".join(block.split())) for block in re.split(r"\n\s*\n", text)]
+    parts = [
+        re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\w])", " ".join(block.split()))
+        for block in re.split(r"\n\s*\n", text)
+    ]
     return [part for block in parts for part in block if re.search(r"\w", part)]
 
 
@@ -58,7 +65,9 @@ def main() -> int:
         mean = mean_length(text)
         long += held and mean > LIMIT
         mark = "" if not held else "too long" if mean > LIMIT else f"{LIMIT:g}"
-        print(f"{page.relative_to(ROOT)!s:24} {len(sentences(text)):9d} {mean:12.1f}  {mark}".rstrip())
+        print(
+            f"{page.relative_to(ROOT)!s:24} {len(sentences(text)):9d} {mean:12.1f}  {mark}".rstrip()
+        )
     return int(long > 0)
 
 

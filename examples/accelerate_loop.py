@@ -27,7 +27,9 @@ def main(steps: int = 250) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     # accelerate steps a prepared scheduler once for each process.
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * accelerator.num_processes)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=steps * accelerator.num_processes
+    )
     x = torch.randn(16 * PARTS * steps * accelerator.num_processes, 8)
     loader = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=16)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
@@ -37,7 +39,9 @@ def main(steps: int = 250) -> None:
 
     # This run is short: its trial may take a larger part of it than by default.
     controller = hdet.AutoLR(model, before_step=clip)
-    ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=steps, controller=controller)
+    ensemble = hdet.Ensemble(
+        optimizer.optimizer, scheduler, total_steps=steps, controller=controller
+    )
     ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -49,7 +53,9 @@ def main(steps: int = 250) -> None:
             ensemble.step(loss, batch)  # in the place of scheduler.step()
             optimizer.zero_grad()
     accelerator.save_state(tempfile.mkdtemp())  # averages the replicas, and saves the Ensemble too
-    accelerator.print(f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
+    accelerator.print(
+        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,14 +28,18 @@ parser.add_argument("--max-lr", type=float, default=3e-4)  # the best fixed rate
 parser.add_argument("--batch-size", type=int, default=8)  # windows per process
 parser.add_argument("--sync-interval", type=int, default=25)  # steps in a cycle
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--data", default=None, help="folder of *.py, *.txt, *.md; default: this Python's library")
+parser.add_argument(
+    "--data", default=None, help="folder of *.py, *.txt, *.md; default: this Python's library"
+)
 parser.add_argument("--fixed", action="store_true", help="torch's OneCycleLR, for comparison")
 args = parser.parse_args()
 
 # -----------------------------------------------------------------------------
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+    os.environ.get("LOCAL_WORLD_SIZE", "1")
+)
 device = f"cuda:{local_rank}" if use_gpus else "cpu"
 if use_gpus:
     torch.cuda.set_device(device)
@@ -49,7 +53,9 @@ corpus = load_corpus(args.data)
 shape = GPTConfig()
 
 
-def batch(text: torch.Tensor, stream: str, index: int, size: int = args.batch_size) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    text: torch.Tensor, stream: str, index: int, size: int = args.batch_size
+) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = sample_batch(text, size, shape.context, seed=args.seed, stream=stream, index=index)
     return x.to(device), y.to(device)
 
@@ -57,10 +63,14 @@ def batch(text: torch.Tensor, stream: str, index: int, size: int = args.batch_si
 torch.manual_seed(args.seed)
 raw_model = GPT(shape).to(device)
 model = DDP(raw_model) if world_size > 1 else raw_model
-optimizer = torch.optim.AdamW(raw_model.parameter_groups(weight_decay=0.1), lr=args.max_lr, betas=(0.9, 0.95))
+optimizer = torch.optim.AdamW(
+    raw_model.parameter_groups(weight_decay=0.1), lr=args.max_lr, betas=(0.9, 0.95)
+)
 
 if args.fixed:
-    scheduler = OneCycleLR(optimizer, args.max_lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False)
+    scheduler = OneCycleLR(
+        optimizer, args.max_lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
+    )
 else:
     # What all replicas score at the end of a cycle: the same fresh training text on every rank.
     probe = hdet.ProbeController(  # (2)
@@ -87,7 +97,8 @@ for step in range(args.steps):
         scheduler.step(loss)  # (4)
     if rank == 0 and (step + 1) % 50 == 0:
         print(
-            f"step {step + 1:5d}  loss {loss.item():.3f}  rate {scheduler.get_last_lr()[0]:.2e}  {time.time() - begun:5.1f} s", flush=True
+            f"step {step + 1:5d}  loss {loss.item():.3f}  rate {scheduler.get_last_lr()[0]:.2e}  {time.time() - begun:5.1f} s",
+            flush=True,
         )
 
 # -----------------------------------------------------------------------------
@@ -95,7 +106,10 @@ for step in range(args.steps):
 if rank == 0:
     raw_model.eval()
     with torch.no_grad():
-        losses = [cross_entropy(raw_model(x), y) for x, y in (batch(corpus.validation, "validation", i, 32) for i in range(16))]
+        losses = [
+            cross_entropy(raw_model(x), y)
+            for x, y in (batch(corpus.validation, "validation", i, 32) for i in range(16))
+        ]
     print(f"validation loss {torch.stack(losses).mean().item():.4f} nats per byte")
 if world_size > 1:
     dist.destroy_process_group()

@@ -15,15 +15,24 @@ VOCABULARY, LENGTH = 32, 16
 
 
 def texts(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(1, VOCABULARY, (count, LENGTH // 2), generator=torch.Generator().manual_seed(seed)).repeat_interleave(2, 1)
+    tokens = torch.randint(
+        1, VOCABULARY, (count, LENGTH // 2), generator=torch.Generator().manual_seed(seed)
+    ).repeat_interleave(2, 1)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def main(steps: int = 250) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    )
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=steps,
@@ -50,7 +59,9 @@ def main(steps: int = 250) -> None:
         ensemble={"controller": hdet.AutoLR},
     )
     trainer.train()
-    print(f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss {trainer.evaluate()['eval_loss']:.3f}")
+    print(
+        f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss {trainer.evaluate()['eval_loss']:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ class Sines(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=self.trainer.max_steps
+        )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -52,7 +54,9 @@ def main(steps: int = 250, processes: int = 1) -> None:
     )
     trainer.fit(Sines(1e-4), batches(2 * steps * processes), batches(8))
     loss = trainer.callback_metrics["validation"]
-    print(f"correction of the rate: {callback.ensemble.corrections['lr']:.3g}; held-out loss {loss:.3f}")
+    print(
+        f"correction of the rate: {callback.ensemble.corrections['lr']:.3g}; held-out loss {loss:.3f}"
+    )
 
 
 if __name__ == "__main__":

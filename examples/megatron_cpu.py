@@ -16,7 +16,11 @@ class CpuForCuda(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         found = args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(found, str) else found
+        return (
+            found.replace("torch.", "torch.cuda.")
+            if function is torch.Tensor.type and isinstance(found, str)
+            else found
+        )
 
 
 @contextmanager
@@ -28,9 +32,15 @@ def cpu_for_cuda():
 
     with (
         mock.patch("torch.cuda.current_device", lambda: "cpu"),
-        mock.patch("torch.cuda.synchronize", lambda *device: None),  # a pipeline's stages wait for what they send
-        mock.patch.object(CudaRNGStatesTracker, "fork", lambda self, name=None: nullcontext()),  # no dropout here, so no random states
-        torch._dynamo.config.patch(disable=True),  # it compiles small functions, which takes longer than they run here
+        mock.patch(
+            "torch.cuda.synchronize", lambda *device: None
+        ),  # a pipeline's stages wait for what they send
+        mock.patch.object(
+            CudaRNGStatesTracker, "fork", lambda self, name=None: nullcontext()
+        ),  # no dropout here, so no random states
+        torch._dynamo.config.patch(
+            disable=True
+        ),  # it compiles small functions, which takes longer than they run here
         CpuForCuda(),
     ):
         yield

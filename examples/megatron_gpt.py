@@ -21,8 +21,18 @@ PARTS = 2
 def main(steps=250, tp=1, pp=1):
     parallel_state.initialize_model_parallel(tp, pp)
     model = [gpt()]
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4, min_lr=0.0, weight_decay=0.01, clip_grad=1.0), model)
-    rates = {"init_lr": 0.0, "max_lr": 1e-4, "min_lr": 0.0, "lr_warmup_steps": 5, "lr_decay_steps": steps, "lr_decay_style": "cosine"}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-4, min_lr=0.0, weight_decay=0.01, clip_grad=1.0),
+        model,
+    )
+    rates = {
+        "init_lr": 0.0,
+        "max_lr": 1e-4,
+        "min_lr": 0.0,
+        "lr_warmup_steps": 5,
+        "lr_decay_steps": steps,
+        "lr_decay_style": "cosine",
+    }
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": steps, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(optimizer, **rates, **decay)
     # This run is short: its trial may take a larger part of it than by default, as with controller=hdet.AutoLR.
@@ -36,7 +46,11 @@ def main(steps=250, tp=1, pp=1):
             sizes = {"num_microbatches": PARTS, "seq_length": LENGTH, "micro_batch_size": BATCH}
             forward_backward = get_forward_backward_func()
             return forward_backward(
-                forward_step_func=forward_step, data_iterator=iter(batches), model=model, forward_only=forward_only, **sizes
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                forward_only=forward_only,
+                **sizes,
             )
 
         model[0].zero_grad_buffer()
@@ -44,9 +58,13 @@ def main(steps=250, tp=1, pp=1):
         found = losses()
         successful, _, _ = optimizer.step()
         if successful:
-            scheduler.step(1, found, closure=lambda: losses(forward_only=not torch.is_grad_enabled()))
+            scheduler.step(
+                1, found, closure=lambda: losses(forward_only=not torch.is_grad_enabled())
+            )
     scheduler.converge()
-    print(f"{scheduler.ensemble.report()}\ncorrection of the rate: {scheduler.ensemble.corrections['lr']:.3g}")
+    print(
+        f"{scheduler.ensemble.report()}\ncorrection of the rate: {scheduler.ensemble.corrections['lr']:.3g}"
+    )
 
 
 if __name__ == "__main__":

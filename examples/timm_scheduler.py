@@ -17,10 +17,14 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
     total = epochs * updates
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    scheduler = cosine(optimizer, t_initial=total, warmup_t=10, warmup_lr_init=1e-5, t_in_epochs=False)
+    scheduler = cosine(
+        optimizer, t_initial=total, warmup_t=10, warmup_lr_init=1e-5, t_in_epochs=False
+    )
     # This run is short: its trial may take a larger part of it than by default.
     controller = hdet.AutoLR(model)
-    ensemble = hdet.Ensemble(optimizer, total_steps=total, controller=controller)  # without the scheduler
+    ensemble = hdet.Ensemble(
+        optimizer, total_steps=total, controller=controller
+    )  # without the scheduler
     num_updates = 0
     for epoch in range(epochs):
         for _ in range(updates):
@@ -39,7 +43,9 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
             ensemble.step(loss, closure=losses)
         with ensemble.rescheduling():
             scheduler.step(epoch + 1)
-    print(f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
+    print(
+        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import torch
 
 WITHOUT_GPU = not torch.accelerator.is_available()
 found = torch._utils._get_available_device_type
-with mock.patch("torch._utils._get_available_device_type", lambda: found() or "cpu"):  # else torchtitan says CUDA
+with mock.patch(
+    "torch._utils._get_available_device_type", lambda: found() or "cpu"
+):  # else torchtitan says CUDA
     importlib.import_module("torchtitan.tools.utils")
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
@@ -16,7 +18,11 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import parallelize_llama
 
 if WITHOUT_GPU:
-    memory = {"device_name": "", "get_peak_stats": lambda self: metrics.DeviceMemStats(*[0.0] * 6), "reset_peak_stats": lambda self: None}
+    memory = {
+        "device_name": "",
+        "get_peak_stats": lambda self: metrics.DeviceMemStats(*[0.0] * 6),
+        "reset_peak_stats": lambda self: None,
+    }
     metrics.build_device_memory_monitor = type("NoMemory", (), memory)
     metrics.utils.get_peak_flops = lambda name: 1e12
     utils.set_pg_timeouts = lambda **others: None  # its barrier names a GPU

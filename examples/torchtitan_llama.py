@@ -27,8 +27,16 @@ def tiny(steps: int, replicas: int) -> Trainer.Config:
         dataloader=Twice.Config(),
         optimizer=default_adamw(lr=1e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, decay_type="cosine"),
-        training=TrainingConfig(local_batch_size=4, global_batch_size=8 * replicas, seq_len=16, steps=steps, disable_cuda_graphs=True),
-        parallelism=ParallelismConfig(data_parallel_replicate_degree=replicas, spmd_backend="partial_dtensor"),
+        training=TrainingConfig(
+            local_batch_size=4,
+            global_batch_size=8 * replicas,
+            seq_len=16,
+            steps=steps,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=replicas, spmd_backend="partial_dtensor"
+        ),
         activation_checkpoint=None,
         checkpoint=CheckpointManager.Config(enable=True, interval=steps // 2),
         debug=DebugConfig(seed=0, enable_structured_logging=False),
@@ -46,7 +54,9 @@ def main(steps: int = 250) -> None:
     torch.distributed.init_process_group()
     trainer = tiny_hdet(steps, 2 - torch.distributed.get_world_size() % 2).build()
     trainer.train()
-    print(f"{trainer.ensemble.report()}\ncorrection of the rate: {trainer.ensemble.corrections['lr']:.3g}")
+    print(
+        f"{trainer.ensemble.report()}\ncorrection of the rate: {trainer.ensemble.corrections['lr']:.3g}"
+    )
     trainer.close()
     torch.distributed.destroy_process_group()
 

@@ -17,10 +17,16 @@ VOCABULARY, WIDTH = 32, 16
 
 def llama(layers=1):
     norm = RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT)
-    embedding = Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT)
-    head = Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=llama3._output_linear_init(WIDTH))
+    embedding = Embedding.Config(
+        num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
+    )
+    head = Linear.Config(
+        in_features=WIDTH, out_features=VOCABULARY, param_init=llama3._output_linear_init(WIDTH)
+    )
     rope = ComplexRoPE.Config(dim=WIDTH // 2, max_seq_len=64, theta=10_000)
-    blocks = llama3._build_llama3_layers(n_layers=layers, dim=WIDTH, n_heads=2, hidden_dim=32, rope=rope, attn_backend="flex")
+    blocks = llama3._build_llama3_layers(
+        n_layers=layers, dim=WIDTH, n_heads=2, hidden_dim=32, rope=rope, attn_backend="flex"
+    )
     sizes = {"dim": WIDTH, "vocab_size": VOCABULARY, "layers": without_flex(blocks)}
     model = llama3.Llama3Model.Config(tok_embeddings=embedding, norm=norm, lm_head=head, **sizes)
     return ModelSpec("llama3", "tiny", model, parallelize, llama3.pipeline_llm, None, None)
@@ -34,12 +40,19 @@ class Twice(BaseDataLoader):
         infinite: bool = True
 
     def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **others):
-        self.rank, self.ranks, self.shape, self.count = dp_rank, dp_world_size, (local_batch_size, seq_len // 2 + 1), 0
+        self.rank, self.ranks, self.shape, self.count = (
+            dp_rank,
+            dp_world_size,
+            (local_batch_size, seq_len // 2 + 1),
+            0,
+        )
 
     def __iter__(self):
         while True:
             generator = torch.Generator().manual_seed(self.count * self.ranks + self.rank)
-            tokens = torch.randint(1, VOCABULARY, self.shape, generator=generator).repeat_interleave(2, 1)
+            tokens = torch.randint(
+                1, VOCABULARY, self.shape, generator=generator
+            ).repeat_interleave(2, 1)
             self.count += 1
             yield {"input": tokens[:, :-2].clone()}, tokens[:, 1:-1].clone()
 

@@ -135,7 +135,9 @@ class Ensemble:
         """
         self.weights.local[self.replicas.place(replica)].loss_meter.add(loss, weight)
 
-    def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
+    def step(
+        self, loss: torch.Tensor | float | None = None, closure: Closure | None = None
+    ) -> None:
         """After ``optimizer.step()``: step the scheduler and count; at the end of a cycle average
         the replicas and let the controller act.
 
@@ -216,7 +218,9 @@ class Ensemble:
                 ``explore()`` of another one.
         """
         if len(self.replicas.local) > 1 and not self.replicas.in_use:
-            raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
+            raise ValueError(
+                "which replica explores? Call explore() inside `with replicas.use(k):`"
+            )
         self.schedule.check_unwritten()
         with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
             self._cycles.has_explored = True
@@ -380,12 +384,16 @@ class Ensemble:
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
-            raise ValueError(f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}")
+            raise ValueError(
+                f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}"
+            )
         self._check_not_exploring(name)
 
     def _check_not_exploring(self, name: str) -> None:
         if self._fan_out.explored is not None:
-            raise ValueError(f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after")
+            raise ValueError(
+                f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after"
+            )
         self._check_no_arm(name)
 
     def _check_no_arm(self, name: str) -> None:
@@ -451,7 +459,9 @@ class Ensemble:
             self._warn_of_no_controller(state["controller"])
 
     def _warn_of_no_controller(self, saved: str) -> None:
-        kept = ", ".join(f"{name} {correction:.4g}" for name, correction in self.corrections.items())
+        kept = ", ".join(
+            f"{name} {correction:.4g}" for name, correction in self.corrections.items()
+        )
         spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
         warnings.warn(
             f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "

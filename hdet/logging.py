@@ -15,7 +15,11 @@ __all__ = ["History", "TensorBoard", "WandB", "scalars"]
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
     """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``, ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``.
     ``left_out`` is how many replicas were. What is None, text, or there for `hdet.replay` alone is missing."""
-    told = {key: len(value) if key == "left_out" else value for key, value in record.items() if key not in ("record", "step")}
+    told = {
+        key: len(value) if key == "left_out" else value
+        for key, value in record.items()
+        if key not in ("record", "step")
+    }
     return dict(_numbers(told, prefix.rstrip("/")))
 
 
@@ -72,7 +76,11 @@ class WandB:
         run.define_metric(f"{prefix.rstrip('/')}/*", step_metric=self.step)
 
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
-        notes = {f"{self.prefix.rstrip('/')}/notes": "; ".join(record["notes"])} if record["notes"] else {}
+        notes = (
+            {f"{self.prefix.rstrip('/')}/notes": "; ".join(record["notes"])}
+            if record["notes"]
+            else {}
+        )
         self.run.log({self.step: step, **scalars(record, self.prefix), **notes})
 
 
@@ -146,4 +154,6 @@ def _drop_later_records(path: Path, step: int) -> None:
 
 def _check(given: Any, name: str, what: str, *methods: str) -> None:
     if not all(callable(getattr(given, method, None)) for method in methods):
-        raise TypeError(f"{name} must be {what}, with {' and '.join(methods)}, got {type(given).__name__}")
+        raise TypeError(
+            f"{name} must be {what}, with {' and '.join(methods)}, got {type(given).__name__}"
+        )

@@ -41,7 +41,9 @@ class Slice:
         if len({len(size) for size in sizes}) != 1 or any(
             not 0 <= start <= whole - length for whole, start, length in zip(*sizes, strict=True)
         ):
-            raise ValueError(f"{name} of shape {sizes[2]} is no slice from {sizes[1]} of a tensor of shape {sizes[0]}")
+            raise ValueError(
+                f"{name} of shape {sizes[2]} is no slice from {sizes[1]} of a tensor of shape {sizes[0]}"
+            )
 
 
 @torch.no_grad()
@@ -73,10 +75,24 @@ def warm_noise_(
             changed then.
     """
     if isinstance(parameters, torch.Tensor):
-        raise TypeError("parameters must be a list of tensors, got one tensor: its rows would be taken for parameters; pass [tensor]")
-    within(nu, "nu", "[0, inf)", "it is the noise's norm relative to each tensor's (the paper's is 0.01)")
-    named = [(str(i), entry) if isinstance(entry, torch.Tensor) else entry for i, entry in enumerate(parameters)]
-    names, tensors, slices = [name for name, _ in named], [tensor for _, tensor in named], slices or {}
+        raise TypeError(
+            "parameters must be a list of tensors, got one tensor: its rows would be taken for parameters; pass [tensor]"
+        )
+    within(
+        nu,
+        "nu",
+        "[0, inf)",
+        "it is the noise's norm relative to each tensor's (the paper's is 0.01)",
+    )
+    named = [
+        (str(i), entry) if isinstance(entry, torch.Tensor) else entry
+        for i, entry in enumerate(parameters)
+    ]
+    names, tensors, slices = (
+        [name for name, _ in named],
+        [tensor for _, tensor in named],
+        slices or {},
+    )
     _check(named, slices)
     if nu == 0:
         return
@@ -90,7 +106,9 @@ def warm_noise_(
         key = hashlib.sha256(f"warm_noise/{seed}/{replica}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
         full = torch.randn(shape, generator=generator, dtype=torch.float32)
-        noise = (slices[tensor].cut(full, own) if tensor in slices else shards.part_of(full, tensor)).to(own.device)
+        noise = (
+            slices[tensor].cut(full, own) if tensor in slices else shards.part_of(full, tensor)
+        ).to(own.device)
         scale = nu * norm / math.sqrt(shape.numel())  # stays on the device
         own.copy_(own + noise * scale)
         if own is not tensor:
@@ -106,23 +124,35 @@ def _check(named: Sequence[Named], slices: Mapping[torch.Tensor, Slice]) -> None
         shards.sharding_dims(tensor, f"parameter {name}")
         if tensor in slices:
             if shards.is_sharded(tensor):
-                raise ValueError(f"parameter {name} is a DTensor, which knows what part it is: leave it out of slices")
+                raise ValueError(
+                    f"parameter {name} is a DTensor, which knows what part it is: leave it out of slices"
+                )
             slices[tensor].check(tensor, f"parameter {name}")
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
-        raise ValueError(f"two parameters have the name {twice[0]}: each needs its own, or they get the same noise")
+        raise ValueError(
+            f"two parameters have the name {twice[0]}: each needs its own, or they get the same noise"
+        )
 
 
-def _norms(tensors: Sequence[torch.Tensor], slices: Mapping[torch.Tensor, Slice]) -> list[torch.Tensor]:
+def _norms(
+    tensors: Sequence[torch.Tensor], slices: Mapping[torch.Tensor, Slice]
+) -> list[torch.Tensor]:
     """Of the full tensors, 0-d float32 on the device of each."""
     norms = [shards.local(tensor).float().norm() for tensor in tensors]
-    split = [i for i, tensor in enumerate(tensors) if tensor in slices or shards.sharding_dims(tensor, "")]
+    split = [
+        i
+        for i, tensor in enumerate(tensors)
+        if tensor in slices or shards.sharding_dims(tensor, "")
+    ]
     by_device: dict[torch.device, list[int]] = {}
     for i in split:
         by_device.setdefault(norms[i].device, []).append(i)
     for places in by_device.values():
         groups = [slices[tensors[i]].group if tensors[i] in slices else None for i in places]
-        sums = shards.FullSums([tensors[i] for i in places], groups)(torch.stack([norms[i].double().square() for i in places]))
+        sums = shards.FullSums([tensors[i] for i in places], groups)(
+            torch.stack([norms[i].double().square() for i in places])
+        )
         for i, norm in zip(places, sums.sqrt().float(), strict=True):
             norms[i] = norm
     return norms

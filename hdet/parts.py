@@ -79,7 +79,9 @@ class Parts:
         self.fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, is_local)
         self._watch()
         models = self._models()
-        self.weights = ReplicaWeights(self.tensors, optimizer, self.replicas, sync, divergence, models)
+        self.weights = ReplicaWeights(
+            self.tensors, optimizer, self.replicas, sync, divergence, models
+        )
         self.agreement = self._agreement(models)
         self.cycles = Cycles(
             self.engine, self.schedule, self.fan_out, self.weights, self.panel, divergence,
@@ -110,8 +112,14 @@ class Parts:
         return design
 
     def _make_engine(self, warmup_steps: int, seed: int) -> None:
-        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
-        clock, count = Clock(self.sync.every, warmup_steps, self.schedule.total_steps), self.replicas.count
+        specs = [
+            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr")
+            for knob in self.knobs
+        ]
+        clock, count = (
+            Clock(self.sync.every, warmup_steps, self.schedule.total_steps),
+            self.replicas.count,
+        )
         self.engine = Engine(specs, count, clock, self.controller, seed, self.design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         is_local = self.sync.gradients == "local"
@@ -139,7 +147,9 @@ class Parts:
         if self.search is None:
             return
         if len(self.replicas.local) > 1:
-            raise ValueError("AutoLR trains copies of the run, for which several replicas in one process are of no use: leave replicas out")
+            raise ValueError(
+                "AutoLR trains copies of the run, for which several replicas in one process are of no use: leave replicas out"
+            )
         self._attach_search(masters[0])
 
     def _attach_search(self, masters: Callable[[], Any]) -> None:

@@ -77,6 +77,10 @@ class Sync:
         if self.weights not in ("mean", "softmax"):
             raise ValueError(f"weights must be 'mean' or 'softmax', got {self.weights!r}")
         if not isinstance(self.converge, Averaging):
-            raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), got {self.converge!r}")
+            raise TypeError(
+                f"converge must be a way of averaging such as hdet.converge.Plain(), got {self.converge!r}"
+            )
         if self.refresh is not None and not callable(self.refresh):
-            raise TypeError(f"refresh must be callable as refresh(), got {type(self.refresh).__name__}")
+            raise TypeError(
+                f"refresh must be callable as refresh(), got {type(self.refresh).__name__}"
+            )

@@ -33,7 +33,10 @@ def span(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _marked(name: str) -> Iterator[None]:
-    with torch.cuda.nvtx.range(name) if torch.backends.cuda.is_built() else _OFF, torch.profiler.record_function(name):
+    with (
+        torch.cuda.nvtx.range(name) if torch.backends.cuda.is_built() else _OFF,
+        torch.profiler.record_function(name),
+    ):
         yield
 
 

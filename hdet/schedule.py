@@ -59,7 +59,9 @@ class Schedule:
         total_steps: of the run; None: the scheduler's, if it has one.
     """
 
-    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None
+    ) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         own_length: int | None = getattr(scheduler, "total_steps", None)
         self.total_steps = own_length if total_steps is None else total_steps
@@ -180,7 +182,9 @@ class Schedule:
         factors = next((one for one in found if one is not None), None)
         return [
             [
-                knob.peak(i) if factors is None or knob.key != "lr" else knob.peak(i) * factors[knob.indices[i]]  # type: ignore[attr-defined]
+                knob.peak(i)
+                if factors is None or knob.key != "lr"
+                else knob.peak(i) * factors[knob.indices[i]]  # type: ignore[attr-defined]
                 for i in range(len(knob.cells))
             ]
             for knob in self.knobs
@@ -203,7 +207,9 @@ class Schedule:
 
     def mark(self) -> float:
         """Of all values, scheduled and left, as one number. Waits for a device where they are."""
-        return float(digest([[float(x) for x in (*knob.scheduled, *knob.left)] for knob in self.knobs]))
+        return float(
+            digest([[float(x) for x in (*knob.scheduled, *knob.left)] for knob in self.knobs])
+        )
 
     def check_marks(self, marks: Sequence[float]) -> None:
         """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
@@ -239,7 +245,9 @@ class Schedule:
         """
         given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
         if (given is None) != (self.scheduler is None):
-            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+            raise ValueError(
+                "the ensemble's state and this run differ in having a scheduler: construct it as the saved run did"
+            )
         total, at_end = self._total_of_states(), False
         if given is not None:
             at_end = type(given.get("last_epoch")) is int and given["last_epoch"] == total
@@ -256,7 +264,9 @@ class Schedule:
         if self.scheduler is None:
             return None
         # accelerate's wrapper has it in its state only
-        return self.scheduler.state_dict().get("total_steps", getattr(self.scheduler, "total_steps", None))
+        return self.scheduler.state_dict().get(
+            "total_steps", getattr(self.scheduler, "total_steps", None)
+        )
 
     def _check_scheduler(self, given: Mapping[str, Any], total: Any) -> dict[str, Any]:
         assert self.scheduler is not None
@@ -272,7 +282,9 @@ class Schedule:
         # What the lists of somebody's own class hold is its own business, and keys may come later.
         least = RATE.low if total is None or given.get("last_epoch") != total else -RATE.high
         kinds = {
-            key: like(value, least) if is_torchs or not isinstance(value, (Mapping, list, tuple)) else ANYTHING
+            key: like(value, least)
+            if is_torchs or not isinstance(value, (Mapping, list, tuple))
+            else ANYTHING
             for key, value in own.items()
         }
         if type(own.get("last_epoch")) is int:

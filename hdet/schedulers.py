@@ -98,10 +98,16 @@ class OneCycleAutoLR(OneCycleLR):
             if freeze_after is not None and (controller is not None or not enable_auto_lr):
                 raise ValueError(
                     f"freeze_after is {freeze_after!r}, but "
-                    + ("enable_auto_lr is off: leave it out" if controller is None else "a controller is given: pass it to the controller")
+                    + (
+                        "enable_auto_lr is off: leave it out"
+                        if controller is None
+                        else "a controller is given: pass it to the controller"
+                    )
                 )
             if controller is None and enable_auto_lr:
-                controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after)
+                controller = SoftmaxController(
+                    loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after
+                )
             super().__init__(
                 optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,  # type: ignore[arg-type]
                 base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch,
@@ -109,20 +115,31 @@ class OneCycleAutoLR(OneCycleLR):
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),
-                knobs=[LearningRate(ensemble_lr_spread_ratio, groups=_knobs_of(optimizer, controller))],
+                knobs=[
+                    LearningRate(ensemble_lr_spread_ratio, groups=_knobs_of(optimizer, controller))
+                ],
                 replicas=replicas,
-                sync=dataclasses.replace(Sync() if sync is None else sync, every=model_sync_interval),
+                sync=dataclasses.replace(
+                    Sync() if sync is None else sync, every=model_sync_interval
+                ),
                 warmup_steps=auto_lr_warmup_steps,
                 controller=controller,
                 seed=seed,
                 **{"design": "permutation", **settings},  # as published
             )
 
-    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0, replica: int | None = None) -> None:
+    def observe(
+        self,
+        loss: torch.Tensor | float,
+        weight: torch.Tensor | float = 1.0,
+        replica: int | None = None,
+    ) -> None:
         """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
         self.ensemble.observe(loss, weight, replica)
 
-    def step(self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None) -> None:
+    def step(
+        self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None
+    ) -> None:
         """After optimizer.step(). ``closure`` is for an `AutoLR`. Without a loss the controller learns nothing.
 
         Raises:
@@ -157,10 +174,15 @@ class OneCycleAutoLR(OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
-        return {**self._torch_state(), "ensemble": {**self.ensemble.state_dict(), "scheduler": {}}}  # that part is beside it
+        return {
+            **self._torch_state(),
+            "ensemble": {**self.ensemble.state_dict(), "scheduler": {}},
+        }  # that part is beside it
 
     def _torch_state(self) -> dict[str, Any]:
-        torch_part: dict[str, Any] = plain({key: value for key, value in super().state_dict().items() if key != "ensemble"})
+        torch_part: dict[str, Any] = plain(
+            {key: value for key, value in super().state_dict().items() if key != "ensemble"}
+        )
         return torch_part
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -169,14 +191,23 @@ class OneCycleAutoLR(OneCycleLR):
         Raises:
             ValueError: the state is not one of this class, is of another version or damaged; nothing is changed then.
         """
-        own = read(state_dict, {"ensemble": Instance(Mapping), "last_epoch": ANYTHING}, "scheduler's")["ensemble"]
-        self.ensemble.load_state_dict({**own, "scheduler": {key: value for key, value in state_dict.items() if key != "ensemble"}})
+        own = read(
+            state_dict, {"ensemble": Instance(Mapping), "last_epoch": ANYTHING}, "scheduler's"
+        )["ensemble"]
+        self.ensemble.load_state_dict(
+            {
+                **own,
+                "scheduler": {key: value for key, value in state_dict.items() if key != "ensemble"},
+            }
+        )
         self._take_last_lr()
 
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
     """As published, every parameter group is a knob, but for controllers that cannot tell so many apart (`Controller.knob_per_group`)."""
-    together = len(optimizer.param_groups) == 1 or (isinstance(controller, Controller) and not controller.knob_per_group)
+    together = len(optimizer.param_groups) == 1 or (
+        isinstance(controller, Controller) and not controller.knob_per_group
+    )
     return None if together else "each"
 
 
@@ -209,7 +240,10 @@ def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """torch's constructor writes into the optimizer before everything is validated: take that back if something is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
-    groups = [{key: (value, content(value)) for key, value in group.items()} for group in optimizer.param_groups]
+    groups = [
+        {key: (value, content(value)) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
     step = optimizer.__dict__.get("step")
     try:
         yield
@@ -223,7 +257,9 @@ def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         raise
 
 
-def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: int | None) -> Replicas:
+def _resolve_replicas(
+    replicas: Replicas | None, rank: int | None, world_size: int | None
+) -> Replicas:
     """Raises ValueError if the published arguments contradict what is really there."""
     if replicas is None:
         replicas = Replicas.default()
@@ -231,7 +267,11 @@ def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: i
     each = len(replicas.local)  # replicas in a process
     here = (replicas.local[0] // each, replicas.count // each)
     where = "the process group" if initialised else "without a process group it"
-    remedy = "" if initialised else "call torch.distributed.init_process_group before building the scheduler, or "
+    remedy = (
+        ""
+        if initialised
+        else "call torch.distributed.init_process_group before building the scheduler, or "
+    )
     for name, given, actual in (("rank", rank, here[0]), ("world_size", world_size, here[1])):
         if given is not None and given != actual:
             raise ValueError(f"{name} is {given}, but {where} has {actual}: {remedy}leave it out")

@@ -18,7 +18,9 @@ import torch
 with suppress(ImportError):  # make gpu runs where it may be missing
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("a busy machine")
 
 

@@ -37,7 +37,9 @@ _CONNECTING = "while connecting: "
 _WAITING = "was still waiting when another rank had failed"
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` ranks, after init_process_group("gloo"); return their results by rank.
 
     `function` must be importable at the top level of a module; arguments and results must pickle. One thread per process, torch's seed 0.
@@ -59,7 +61,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def _worker(conn: connection.Connection, parent: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["OMP_NUM_THREADS"] = "1"  # set_num_threads is for the thread that calls it; frameworks and autograd have others
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # set_num_threads is for the thread that calls it; frameworks and autograd have others
+    )
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     import torch
 
@@ -79,7 +83,14 @@ def _answer(message: bytes) -> bytes:
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...]) -> Any:
+def _call(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -87,7 +98,13 @@ def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, 
     meeting = dist.FileStore(store, world_size)
     limit = datetime.timedelta(seconds=timeout)
     try:
-        dist.init_process_group("gloo", store=dist.PrefixStore("group", meeting), rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("group", meeting),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+        )
     except RuntimeError as error:
         raise RuntimeError(_CONNECTING + str(error)) from error
     try:
@@ -150,7 +167,9 @@ class _Pool:
             conn.close()
         self.workers, self.conns = [], []
 
-    def run(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank in range(world_size):
@@ -162,8 +181,15 @@ class _Pool:
                 raise
         if errors:
             self.close()
-            before_the_call = all(_CONNECTING in error or _WAITING in error for error in errors.values()) and not results
-            kind = _NotConnected if before_the_call and any(_CONNECTING in error for error in errors.values()) else RankError
+            before_the_call = (
+                all(_CONNECTING in error or _WAITING in error for error in errors.values())
+                and not results
+            )
+            kind = (
+                _NotConnected
+                if before_the_call and any(_CONNECTING in error for error in errors.values())
+                else RankError
+            )
             raise kind("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
         return [results[rank] for rank in range(world_size)]
 
@@ -181,7 +207,10 @@ class _Pool:
                 try:
                     succeeded, value = pickle.loads(conn.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    succeeded, value = False, f"the process ended (exit code {self.workers[rank].exitcode})"
+                    succeeded, value = (
+                        False,
+                        f"the process ended (exit code {self.workers[rank].exitcode})",
+                    )
                 (results if succeeded else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)

@@ -26,7 +26,11 @@ def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, x.sum(1, keepdim=True)) for x in xs]
 
 
-def loss_fn(model: Callable[..., Any], batch: tuple[torch.Tensor, torch.Tensor], label_smoothing: float = 0.0) -> torch.Tensor:
+def loss_fn(
+    model: Callable[..., Any],
+    batch: tuple[torch.Tensor, torch.Tensor],
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), (1 - label_smoothing) * batch[1])
 
 
@@ -45,7 +49,9 @@ class Names(dict[str, Any]):
 
 
 def _ensemble(names: Names) -> hdet.Ensemble:
-    return hdet.Ensemble(names["optimizer"], names["scheduler"], knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5))
+    return hdet.Ensemble(
+        names["optimizer"], names["scheduler"], knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5)
+    )
 
 
 def _one_step(names: Names) -> Callable[..., torch.Tensor]:
@@ -80,11 +86,21 @@ TOYS: dict[str, Callable[[Names], Any]] = {
     "checkpoint": lambda names: hdet.checkpoint,
     "init_device_mesh": lambda names: init_device_mesh,
     "DistributedDataParallel": lambda names: nn.parallel.DistributedDataParallel,
-    "fully_shard": lambda names: __import__("torch.distributed.fsdp", fromlist=["fully_shard"]).fully_shard,
-    "model": lambda names: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)),
-    "ddp_model": lambda names: nn.parallel.DistributedDataParallel(names["model"]) if dist.is_initialized() else names["model"],
+    "fully_shard": lambda names: (
+        __import__("torch.distributed.fsdp", fromlist=["fully_shard"]).fully_shard
+    ),
+    "model": lambda names: nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)
+    ),
+    "ddp_model": lambda names: (
+        nn.parallel.DistributedDataParallel(names["model"])
+        if dist.is_initialized()
+        else names["model"]
+    ),
     "optimizer": lambda names: torch.optim.AdamW(names["model"].parameters(), lr=1e-3),
-    "scheduler": lambda names: torch.optim.lr_scheduler.OneCycleLR(names["optimizer"], 1e-3, total_steps=2000),
+    "scheduler": lambda names: torch.optim.lr_scheduler.OneCycleLR(
+        names["optimizer"], 1e-3, total_steps=2000
+    ),
     "ensemble": _ensemble,
     "device": lambda names: torch.device("cpu"),
     "loader": lambda names: batches(60, dist.get_rank() if dist.is_initialized() else 0),
@@ -102,7 +118,9 @@ TOYS: dict[str, Callable[[Names], Any]] = {
     "train_one_step": _train_one_step,
     "ProcessGroupCollection": _megatron,
     "copy_masters_to_model": lambda names: lambda: None,
-    "my_scheduler": lambda names: SimpleNamespace(step=lambda epoch: names["optimizer"].param_groups[0].update(lr=1e-3 / (1 + epoch))),
+    "my_scheduler": lambda names: SimpleNamespace(
+        step=lambda epoch: names["optimizer"].param_groups[0].update(lr=1e-3 / (1 + epoch))
+    ),
     "epoch": lambda names: 1,
     "augment": lambda names: SimpleNamespace(alpha=0.4),
     "wandb": lambda names: SimpleNamespace(log=lambda record, step: None),
@@ -143,7 +161,9 @@ def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
         os.environ.clear()
         os.environ.update(before[1])
         if torchrun and not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the caller's to end
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )  # the caller's to end
         del store
     return names
 

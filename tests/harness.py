@@ -74,14 +74,21 @@ def loss_of(net: nn.Module, data: Batch) -> torch.Tensor:
 
 def probe(net: nn.Module, first: int = 10_000, **settings: Any) -> hdet.ProbeController:
     """On batches from number ``first`` on."""
-    return hdet.ProbeController(loss_of, lambda cycle: [batch(first + 8 * cycle + i) for i in range(8)], model=net, **settings)
+    return hdet.ProbeController(
+        loss_of,
+        lambda cycle: [batch(first + 8 * cycle + i) for i in range(8)],
+        model=net,
+        **settings,
+    )
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------------
 
 
 def one_cycle(lr: float, total: int) -> Callable[[torch.optim.Optimizer], Any]:
-    return functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=lr, total_steps=total, cycle_momentum=False)
+    return functools.partial(
+        torch.optim.lr_scheduler.OneCycleLR, max_lr=lr, total_steps=total, cycle_momentum=False
+    )
 
 
 class Run:
@@ -99,11 +106,23 @@ class Run:
     ) -> None:  # fmt: skip
         self.rank, self.total, self.index, self.data = rank, total, 0, data
         self.net = (model() if net is None else net).to(dtype=dtype)
-        self.wrapped = DistributedDataParallel(self.net) if ddp and dist.is_initialized() else self.net
-        self.replicas = hdet.CoresidentReplicas(self.net, together, storage=settings.pop("storage", "parameters")) if together > 1 else None
+        self.wrapped = (
+            DistributedDataParallel(self.net) if ddp and dist.is_initialized() else self.net
+        )
+        self.replicas = (
+            hdet.CoresidentReplicas(
+                self.net, together, storage=settings.pop("storage", "parameters")
+            )
+            if together > 1
+            else None
+        )
         make = optimizer or (torch.optim.AdamW if self.replicas is None else hdet.FusedAdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=weight_decay)
-        self.scheduler = one_cycle(lr, total)(self.optimizer) if scheduler == "one cycle" else scheduler and scheduler(self.optimizer)
+        self.scheduler = (
+            one_cycle(lr, total)(self.optimizer)
+            if scheduler == "one cycle"
+            else scheduler and scheduler(self.optimizer)
+        )
         if controller == "probe":
             controller = probe(self.wrapped)
         elif not isinstance(controller, hdet.Controller) and controller is not None:
@@ -111,9 +130,22 @@ class Run:
         self.controller: Any = controller
         self.records: list[dict[str, Any]] = []
         self.losses: Callable[[Batch], torch.Tensor] = lambda data: losses_of(self.wrapped, data)
-        self.closure: Callable[[Batch], Any] | None = (lambda data: self.losses(data)) if closure else None
-        settings = {"knobs": [hdet.LearningRate(spread)], "total_steps": total, "every": every, "replicas": self.replicas, **settings}
-        self.ensemble = hdet.Ensemble(self.optimizer, self.scheduler, controller=controller, **policies(**{"log": self._log, **settings}))
+        self.closure: Callable[[Batch], Any] | None = (
+            (lambda data: self.losses(data)) if closure else None
+        )
+        settings = {
+            "knobs": [hdet.LearningRate(spread)],
+            "total_steps": total,
+            "every": every,
+            "replicas": self.replicas,
+            **settings,
+        }
+        self.ensemble = hdet.Ensemble(
+            self.optimizer,
+            self.scheduler,
+            controller=controller,
+            **policies(**{"log": self._log, **settings}),
+        )
 
     def _log(self, record: dict[str, Any], step: int) -> None:
         self.records.append(record)
@@ -121,7 +153,9 @@ class Run:
     def batches(self) -> list[Batch]:
         """Of this step, one for each replica in this process."""
         first = 100 * self.index + self.rank
-        return [self.data(first + k) for k in range(1 if self.replicas is None else self.replicas.count)]
+        return [
+            self.data(first + k) for k in range(1 if self.replicas is None else self.replicas.count)
+        ]
 
     def backward(self, report: dict[int, float] | None = None) -> torch.Tensor:
         """Forward and backward passes of one step; the mean loss. Co-resident replicas' losses are observed, or what is to be reported instead."""
@@ -152,7 +186,11 @@ class Run:
 
     def _closed(self, batches: list[Batch]) -> Any:
         assert self.closure is not None
-        return self.closure(batches[0]) if len(batches) == 1 else torch.cat([self.closure(data) for data in batches])
+        return (
+            self.closure(batches[0])
+            if len(batches) == 1
+            else torch.cat([self.closure(data) for data in batches])
+        )
 
     def steps(self, count: int | None = None) -> Run:
         """To the end of the run, if no number is given."""
@@ -211,13 +249,19 @@ class Run:
         """What a script saves, through `torch.save`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in the middle of a cycle it says so
-            state = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "ensemble": self.ensemble.state_dict()}
+            state = {
+                "net": self.net.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "ensemble": self.ensemble.state_dict(),
+            }
         file = io.BytesIO()
         torch.save({**state, "index": self.index}, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
 
-    def loaded(self, state: dict[str, Any], order: tuple[str, ...] = ("net", "optimizer", "ensemble")) -> Run:
+    def loaded(
+        self, state: dict[str, Any], order: tuple[str, ...] = ("net", "optimizer", "ensemble")
+    ) -> Run:
         for name in order:
             getattr(self, name).load_state_dict(state[name])
         self.index = state["index"]

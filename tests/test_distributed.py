@@ -20,7 +20,9 @@ def _sum(rank, world, value):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_results_by_rank(world):
     results = run_ranks(_sum, world, "argument")
-    assert [(rank, size, value) for rank, size, _, value in results] == [(r, world, "argument") for r in range(world)]
+    assert [(rank, size, value) for rank, size, _, value in results] == [
+        (r, world, "argument") for r in range(world)
+    ]
     assert all(total.item() == sum(range(world)) for _, _, total, _ in results)
 
 
@@ -40,7 +42,12 @@ def _fails(rank, world, how):
 
 @pytest.mark.parametrize(
     "how, message",
-    [("raises", "the reason"), ("dies", r"exit code 3|Connection"), ("hangs", "in time"), ("returns what cannot be sent", "pickle")],
+    [
+        ("raises", "the reason"),
+        ("dies", r"exit code 3|Connection"),
+        ("hangs", "in time"),
+        ("returns what cannot be sent", "pickle"),
+    ],
 )
 def test_failures_are_reported_and_do_not_spread(how, message):
     start = time.monotonic()

@@ -28,7 +28,10 @@ from .docs_toys import run, run_on_rank
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (not )?run: ([^\n]*?) -->\n+)?^([^\S\n]*)```python\n(.*?)^\3```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- (not )?run: ([^\n]*?) -->\n+)?^([^\S\n]*)```python\n(.*?)^\3```",
+    re.MULTILINE | re.DOTALL,
+)
 NAME = re.compile(r"\bhdet(?:\.[A-Za-z_]\w*)+")
 RANGES = ("hdet.optimizer.step", "hdet.upload", "hdet.step", "hdet.average", "hdet.pair", "hdet.norm", "hdet.cycle", "hdet.probe",
           "hdet.trial.train", "hdet.trial.score", "hdet.hypergradient", "hdet.cycle_stats", "hdet.kernels.gpu")  # fmt: skip
@@ -51,7 +54,13 @@ class Block:
 def blocks(page: Path, text: str | None = None) -> list[Block]:
     text = page.read_text(encoding="utf-8") if text is None else text
     return [
-        Block(page, text.count("\n", 0, m.start(4)) + 1, re.sub(f"^{m[3]}", "", m[4], flags=re.MULTILINE), m[2] or "", bool(m[1]))
+        Block(
+            page,
+            text.count("\n", 0, m.start(4)) + 1,
+            re.sub(f"^{m[3]}", "", m[4], flags=re.MULTILINE),
+            m[2] or "",
+            bool(m[1]),
+        )
         for m in BLOCK.finditer(text)
     ]
 
@@ -62,7 +71,10 @@ def adapters() -> set[str]:
     for name in hdet.integrations.__all__:
         source = (ROOT / "hdet" / "integrations" / f"{name}.py").read_text(encoding="utf-8")
         found |= {
-            f"hdet.integrations.{name}.{one}" for one in re.findall(r'"(\w+)"', re.findall(r"^__all__ = \[(.*)\]", source, re.MULTILINE)[0])
+            f"hdet.integrations.{name}.{one}"
+            for one in re.findall(
+                r'"(\w+)"', re.findall(r"^__all__ = \[(.*)\]", source, re.MULTILINE)[0]
+            )
         }
     return found
 
@@ -80,17 +92,32 @@ def test_the_block_runs_as_written(block: Block) -> None:
     settings = dict(part.partition("=")[::2] for part in block.how.split())
     assert settings.keys() <= {"ranks", "torchrun"}, settings
     if settings:
-        run_ranks(run_on_rank, int(settings.get("ranks") or 1), block.source, str(block), "torchrun" in settings)
+        run_ranks(
+            run_on_rank,
+            int(settings.get("ranks") or 1),
+            block.source,
+            str(block),
+            "torchrun" in settings,
+        )
     else:
         run(block.source, str(block))
 
 
 def test_all_blocks_are_found() -> None:
-    assert len(BLOCKS) == sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES) > 20
-    [first, second, third] = blocks(
-        ROOT, "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU -->\n\n```python\n3\n```\n"
+    assert (
+        len(BLOCKS)
+        == sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
+        > 20
     )
-    assert (first.how, second.how, third.how) == ("ranks=2", "", "no GPU") and third.left_out and not first.left_out
+    [first, second, third] = blocks(
+        ROOT,
+        "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU -->\n\n```python\n3\n```\n",
+    )
+    assert (
+        (first.how, second.how, third.how) == ("ranks=2", "", "no GPU")
+        and third.left_out
+        and not first.left_out
+    )
     assert [block.source for block in (first, second, third)] == ["1\n", "2\n", "3\n"]
 
 
@@ -105,7 +132,11 @@ def test_names_in_the_text_exist(page: Path) -> None:
                     missing.append(name)
                 break
             try:
-                owner = getattr(owner, part) if hasattr(owner, part) else importlib.import_module(f"{owner.__name__}.{part}")
+                owner = (
+                    getattr(owner, part)
+                    if hasattr(owner, part)
+                    else importlib.import_module(f"{owner.__name__}.{part}")
+                )
             except (ImportError, AttributeError):
                 missing.append(name)
                 break
@@ -114,7 +145,9 @@ def test_names_in_the_text_exist(page: Path) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(
-        r"^::: hdet\.(\S+)$", "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE
+        r"^::: hdet\.(\S+)$",
+        "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md")),
+        re.MULTILINE,
     )
     modules = {"checkpoint", "converge", "integrations", "kernels", "logging", "__version__"}
     wanted = {name for name in hdet.__all__ if name not in modules}
@@ -135,7 +168,12 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
 
 
 def test_sentences_are_short() -> None:
-    printed = subprocess.run([sys.executable, str(ROOT / "docs" / "sentences.py")], capture_output=True, text=True, check=False)
+    printed = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "sentences.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert printed.returncode == 0, printed.stdout + printed.stderr
 
 
@@ -155,11 +193,15 @@ def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").split()) < 700
 
 
-COMPLETE = [block for block in blocks(PAGES[0]) if not block.left_out and block.source.startswith("import ")]
+COMPLETE = [
+    block for block in blocks(PAGES[0]) if not block.left_out and block.source.startswith("import ")
+]
 
 
 def test_the_readme_has_a_complete_program_of_at_most_25_lines() -> None:
-    assert COMPLETE and len([line for line in COMPLETE[0].source.splitlines() if line.strip()]) <= 25
+    assert (
+        COMPLETE and len([line for line in COMPLETE[0].source.splitlines() if line.strip()]) <= 25
+    )
 
 
 @pytest.mark.parametrize("block", COMPLETE, ids=str)
@@ -168,12 +210,20 @@ def test_a_complete_program_of_the_readme_runs_when_pasted(block: Block) -> None
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         printed = subprocess.run(
-            [sys.executable, "-c", block.source], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", block.source],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     assert printed.returncode == 0, printed.stderr
     text = PAGES[0].read_text(encoding="utf-8")
     shown = re.findall(
-        r"^```\n(.*?)^```", text[text.index(block.source) + len(block.source) :].partition("```\n")[2], re.MULTILINE | re.DOTALL
+        r"^```\n(.*?)^```",
+        text[text.index(block.source) + len(block.source) :].partition("```\n")[2],
+        re.MULTILINE | re.DOTALL,
     )[0]
     number = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
     assert number.split(printed.stdout) == number.split(shown)

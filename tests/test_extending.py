@@ -22,13 +22,23 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++")
 
 def block(language: str, word: str) -> str:
     """The one code block in which ``word`` stands."""
-    (found,) = [text for text in re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL) if word in text]
+    (found,) = [
+        text
+        for text in re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+        if word in text
+    ]
     return str(found)
 
 
 def done(command: list[str], **environment: str) -> None:
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT, env={**os.environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+        cwd=ROOT,
+        env={**os.environ, **environment},
     )
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -37,7 +47,12 @@ def test_the_kernel_runs_in_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     script = tmp_path / "clamp.py"  # Triton reads kernels from their file
     script.write_text(block("python", "@triton.jit"))
-    done([sys.executable, str(script)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    done(
+        [sys.executable, str(script)],
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        PYTHONPATH=str(ROOT),
+    )
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
@@ -53,4 +68,7 @@ def test_the_loop_in_cpp_has_the_bits_of_torch(tmp_path: Path) -> None:
     addresses = (ctypes.c_void_p * 3)(*[tensor.data_ptr() for tensor in tensors])
     elements = (ctypes.c_int64 * 3)(*[tensor.numel() for tensor in tensors])
     ctypes.CDLL(str(library)).clamp(addresses, elements, ctypes.c_int64(3), ctypes.c_float(0.5))
-    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(tensors, expected, strict=True))
+    assert all(
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(tensors, expected, strict=True)
+    )

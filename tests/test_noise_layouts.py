@@ -19,7 +19,10 @@ from tests.distributed import run_ranks
 
 def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 5), (3,), (1, 4), (8, 8))]
+    return [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((7, 5), (3,), (1, 4), (8, 8))
+    ]
 
 
 def expected(theta: torch.Tensor, key: str, nu: float) -> torch.Tensor:
@@ -50,21 +53,36 @@ def test_names_speak_for_tensors() -> None:
 def laid_out(rank: int, world_size: int) -> None:
     grids = [
         ((4,), [[Shard(0)], [Shard(0)], [Replicate()], [Shard(1)]]),
-        ((2, 2), [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(1)]]),
+        (
+            (2, 2),
+            [
+                [Replicate(), Shard(0)],
+                [Shard(0), Shard(0)],
+                [Shard(1), Replicate()],
+                [Shard(0), Shard(1)],
+            ],
+        ),
     ]
     for sizes, placements in grids:
         mesh = init_device_mesh("cpu", sizes)
-        given = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(tensors(), placements, strict=True)]
+        given = [
+            distribute_tensor(t, mesh, p, src_data_rank=None)
+            for t, p in zip(tensors(), placements, strict=True)
+        ]
         versions = [tensor._version for tensor in given]
         hdet.warm_noise_(given, nu=0.1, seed=5, replicas=hdet.Replicas(1, 2, None))
         for i, (one, theta) in enumerate(zip(given, tensors(), strict=True)):
             # the norm of the full tensor is summed in another order
-            torch.testing.assert_close(one.full_tensor(), expected(theta, f"5/1/{i}", 0.1), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                one.full_tensor(), expected(theta, f"5/1/{i}", 0.1), rtol=1e-6, atol=1e-7
+            )
             assert one._version > versions[i] or not one.to_local().numel()
             whole = one.full_tensor()
             everyones = [torch.empty_like(whole) for _ in range(world_size)]
             dist.all_gather(everyones, whole)
-            assert all(torch.equal(each, whole) for each in everyones)  # copies of one shard are equal, to the last bit
+            assert all(
+                torch.equal(each, whole) for each in everyones
+            )  # copies of one shard are equal, to the last bit
 
 
 def test_shards_of_a_mesh_get_their_slices() -> None:
@@ -81,7 +99,12 @@ def sharded_and_tensor_parallel(rank: int, world_size: int) -> None:
     fully_shard(model, mesh=mesh["dp"])
     assert isinstance(model.weight, DTensor) and model.weight.device_mesh.ndim == 2
     hdet.warm_noise_(model.named_parameters(), nu=0.1, seed=5, replicas=hdet.Replicas(0, 2, None))
-    torch.testing.assert_close(model.weight.full_tensor().detach(), expected(theta, "5/0/weight", 0.1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        model.weight.full_tensor().detach(),
+        expected(theta, "5/0/weight", 0.1),
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 def test_a_dimension_that_is_split_twice() -> None:
@@ -92,9 +115,17 @@ def by_hand(rank: int, world_size: int) -> None:
     theta, shared = tensors()[3], tensors()[0]
     part = theta.chunk(2, 1)[rank].contiguous()
     slices = {part: Slice((8, 8), (0, 4 * rank), dist.group.WORLD)}
-    hdet.warm_noise_([("norm", shared), ("up", part)], nu=0.1, seed=5, replicas=hdet.Replicas(1, 2, None), slices=slices)
+    hdet.warm_noise_(
+        [("norm", shared), ("up", part)],
+        nu=0.1,
+        seed=5,
+        replicas=hdet.Replicas(1, 2, None),
+        slices=slices,
+    )
     assert torch.equal(shared, expected(tensors()[0], "5/1/norm", 0.1))
-    torch.testing.assert_close(part, expected(theta, "5/1/up", 0.1).chunk(2, 1)[rank], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        part, expected(theta, "5/1/up", 0.1).chunk(2, 1)[rank], rtol=1e-6, atol=1e-7
+    )
 
 
 def test_shards_made_by_hand_get_their_slices() -> None:
@@ -106,9 +137,17 @@ def refused(rank: int, world_size: int) -> None:
     laid = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     plain, group = torch.ones(4), dist.group.WORLD
     for given, slices, message in [
-        ([DTensor.from_local(torch.ones(4), mesh, [Partial()])], {}, "a sum that has not been taken"),
+        (
+            [DTensor.from_local(torch.ones(4), mesh, [Partial()])],
+            {},
+            "a sum that has not been taken",
+        ),
         ([laid], {laid: Slice((4,), (0,), group)}, "is a DTensor, which knows"),
-        ([plain], {plain: Slice((8,), (5,), group)}, r"no slice from \(5,\) of a tensor of shape \(8,\)"),
+        (
+            [plain],
+            {plain: Slice((8,), (5,), group)},
+            r"no slice from \(5,\) of a tensor of shape \(8,\)",
+        ),
         ([plain], {plain: Slice((8, 2), (0, 0), group)}, "no slice"),
         ([("a", plain), ("a", laid)], {}, "two parameters have the name a"),
     ]:

@@ -21,9 +21,15 @@ print([event.key for event in profile.key_averages()])
 
 
 def _names(**environment: str) -> str:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("HDET_NVTX", "NVTX_INJECTION64_PATH")}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HDET_NVTX", "NVTX_INJECTION64_PATH")
+    }
     command = [sys.executable, "-c", STEP]
-    return subprocess.run(command, env={**inherited, **environment}, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, env={**inherited, **environment}, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_ranges_of_a_step_and_an_average_are_seen_by_a_profiler() -> None:

@@ -52,7 +52,9 @@ def test_every_promise_is_held_by_tests_that_exist() -> None:
 
 def test_a_promise_without_a_test_is_found() -> None:
     head = "| promise | held by |\n|---|---|\n"
-    assert not mistakes(f"{head}| all is well | `test_promises.py::test_a_promise_without_a_test_is_found` |")
+    assert not mistakes(
+        f"{head}| all is well | `test_promises.py::test_a_promise_without_a_test_is_found` |"
+    )
     assert mistakes(f"{head}| all is well | |")
     assert mistakes(f"{head}| all is well | `test_promises.py::test_that_nobody_has_written` |")
     assert mistakes(f"{head}| all is well | `test_nowhere.py::test_it` |")

@@ -39,7 +39,10 @@ LAZY = "__init__"  # hdet/__init__.py loads a name's module when the name is ask
 TWINS: dict[str, set[str]] = {
     "step": {"kernels.native", "kernels.triton", "kernels.reference", "triton_kernels"},
     "rules": {"kernels.reference", "triton_kernels"},
-    "displacement": {"optim", "trial"},  # from where weights were: of a replica that is kept so, and of a run
+    "displacement": {
+        "optim",
+        "trial",
+    },  # from where weights were: of a replica that is kept so, and of a run
 }
 
 
@@ -55,8 +58,12 @@ def room_of(module: str) -> str:
 
 @cache
 def sources() -> dict[str, tuple[Path, ast.Module]]:
-    return {module_of(path): (path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(HDET.rglob("*.py"))} | {
-        module_of(path): (path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted((HDET / "triton_kernels").glob("*.py"))
+    return {
+        module_of(path): (path, ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(HDET.rglob("*.py"))
+    } | {
+        module_of(path): (path, ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted((HDET / "triton_kernels").glob("*.py"))
     }  # rglob does not follow links
 
 
@@ -66,14 +73,20 @@ def imports_of(module: str) -> Iterator[str]:
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[2] or LAZY for alias in node.names if alias.name.split(".")[0] == "hdet")
+            yield from (
+                alias.name.partition(".")[2] or LAZY
+                for alias in node.names
+                if alias.name.split(".")[0] == "hdet"
+            )
         elif isinstance(node, ast.ImportFrom):
             if node.level == 0 and (node.module or "").split(".")[0] != "hdet":
                 continue
             if module == LAZY:
                 package = []
             base = package[: len(package) - node.level + 1] if node.level else []
-            named = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
+            named = (
+                (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
+            )
             at = ".".join([*base, *filter(None, named)])
             for alias in node.names:
                 inner = f"{at}.{alias.name}" if at else alias.name
@@ -98,17 +111,29 @@ def test_every_room_has_a_floor_and_every_arrow_points_down() -> None:
     floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
     rooms = {room_of(module) for module in sources()} - {LAZY, "__main__"}
     assert rooms == set(floor), "docs/design.md and FLOORS name every room"
-    up = [line for pair, lines in arrows().items() if floor[pair[1]] >= floor[pair[0]] for line in lines]
+    up = [
+        line
+        for pair, lines in arrows().items()
+        if floor[pair[1]] >= floor[pair[0]]
+        for line in lines
+    ]
     assert not up, "\n".join(up)
     assert len(arrows()) > 40, "the graph has been read"
 
 
 def test_no_circle_of_modules() -> None:
     """Not between rooms, which floors forbid, but inside of one."""
-    graph = {module: {other for other in imports_of(module) if other != LAZY} - {module} for module in sources() if module != LAZY}
+    graph = {
+        module: {other for other in imports_of(module) if other != LAZY} - {module}
+        for module in sources()
+        if module != LAZY
+    }
     while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
         graph = {module: others for module, others in graph.items() if module not in leaves}
-    assert not graph, "\n".join(f"{module} imports {', '.join(sorted(others & graph.keys()))}" for module, others in graph.items())
+    assert not graph, "\n".join(
+        f"{module} imports {', '.join(sorted(others & graph.keys()))}"
+        for module, others in graph.items()
+    )
 
 
 def test_at_most_ten_modules_lie_flat() -> None:
@@ -130,7 +155,9 @@ def controllers() -> dict[str, str]:
     for _ in range(4):  # a class of a class of ...
         for module, (_, tree) in sources().items():
             for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef) and bases & {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}:
+                if isinstance(node, ast.ClassDef) and bases & {
+                    ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases
+                }:
                     found[node.name] = module
         bases |= found.keys()
     return found
@@ -139,16 +166,28 @@ def controllers() -> dict[str, str]:
 def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
     for module, (_, tree) in sources().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == name
+            ):
                 yield module, node
 
 
 def test_no_controller_is_told_by_its_class_outside_of_its_file() -> None:
     known = controllers()
-    assert {"ProbeRule", "SoftmaxController", "SequentialController", "Shadow", "AutoLR"} <= known.keys()
+    assert {
+        "ProbeRule",
+        "SoftmaxController",
+        "SequentialController",
+        "Shadow",
+        "AutoLR",
+    } <= known.keys()
     told = []
     for module, call in calls("isinstance"):
-        names = {node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)} & known.keys()
+        names = {
+            node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)
+        } & known.keys()
         told += [f"{module}: {ast.unparse(call)}" for name in names if known[name] != module]
     assert not told, "\n".join(told)
 
@@ -167,5 +206,10 @@ def test_no_optional_member_of_a_controller_is_asked_for_by_name() -> None:
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
     """Of itself pytest passes over some names, such as build, and says nothing."""
     folders = {path.parent.name for path in Path(__file__).parent.rglob("test_*.py")}
-    passed_over = [(folder, pattern) for folder in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(folder, pattern)]
+    passed_over = [
+        (folder, pattern)
+        for folder in folders
+        for pattern in pytestconfig.getini("norecursedirs")
+        if fnmatch(folder, pattern)
+    ]
     assert not passed_over and "build" in folders

@@ -41,7 +41,9 @@ def pointers_of(addresses, held, offset, k: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def average_block(addresses, held, weights, offset, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
+def average_block(
+    addresses, held, weights, offset, start, end, V: tl.constexpr, BLOCK: tl.constexpr
+):
     K: tl.constexpr = V.replicas
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end

@@ -41,11 +41,24 @@ def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK:
     values = tl.reshape(x, (BLOCKS, CODE_BLOCK))
     largest = tl.max((bits_of(values) & 0x7FFFFFFF).to(tl.int32), axis=1)
     least = (127 - 104) << 23
-    scale_bits = tl.where(largest >= 0x7F800000, 0x7FC00000, tl.where(largest < least, least, largest))
+    scale_bits = tl.where(
+        largest >= 0x7F800000, 0x7FC00000, tl.where(largest < least, least, largest)
+    )
     scale = float_of(scale_bits.to(tl.uint32))
     unit = tl.where(scale > 1.0, 0.25, 1.0)  # the inverse of a large scale is not a normal number
-    codes = encode(table, values * unit[:, None] * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), unit * scale)[:, None], SIGNED)
+    codes = encode(
+        table,
+        values
+        * unit[:, None]
+        * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), unit * scale)[:, None],
+        SIGNED,
+    )
     any_live = tl.max(tl.reshape(live.to(tl.int32), (BLOCKS, CODE_BLOCK)), axis=1) != 0
     first = tl.min(tl.reshape(offsets, (BLOCKS, CODE_BLOCK)), axis=1)
     tl.store(scales + first // CODE_BLOCK, scale, mask=any_live)
-    tl.store(p + offsets, tl.reshape(codes, (BLOCK,)).to(tl.uint8), mask=live, eviction_policy="evict_first")
+    tl.store(
+        p + offsets,
+        tl.reshape(codes, (BLOCK,)).to(tl.uint8),
+        mask=live,
+        eviction_policy="evict_first",
+    )

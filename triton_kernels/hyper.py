@@ -38,7 +38,9 @@ def total(partials, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK: tl.constexpr):
+def derive_control(
+    settings, partials, num_partials, grad_scale, found_inf, control, BLOCK: tl.constexpr
+):
     """Writes skip, norm, gradient_scale; returns skip and the gradients' factor."""
     one = tl.full((), 1.0, tl.float64)
     inverse = one / tl.load(grad_scale).to(tl.float64)
@@ -75,7 +77,9 @@ def load_settings(settings, rates, group, step, live):
     """`rates` holds addresses; a rate of address 0 is in the settings."""
     source = settings + CALL_SETTINGS + group * GROUP_SETTINGS
     address = tl.load(rates + group, mask=live, other=0)
-    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0).to(tl.float64)
+    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0).to(
+        tl.float64
+    )
     return Settings(
         tl.where(address != 0, rate, tl.load(source, mask=live, other=0)),
         tl.load(source + 1, mask=live, other=0),
@@ -169,7 +173,9 @@ def derive(
     BLOCK: tl.constexpr,
 ):
     """TENSORS tensors, one a thread, with their counters. Every program adds up all partials: none waits for another."""
-    skip, gradient_scale = derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK)
+    skip, gradient_scale = derive_control(
+        settings, partials, num_partials, grad_scale, found_inf, control, BLOCK
+    )
     tensor = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     live = tensor < num_tensors
     live = live & (tl.load(gradients + 2 * tensor, mask=live, other=0) != 0)
@@ -194,5 +200,10 @@ def derive(
             store_pair(target, rho_k, scale, live)
         else:
             rate = s.lr * rho_k  # Eq. 2
-            store_pair(target, rate / correction, derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE), live)
+            store_pair(
+                target,
+                rate / correction,
+                derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE),
+                live,
+            )
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

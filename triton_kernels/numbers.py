@@ -54,7 +54,9 @@ def to_bf16_stochastic(x, random):
 def join(upper, lower):
     """The split form (csrc/core/numbers.h): a float32 as its bfloat16 (ties away from zero) and its low 16 bits."""
     bits = ((upper.to(tl.uint32) - (lower >> 15).to(tl.uint32)) << 16) + lower.to(tl.uint32)
-    return float_of(tl.where(((upper & 0x7FFF) == 0) & (lower >= 0x8000), upper.to(tl.uint32) << 16, bits))
+    return float_of(
+        tl.where(((upper & 0x7FFF) == 0) & (lower >= 0x8000), upper.to(tl.uint32) << 16, bits)
+    )
 
 
 @triton.jit
@@ -123,7 +125,10 @@ def load_parameter(param, master, offsets, mask, PARAM: tl.constexpr, MASTER: tl
     if MASTER == F32:
         return load(master, offsets, mask, F32)
     elif MASTER == SPLIT:
-        return join(tl.load(param + offsets, mask=mask, other=0), tl.load(master + offsets, mask=mask, other=0))
+        return join(
+            tl.load(param + offsets, mask=mask, other=0),
+            tl.load(master + offsets, mask=mask, other=0),
+        )
     else:
         return load(param, offsets, mask, PARAM)
 

@@ -66,7 +66,9 @@ def rank_one_block(shared, place, line, row, start, end, V: tl.constexpr, BLOCK:
     store(line.displacement, offsets, mask, displacement, F32)
     for k in tl.static_range(K):
         output, _ = pointers_of(place, k, V)
-        new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], base, displacement)
+        new = take_step(
+            place.replica_rows[2 * k], place.replica_rows[2 * k + 1], base, displacement
+        )
         store(output, offsets, mask, new, V.param)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, none, V.gradient)
@@ -109,7 +111,9 @@ def converge_block(addresses, offset, line, start, end, V: tl.constexpr, BLOCK: 
     store(line.base, offsets, mask, base, F32)
     store(line.displacement, offsets, mask, tl.zeros((BLOCK,), tl.float32), F32)
     for k in tl.static_range(K):
-        store(pointer(tl.load(addresses + k), offset, V.param, V.vector), offsets, mask, base, V.param)
+        store(
+            pointer(tl.load(addresses + k), offset, V.param, V.vector), offsets, mask, base, V.param
+        )
 
 
 @triton.jit

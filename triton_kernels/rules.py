@@ -67,13 +67,17 @@ def adamw(row, gradient, exp_avg, exp_avg_sq):
 def sgd(row, gradient, momentum_buffer):
     """lerp1 is 1 - dampening, and 1 in the first step."""
     momentum_buffer = add_weighted(row.lerp1 * gradient, row.beta1, momentum_buffer)
-    return tl.where(row.nesterov != 0, gradient + row.beta1 * momentum_buffer, momentum_buffer), momentum_buffer
+    return tl.where(
+        row.nesterov != 0, gradient + row.beta1 * momentum_buffer, momentum_buffer
+    ), momentum_buffer
 
 
 @triton.jit
 def lion(row, gradient, exp_avg):
     c = lerp(exp_avg, gradient, row.lerp1, row.beta1)
-    return (c > 0).to(tl.float32) - (c < 0).to(tl.float32), lerp(exp_avg, gradient, row.lerp2, row.beta2)
+    return (c > 0).to(tl.float32) - (c < 0).to(tl.float32), lerp(
+        exp_avg, gradient, row.lerp2, row.beta2
+    )
 
 
 @triton.jit

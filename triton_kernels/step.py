@@ -8,7 +8,19 @@ import triton.language as tl
 
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .codes import TABLE_FLOATS, load_codes, store_codes
-from .numbers import BF16, CODE_BLOCK, CODES, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
+from .numbers import (
+    BF16,
+    CODE_BLOCK,
+    CODES,
+    NONE,
+    load,
+    load_parameter,
+    pointer,
+    rounding_bits,
+    store,
+    store_parameter,
+    to_bf16_stochastic,
+)
 from .rules import HYPER_ROW, direction, load_row, take_step
 
 SHARED = tl.constexpr(4)
@@ -51,7 +63,9 @@ class Place(NamedTuple):
 
     gradient: tl.tensor  # its address; 0: there is nothing to do
     addresses: tl.tensor  # of this tensor: params[K], masters[K]
-    pointers: tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
+    pointers: (
+        tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
+    )
     replica_rows: tuple  # two numbers of each replica
     offset: tl.tensor
     seed: tl.tensor
@@ -99,45 +113,97 @@ def load_shared(shared, offsets, mask, V: tl.constexpr):
     exp_avg = tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
     exp_avg_sq = exp_avg
     if V.exp_avg == CODES:
-        exp_avg = load_codes(shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, mask)
+        exp_avg = load_codes(
+            shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, mask
+        )
     elif V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
     if V.exp_avg_sq == CODES:
-        exp_avg_sq = load_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), floats(shared.tables) + TABLE_FLOATS, offsets, mask)
+        exp_avg_sq = load_codes(
+            shared.exp_avg_sq,
+            floats(shared.exp_avg_sq_scales),
+            floats(shared.tables) + TABLE_FLOATS,
+            offsets,
+            mask,
+        )
     elif V.exp_avg_sq != NONE:
         exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
     return gradient, exp_avg, exp_avg_sq
 
 
 @triton.jit
-def new_direction(shared, place, row, start, loaded, offsets, live, param, V: tl.constexpr, BLOCK: tl.constexpr):
+def new_direction(
+    shared, place, row, start, loaded, offsets, live, param, V: tl.constexpr, BLOCK: tl.constexpr
+):
     """Moves the moments along what load_shared has read, returns u and the random bits of replica 0."""
     RULE: tl.constexpr = V.rule
     gradient, exp_avg, exp_avg_sq = loaded
-    u, exp_avg, exp_avg_sq = direction(row, gradient * row.gradient_scale, param, exp_avg, exp_avg_sq, RULE)
+    u, exp_avg, exp_avg_sq = direction(
+        row, gradient * row.gradient_scale, param, exp_avg, exp_avg_sq, RULE
+    )
     bits = tl.zeros((BLOCK,), tl.uint32)
     if V.stochastic and (V.exp_avg_sq == BF16 or (V.first and V.param == BF16)):
-        bits = rounding_bits(place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK)
+        bits = rounding_bits(
+            place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK
+        )
     if V.exp_avg == CODES:
-        store_codes(shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, live, exp_avg, True, BLOCK)
+        store_codes(
+            shared.exp_avg,
+            floats(shared.exp_avg_scales),
+            floats(shared.tables),
+            offsets,
+            live,
+            exp_avg,
+            True,
+            BLOCK,
+        )
     elif V.exp_avg != NONE:
         store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg, True)
     if V.exp_avg_sq == BF16 and V.stochastic:
-        tl.store(shared.exp_avg_sq + offsets, to_bf16_stochastic(exp_avg_sq, bits >> 16), mask=live, eviction_policy="evict_first")
+        tl.store(
+            shared.exp_avg_sq + offsets,
+            to_bf16_stochastic(exp_avg_sq, bits >> 16),
+            mask=live,
+            eviction_policy="evict_first",
+        )
     elif V.exp_avg_sq == CODES:
         tables = floats(shared.tables) + TABLE_FLOATS
-        store_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), tables, offsets, live, exp_avg_sq, False, BLOCK)
+        store_codes(
+            shared.exp_avg_sq,
+            floats(shared.exp_avg_sq_scales),
+            tables,
+            offsets,
+            live,
+            exp_avg_sq,
+            False,
+            BLOCK,
+        )
     elif V.exp_avg_sq != NONE:
         store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)
     return u, bits
 
 
 @triton.jit
-def store_own(place, row, param, master, start, offsets, live, x, bits, k: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+def store_own(
+    place,
+    row,
+    param,
+    master,
+    start,
+    offsets,
+    live,
+    x,
+    bits,
+    k: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A replica keeps its own new parameter."""
     if V.stochastic and V.param == BF16 and V.master == NONE:
         if k > 0 or not V.first:
-            bits = rounding_bits(place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK)
+            bits = rounding_bits(
+                place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
+            )
         tl.store(param + offsets, to_bf16_stochastic(x, bits & 0xFFFF), mask=live)
     else:
         store_parameter(param, master, offsets, live, x, V.param, V.master)
@@ -150,7 +216,9 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
     live = offsets < tl.where(place.skip == 0, end, 0)
-    loaded = load_shared(shared, offsets, mask, V)  # first: addresses may have to be read before parameters
+    loaded = load_shared(
+        shared, offsets, mask, V
+    )  # first: addresses may have to be read before parameters
     old = load_batch(place, offsets, mask, 0, V)
     param = tl.zeros((BLOCK,), tl.float32)
     if K == 1 and (V.rule == "adam" or V.rule == "sgd"):
@@ -162,7 +230,9 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
             old = load_batch(place, offsets, mask, batch, V)
         for k in tl.static_range(batch, min(batch + BATCH, K)):
             p, master = pointers_of(place, k, V)
-            new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], old[k - batch], u)
+            new = take_step(
+                place.replica_rows[2 * k], place.replica_rows[2 * k + 1], old[k - batch], u
+            )
             store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)

@@ -26,15 +26,32 @@ def tile_product(left, right, rows, columns, m, length, BLOCK: tl.constexpr, DEP
     columns = (columns % m).to(tl.int64)
     for start in range(0, length, DEPTH):
         live = start + depth < length
-        x = tl.load(left + rows[:, None] * length + (start + depth)[None, :], mask=live[None, :], other=0.0)
-        y = tl.load(right + columns[:, None] * length + (start + depth)[None, :], mask=live[None, :], other=0.0)
+        x = tl.load(
+            left + rows[:, None] * length + (start + depth)[None, :], mask=live[None, :], other=0.0
+        )
+        y = tl.load(
+            right + columns[:, None] * length + (start + depth)[None, :],
+            mask=live[None, :],
+            other=0.0,
+        )
         total = tl.dot(x, tl.trans(y), total)
     return total
 
 
 @triton.jit(do_not_specialize=["alpha", "beta", "tiles"])
 def symmetric_product(
-    left, right, added, made, m, length, tiles, alpha, beta, ADDED: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+    left,
+    right,
+    added,
+    made,
+    m,
+    length,
+    tiles,
+    alpha,
+    beta,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """made = beta * added + alpha * left @ right^T for each matrix of a batch, where the caller knows that the product is symmetric.
 
@@ -47,7 +64,19 @@ def symmetric_product(
     row, column = lower_tile(program % tiles)
     rows = row * BLOCK + tl.arange(0, BLOCK)
     columns = column * BLOCK + tl.arange(0, BLOCK)
-    total = tile_product(left + batch * m * length, right + batch * m * length, rows, columns, m, length, BLOCK, DEPTH) * alpha
+    total = (
+        tile_product(
+            left + batch * m * length,
+            right + batch * m * length,
+            rows,
+            columns,
+            m,
+            length,
+            BLOCK,
+            DEPTH,
+        )
+        * alpha
+    )
     square = batch * m * m
     inside = (rows[:, None] < m) & (columns[None, :] < m)
     place = rows[:, None].to(tl.int64) * m + columns[None, :]
@@ -57,4 +86,8 @@ def symmetric_product(
     tl.store(made + square + place, value, mask=inside)
     if row != column:
         mirrored = columns[:, None].to(tl.int64) * m + rows[None, :]
-        tl.store(made + square + mirrored, tl.trans(value), mask=(columns[:, None] < m) & (rows[None, :] < m))
+        tl.store(
+            made + square + mirrored,
+            tl.trans(value),
+            mask=(columns[:, None] < m) & (rows[None, :] < m),
+        )

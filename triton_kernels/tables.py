@@ -23,7 +23,9 @@ Column = Sequence[Tensor | None]
 Format = TypeVar("Format", bound=Hashable)
 
 
-def formats_of(column: Column | None, count: int, codes: dict[torch.dtype | None, int] = FORMATS) -> list[int]:
+def formats_of(
+    column: Column | None, count: int, codes: dict[torch.dtype | None, int] = FORMATS
+) -> list[int]:
     """How each tensor of a column is stored."""
     if column is None:
         return [0] * count
@@ -35,13 +37,19 @@ def address_table(*columns: Column | None, count: int) -> Tensor:
     table = torch.zeros(count, len(columns), dtype=torch.int64, device="cpu")
     for c, column in enumerate(columns):
         if column is not None:
-            table[:, c] = torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in column], dtype=torch.int64, device="cpu")
+            table[:, c] = torch.tensor(
+                [0 if tensor is None else tensor.data_ptr() for tensor in column],
+                dtype=torch.int64,
+                device="cpu",
+            )
     return table
 
 
 def typed_addresses(addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
     """[tensor][2] address, type: what the norm reads, whose kernel takes tensors of any format."""
-    return torch.tensor((addresses, [FORMATS[dtype] for dtype in dtypes]), dtype=torch.int64, device="cpu").T.contiguous()
+    return torch.tensor(
+        (addresses, [FORMATS[dtype] for dtype in dtypes]), dtype=torch.int64, device="cpu"
+    ).T.contiguous()
 
 
 def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
@@ -60,7 +68,9 @@ def chunk_table(members: Sequence[int], elements: Sequence[int]) -> Tensor:
     owner = torch.repeat_interleave(torch.arange(len(members), device="cpu"), count)
     before = torch.cumsum(count, 0) - count
     offset = (torch.arange(len(owner), device="cpu") - before[owner]) * CHUNK_ELEMENTS
-    return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner]), dim=1)
+    return torch.stack(
+        (offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner]), dim=1
+    )
 
 
 def vector(formats: Sequence[int], aligned: bool) -> int:

@@ -59,7 +59,10 @@ ROWS: dict[str, tuple[Change, dict[str, float]]] = {
     "the rule": (lambda trial: trial, {}),
     "losses alone": (_without_displacement, {}),
     "displacement alone": (_without_losses, {}),
-    "the lower bound holds for trained weights, too": (lambda trial: replace(trial, pretrained=False), {}),
+    "the lower bound holds for trained weights, too": (
+        lambda trial: replace(trial, pretrained=False),
+        {},
+    ),
     "losses count although no arm has learned anything": (_always_learned, {}),
     "three arms: 1/8, 1, 8": (_of_three, {}),
     "tie: 1 standard error": (lambda trial: trial, {"TIE": 1.0}),
@@ -76,12 +79,20 @@ ROWS: dict[str, tuple[Change, dict[str, float]]] = {
 }
 
 
-def outcomes(records: Sequence[Record], fixed: Sequence[Record], change: Change, **values: float) -> list[tuple[float, float]]:
+def outcomes(
+    records: Sequence[Record], fixed: Sequence[Record], change: Change, **values: float
+) -> list[tuple[float, float]]:
     """(gap with the fixed rate, gap with the changed rule), in percent, of every recorded trial."""
     known, found = curves(fixed), []
     for line in records:
         curve = known.get((line["workload"], line["steps"], line["seed"]))
-        if line["trial"] is None or line["whole"] or line["steps"] != LONG or curve is None or line["exponent"] not in curve.losses:
+        if (
+            line["trial"] is None
+            or line["whole"]
+            or line["steps"] != LONG
+            or curve is None
+            or line["exponent"] not in curve.losses
+        ):
             continue
         trial = Trial.from_dict(line["trial"])
         with _numbers(**values):
@@ -92,7 +103,14 @@ def outcomes(records: Sequence[Record], fixed: Sequence[Record], change: Change,
 
 
 def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
-    heads = ["", "gap to the best run, mean", f"within {NEAR} %", "within 2 %", f"worse by over {NEAR} %", "worst"]
+    heads = [
+        "",
+        "gap to the best run, mean",
+        f"within {NEAR} %",
+        "within 2 %",
+        f"worse by over {NEAR} %",
+        "worst",
+    ]
     rows: list[list[Any]] = []
     for name, (change, values) in ROWS.items():
         pairs = outcomes(records, fixed, change, **values)

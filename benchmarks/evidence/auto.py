@@ -77,7 +77,9 @@ def parts_of(
     log: Any = None,
 ) -> tuple[Parts, hdet.Ensemble]:  # fmt: skip
     """A training loop with a controller; its closure has the losses of the batch."""
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log)
+    ensemble = hdet.Ensemble(
+        optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log
+    )
     backward, last = plain(problem, model), [0.0]
 
     def step(batch: Batch) -> float:
@@ -88,7 +90,9 @@ def parts_of(
         ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
 
     rate = lambda: float(optimizer.param_groups[0]["lr"])
-    return Parts(optimizer, step, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,)), ensemble
+    return Parts(
+        optimizer, step, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,)
+    ), ensemble
 
 
 def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: bool) -> Record:
@@ -249,7 +253,9 @@ def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compare
             curve.gap(line["validation"]) if line["whole"] else None,
             any(low - 0.01 <= e <= high + 0.01 for e in near),
         )
-    return [found[cell] for cell in sorted(found, key=lambda cell: (order.index(cell[0]), *cell[1:]))]
+    return [
+        found[cell] for cell in sorted(found, key=lambda cell: (order.index(cell[0]), *cell[1:]))
+    ]
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
@@ -265,7 +271,10 @@ def tasks(options: argparse.Namespace) -> list[Task]:
 
 def table(runs: Sequence[Compared]) -> str:
     """A line for each run."""
-    lines = ["| workload | steps | start | level | fixed | read off | real | factor | reason |", "|---" * 9 + "|"]
+    lines = [
+        "| workload | steps | start | level | fixed | read off | real | factor | reason |",
+        "|---" * 9 + "|",
+    ]
     for one in runs:
         line = one.record
         real = "" if one.real is None else f"{one.real:.1f} %"
@@ -280,12 +289,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 200 steps, two starts", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a group")
     parser.add_argument("--group", choices=GROUPS, default="development")
-    parser.add_argument("--levels", nargs="+", choices=("trial", "free", "fixed"), default=["trial", "free"])
+    parser.add_argument(
+        "--levels", nargs="+", choices=("trial", "free", "fixed"), default=["trial", "free"]
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
     parser.add_argument("--starts", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--whole", action="store_true", help="train to the end")
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws")
-    options = command.parsed(parser, arguments, lengths=[1000], starts=[-4, 0], levels=["free"], workloads=list(DEVELOPMENT)[:1])
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws"
+    )
+    options = command.parsed(
+        parser,
+        arguments,
+        lengths=[1000],
+        starts=[-4, 0],
+        levels=["free"],
+        workloads=list(DEVELOPMENT)[:1],
+    )
     options.workloads = options.workloads or list(GROUPS[options.group])
     records = command.complete(run, tasks(options), key, options)
     print(table(compared(records, read(fixed_rates.RESULTS))), end="")

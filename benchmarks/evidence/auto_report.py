@@ -81,7 +81,9 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
              f"worse than the fixed rate by over {NEAR} %", "worst", "interval holds a good rate"]  # fmt: skip
     rows = []
     for name, runs in kinds.items():
-        by_level = {level: [run for run in runs if run.record["level"] == level] for level in LEVELS}
+        by_level = {
+            level: [run for run in runs if run.record["level"] == level] for level in LEVELS
+        }
         most = max(by_level.values(), key=len)
         if not most:
             continue
@@ -114,13 +116,23 @@ def real_and_read_off(runs: Sequence[Compared]) -> str:
                          f"{fmean(r.read_off for r in these):.1f} %", f"{fmean(r.auto for r in these):.1f} %",
                          f"{differences[len(differences) // 2]:.1f} %",
                          f"{sum(r.auto - r.fixed > NEAR for r in these)}"])  # fmt: skip
-    heads = ["", "runs", "fixed rate", "read off", "real", "median difference", "worse in real runs"]
+    heads = [
+        "",
+        "runs",
+        "fixed rate",
+        "read off",
+        "real",
+        "median difference",
+        "worse in real runs",
+    ]
     return table(heads, rows)
 
 
 def harmed(runs: Sequence[Compared]) -> str:
     """Every run that ends worse than its fixed rate."""
-    worse = sorted((run for run in runs if run.auto - run.fixed > NEAR), key=lambda run: run.fixed - run.auto)
+    worse = sorted(
+        (run for run in runs if run.auto - run.fixed > NEAR), key=lambda run: run.fixed - run.auto
+    )
     if not worse:
         return "None.\n"
     heads = ["workload", "steps", "started at", "level", "fixed", "AutoLR", "factor", "real"]
@@ -144,7 +156,12 @@ def repeated(records: Sequence[Record]) -> str:
                           for level in ("fixed", *LEVELS)) for by in gaps
             ]  # fmt: skip
             rows.append([workload, STARTS[start], *cells])
-    heads = ["workload", "started at", "best checkpoint: fixed, free, trial", "last loss: fixed, free, trial"]
+    heads = [
+        "workload",
+        "started at",
+        "best checkpoint: fixed, free, trial",
+        "last loss: fixed, free, trial",
+    ]
     return table(heads, rows) if rows else "Nothing is in the results yet.\n"
 
 
@@ -179,8 +196,14 @@ def workloads() -> str:
 
 def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]:
     """Tables by name."""
-    trials = [line for line in records if line["trial"] is not None and not line["whole"] and line["steps"] == LONG]
-    runs = compared([*records, *(of_length(line, steps) for line in trials for steps in OTHER)], fixed)
+    trials = [
+        line
+        for line in records
+        if line["trial"] is not None and not line["whole"] and line["steps"] == LONG
+    ]
+    runs = compared(
+        [*records, *(of_length(line, steps) for line in trials for steps in OTHER)], fixed
+    )
     fresh = [run for run in runs if run.record["workload"] in FRESH]
 
     def those(of: Callable[[Compared], bool], among: Sequence[Compared] = fresh) -> list[Compared]:
@@ -212,7 +235,9 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     found = report(read(RESULTS), read(fixed_rates.RESULTS))

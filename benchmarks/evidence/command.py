@@ -10,23 +10,36 @@ from .problems import PROBLEMS
 from .runs import Record, Task, read, run_missing
 
 
-def parser(doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``: None, as many as the hero figure has;
     ``problems``: the default, without which there is no choice."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if problems:
         made.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(problems))
     made.add_argument(
-        "--seeds", type=int, default=seeds, help="how many" if seeds else "how many; default 3 on gpt-python, 5 on the others"
+        "--seeds",
+        type=int,
+        default=seeds,
+        help="how many" if seeds else "how many; default 3 on gpt-python, 5 on the others",
     )
-    made.add_argument("--jobs", type=int, default=2, help="runs at a time; a process is of one thread")
+    made.add_argument(
+        "--jobs", type=int, default=2, help="runs at a time; a process is of one thread"
+    )
     made.add_argument("--quick", action="store_true", help=f"{quick}: checks the machinery")
-    made.add_argument("--json", help=f"results, read and appended to; default {results}, with --quick none")
+    made.add_argument(
+        "--json", help=f"results, read and appended to; default {results}, with --quick none"
+    )
     made.set_defaults(results=results)
     return made
 
 
-def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **quick: object) -> argparse.Namespace:
+def parsed(
+    made: argparse.ArgumentParser, arguments: Sequence[str] | None, **quick: object
+) -> argparse.Namespace:
     """``quick``: options that --quick sets, whatever else was said."""
     options = made.parse_args(arguments)
     if options.quick:

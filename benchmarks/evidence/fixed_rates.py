@@ -37,7 +37,12 @@ def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
         optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
         return scheduled(problem, model, optimizer, SCHEDULES[chosen.schedule](optimizer, steps))
 
-    outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
+    outcome = train(
+        replace(chosen.problem, steps=steps),
+        Method(chosen.optimizer, build, rate, None),
+        rate,
+        seed,
+    )
     return {
         "benchmark": "fixed-rates", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
         "validation": outcome.validation, "untrained": untrained(workload, seed), "seconds": outcome.seconds, "torch": torch.__version__,
@@ -55,7 +60,12 @@ key = identity("workload", "exponent", "seed", "steps")
 
 def tasks(options: argparse.Namespace) -> list[Task]:
     """The short ones first."""
-    return command.grid(seed=range(options.seeds), steps=options.lengths, workload=options.workloads, exponent=options.exponents)
+    return command.grid(
+        seed=range(options.seeds),
+        steps=options.lengths,
+        workload=options.workloads,
+        exponent=options.exponents,
+    )
 
 
 def reached(loss: float | None, untrained: float) -> float:
@@ -68,8 +78,13 @@ def means(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, float]]:
     found: dict[tuple[str, int], dict[int, list[float]]] = {}
     for record in records:
         loss = reached(record["validation"], record["untrained"])
-        found.setdefault((record["workload"], record["steps"]), {}).setdefault(record["exponent"], []).append(loss)
-    return {cell: {e: statistics.mean(losses) for e, losses in sorted(row.items())} for cell, row in sorted(found.items())}
+        found.setdefault((record["workload"], record["steps"]), {}).setdefault(
+            record["exponent"], []
+        ).append(loss)
+    return {
+        cell: {e: statistics.mean(losses) for e, losses in sorted(row.items())}
+        for cell, row in sorted(found.items())
+    }
 
 
 def table(records: Sequence[Record]) -> str:
@@ -77,7 +92,10 @@ def table(records: Sequence[Record]) -> str:
     of_cells = means(records)
     best = {cell: min(row, key=row.__getitem__) for cell, row in of_cells.items()}
     lines = [
-        f"{name:30s} {steps:6d}  " + "  ".join(f"{'*' if e == best[name, steps] else ''}{e:+d}: {loss:.4g}" for e, loss in row.items())
+        f"{name:30s} {steps:6d}  "
+        + "  ".join(
+            f"{'*' if e == best[name, steps] else ''}{e:+d}: {loss:.4g}" for e, loss in row.items()
+        )
         for (name, steps), row in of_cells.items()
     ]
     lengths = sorted({steps for _, steps in best})
@@ -87,7 +105,13 @@ def table(records: Sequence[Record]) -> str:
         "|---" * (len(lengths) + 1) + "|",
     ]
     for name in dict.fromkeys(name for name, _ in best):
-        lines.append(f"| {name} | " + " | ".join(f"{best[name, steps]:+d}" if (name, steps) in best else "" for steps in lengths) + " |")
+        lines.append(
+            f"| {name} | "
+            + " | ".join(
+                f"{best[name, steps]:+d}" if (name, steps) in best else "" for steps in lengths
+            )
+            + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -96,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(DEVELOPMENT))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--exponents", type=int, nargs="+", default=list(range(-6, 7)))
-    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], lengths=[20], exponents=[0, 3], seeds=1)
+    options = command.parsed(
+        parser, arguments, workloads=["mlp-breast-cancer"], lengths=[20], exponents=[0, 3], seeds=1
+    )
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

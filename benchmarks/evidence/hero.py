@@ -32,7 +32,9 @@ FARTHEST = 14
 """powers of 2 beyond which no best rate is looked for"""
 
 
-def run(benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int) -> Record:
+def run(
+    benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int
+) -> Record:
     """One line of the results."""
     outcome = train(replace(PROBLEMS[problem], steps=steps), METHODS[method], rate, seed)
     return {
@@ -57,9 +59,18 @@ def means(records: Sequence[Record], problem: str, method: str, steps: int) -> d
     """Exponent of the search grid -> mean score, where all seeds are there."""
     found: dict[int, dict[int, float]] = {}
     for record in records:
-        if (record["benchmark"], record["problem"], record["method"], record["steps"]) == ("hero-find", problem, method, steps):
+        if (record["benchmark"], record["problem"], record["method"], record["steps"]) == (
+            "hero-find",
+            problem,
+            method,
+            steps,
+        ):
             found.setdefault(record["exponent"], {})[record["seed"]] = score(record)
-    return {exponent: statistics.mean(by_seed.values()) for exponent, by_seed in found.items() if set(find_seeds(problem)) <= set(by_seed)}
+    return {
+        exponent: statistics.mean(by_seed.values())
+        for exponent, by_seed in found.items()
+        if set(find_seeds(problem)) <= set(by_seed)
+    }
 
 
 def next_exponents(method: Method, known: dict[int, float]) -> list[int]:
@@ -125,8 +136,16 @@ def find_seeds(problem: str) -> tuple[int, ...]:
 
 def turns(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """(seed, problem), seed by seed, so that a benchmark that is stopped has something of everything."""
-    seeds = {problem: range(options.seeds) if options.seeds else seeds_of(problem) for problem in options.problems}
-    return ((seed, problem) for seed in range(max(map(len, seeds.values()))) for problem, own in seeds.items() if seed in own)
+    seeds = {
+        problem: range(options.seeds) if options.seeds else seeds_of(problem)
+        for problem in options.problems
+    }
+    return (
+        (seed, problem)
+        for seed in range(max(map(len, seeds.values())))
+        for problem, own in seeds.items()
+        if seed in own
+    )
 
 
 def steps_of(problem: str, options: argparse.Namespace) -> int:
@@ -140,24 +159,42 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
     for seed, problem in turns(options):
         steps = steps_of(problem, options)
         for method in options.methods:
-            best = METHODS[method].start if options.quick else best_rate(records, problem, method, steps)
+            best = (
+                METHODS[method].start
+                if options.quick
+                else best_rate(records, problem, method, steps)
+            )
             for e in options.exponents:
                 yield {"benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": best * 2.0**e, "seed": seed, "steps": steps}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(
-        __doc__, RESULTS, f"one seed, {QUICK} steps on cnn-digits from three starts", seeds=None, problems=list(PROBLEMS)
+        __doc__,
+        RESULTS,
+        f"one seed, {QUICK} steps on cnn-digits from three starts",
+        seeds=None,
+        problems=list(PROBLEMS),
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--find", action="store_true", help="only look for the best rates")
     parser.add_argument(
-        "--known", nargs="+", default=[], help="further results, only read: for the best rates, while a method is tried out"
+        "--known",
+        nargs="+",
+        default=[],
+        help="further results, only read: for the best rates, while a method is tried out",
     )
-    options = command.parsed(parser, arguments, problems=["cnn-digits"], exponents=[-4, 0, 4], seeds=1)
+    options = command.parsed(
+        parser, arguments, problems=["cnn-digits"], exponents=[-4, 0, 4], seeds=1
+    )
     records = read(options.json)
-    records += [record for path in options.known for record in read(path) if record["benchmark"] == "hero-find"]
+    records += [
+        record
+        for path in options.known
+        for record in read(path)
+        if record["benchmark"] == "hero-find"
+    ]
     if not options.quick:
         find(options, records)
     if not options.find:

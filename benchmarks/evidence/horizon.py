@@ -32,15 +32,28 @@ RESULTS = "benchmarks/results/evidence/horizon.jsonl"
 QUICK = 40
 
 
-def run(problem: str, method: str, interval: float, exponent: int, rate: float, seed: int, steps: int) -> Record:
+def run(
+    problem: str, method: str, interval: float, exponent: int, rate: float, seed: int, steps: int
+) -> Record:
     """One line of the results. ``interval``: part of the run that a cycle takes; 0 for the fixed schedule."""
     controllers: list[Corrected] = []
     length = max(1, round(interval * steps))
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         def controller(probed: list[int]) -> hdet.ProbeController:
-            every = 1 if method == AVERAGED else length  # sampled once a cycle is sampled at its end
-            made = probe(problem, model, seed, probed, length, kind=Corrected, interval=1, average_every=every)
+            every = (
+                1 if method == AVERAGED else length
+            )  # sampled once a cycle is sampled at its end
+            made = probe(
+                problem,
+                model,
+                seed,
+                probed,
+                length,
+                kind=Corrected,
+                interval=1,
+                average_every=every,
+            )
             controllers.append(made)
             return made
 
@@ -77,7 +90,10 @@ key = identity("problem", "method", "interval", "seed", "steps", "rate")
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """Seed by seed, so that a benchmark that is stopped has something of everything."""
     best = {problem: best_fixed(problem, options) for problem in options.problems}
-    cells = [(FIXED, 0.0), *((method, interval) for interval in options.intervals for method in (AVERAGED, LAST))]
+    cells = [
+        (FIXED, 0.0),
+        *((method, interval) for interval in options.intervals for method in (AVERAGED, LAST)),
+    ]
     for seed in range(options.seeds):
         for problem in options.problems:
             for method, interval in cells:
@@ -89,11 +105,32 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on cnn-digits, two cycles", seeds=SEEDS, problems=["cnn-digits"])
+    parser = command.parser(
+        __doc__,
+        RESULTS,
+        f"one seed, {QUICK} steps on cnn-digits, two cycles",
+        seeds=SEEDS,
+        problems=["cnn-digits"],
+    )
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument("--intervals", type=float, nargs="+", default=list(INTERVALS), help="cycles, as parts of the run")
-    parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
-    options = command.parsed(parser, arguments, problems=["cnn-digits"], exponents=[-4, 4], intervals=[0.05, 0.1], seeds=1)
+    parser.add_argument(
+        "--intervals",
+        type=float,
+        nargs="+",
+        default=list(INTERVALS),
+        help="cycles, as parts of the run",
+    )
+    parser.add_argument(
+        "--hero", default=HERO, metavar="FILE", help="where the best fixed rates are"
+    )
+    options = command.parsed(
+        parser,
+        arguments,
+        problems=["cnn-digits"],
+        exponents=[-4, 4],
+        intervals=[0.05, 0.1],
+        seeds=1,
+    )
     print(horizon_tables(command.complete(run, tasks(options), key, options)), end="")
 
 

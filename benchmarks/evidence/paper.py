@@ -65,7 +65,9 @@ METHODS = {
     "no-warm": Setup("HDET without warm init", noise=0, sigma=0.1),
     "full": Setup("HDET, full", sigma=0.1),
     "sharp": Setup("HDET, full, the code's sigma 0.002", sigma=0.002),
-    "on-onecycle": Setup("HDET, full, but multiplying OneCycle instead of the decay of Eq. 7", sigma=0.1, decay=None),
+    "on-onecycle": Setup(
+        "HDET, full, but multiplying OneCycle instead of the decay of Eq. 7", sigma=0.1, decay=None
+    ),
     "local": Setup("HDET without auto-LR, local gradients", local=True),
 }
 
@@ -74,7 +76,9 @@ class Diverged(Exception):
     """A loss is not finite."""
 
 
-def run(benchmark: str, problem: str, method: str, factor: float, rate: float, seed: int, steps: int) -> Record:
+def run(
+    benchmark: str, problem: str, method: str, factor: float, rate: float, seed: int, steps: int
+) -> Record:
     """One line of the results."""
     began, setup, history = time.perf_counter(), METHODS[method], History(steps)
     try:
@@ -109,7 +113,10 @@ class History:
         if not self.finite or not self.losses:
             return {"train": None, "constant": None, "crashed": True}
         seen = torch.cat(self.engagement)
-        train, constant = statistics.mean(self.losses), F.binary_cross_entropy(seen.mean(0).expand_as(seen), seen).item()
+        train, constant = (
+            statistics.mean(self.losses),
+            F.binary_cross_entropy(seen.mean(0).expand_as(seen), seen).item(),
+        )
         return {"train": train, "constant": constant, "crashed": train > constant}
 
 
@@ -119,7 +126,11 @@ class History:
 def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: History) -> Record:
     model = PROBLEM.build(seed)
     optimizer = hdet.FusedAdamW(PROBLEM.groups(model), lr=rate, betas=(0.9, 0.95))
-    replicas = hdet.Replicas.default() if setup.replicas == 1 else hdet.CoresidentReplicas(model, setup.replicas)
+    replicas = (
+        hdet.Replicas.default()
+        if setup.replicas == 1
+        else hdet.CoresidentReplicas(model, setup.replicas)
+    )
     for r in range(setup.replicas if setup.noise else 0):
         with replicas.use(r):
             hdet.warm_noise_(model.named_parameters(), setup.noise, seed, replicas)
@@ -133,7 +144,9 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
     bases, apart = [], []
     for step in range(steps):
         batch, losses = interactions(BATCH, step, steps, seed), []
-        for r, part in enumerate(zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)):
+        for r, part in enumerate(
+            zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)
+        ):
             with replicas.use(r):
                 loss = PROBLEM.losses(model, part).mean()
                 ensemble.observe(loss.detach())
@@ -150,7 +163,11 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         if (step + 1) * 4 % steps == 0:
             bases.append({name: value / rate for name, value in ensemble.values().items()})
     averaged = PROBLEM.validate(model)
-    return {"validation": statistics.mean(apart or [averaged]), "averaged": averaged, "bases": bases}
+    return {
+        "validation": statistics.mean(apart or [averaged]),
+        "averaged": averaged,
+        "bases": bases,
+    }
 
 
 def onecycle(optimizer: torch.optim.Optimizer, rate: float, steps: int) -> OneCycleLR:
@@ -162,7 +179,10 @@ def onecycle(optimizer: torch.optim.Optimizer, rate: float, steps: int) -> OneCy
 
 def train_local(setup: Setup, rate: float, seed: int, steps: int, history: History) -> Record:
     models = noisy_starts(setup, seed)
-    optimizers = [torch.optim.AdamW(PROBLEM.groups(model), lr=rate, betas=(0.9, 0.95), fused=True) for model in models]
+    optimizers = [
+        torch.optim.AdamW(PROBLEM.groups(model), lr=rate, betas=(0.9, 0.95), fused=True)
+        for model in models
+    ]
     clock = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)  # only its rate is used
     schedule, grid = onecycle(clock, rate, steps), multipliers(setup.replicas, SPREAD)
     for step in range(steps):
@@ -170,7 +190,10 @@ def train_local(setup: Setup, rate: float, seed: int, steps: int, history: Histo
         parts = zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)
         for r, (model, optimizer, part) in enumerate(zip(models, optimizers, parts, strict=True)):
             for group in optimizer.param_groups:
-                group["lr"] = schedule.get_last_lr()[0] * grid[assignment(seed, step // INTERVAL, group["name"], setup.replicas)[r]]
+                group["lr"] = (
+                    schedule.get_last_lr()[0]
+                    * grid[assignment(seed, step // INTERVAL, group["name"], setup.replicas)[r]]
+                )
             loss = PROBLEM.losses(model, part).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -187,7 +210,10 @@ def train_local(setup: Setup, rate: float, seed: int, steps: int, history: Histo
 def noisy_starts(setup: Setup, seed: int) -> list[nn.Module]:
     """A model for each replica, with the noise that it has among co-resident ones."""
     model = PROBLEM.build(seed)
-    replicas, models = hdet.CoresidentReplicas(model, setup.replicas), [PROBLEM.build(seed) for _ in range(setup.replicas)]
+    replicas, models = (
+        hdet.CoresidentReplicas(model, setup.replicas),
+        [PROBLEM.build(seed) for _ in range(setup.replicas)],
+    )
     for r, own in enumerate(models):
         with replicas.use(r):
             hdet.warm_noise_(model.named_parameters(), setup.noise, seed, replicas)
@@ -220,7 +246,9 @@ def best_rate(records: Sequence[Record], steps: int) -> float:
     found: dict[float, list[float]] = {}
     for record in records:
         if record["benchmark"] == "paper-find" and record["steps"] == steps:
-            found.setdefault(record["rate"], []).append(math.inf if record["validation"] is None else record["validation"])
+            found.setdefault(record["rate"], []).append(
+                math.inf if record["validation"] is None else record["validation"]
+            )
     return min(found, key=lambda rate: statistics.mean(found[rate]))
 
 
@@ -236,10 +264,26 @@ def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one seed, 40 steps at two rates", seeds=10)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--factors", type=float, nargs="+", default=FACTORS, help="times the best rate; below 1 for the baseline alone")
+    parser.add_argument(
+        "--factors",
+        type=float,
+        nargs="+",
+        default=FACTORS,
+        help="times the best rate; below 1 for the baseline alone",
+    )
     parser.set_defaults(steps=STEPS, rates=FIND, find_seeds=FIND_SEEDS)
-    options = command.parsed(parser, arguments, steps=40, rates=FIND[2:4], find_seeds=FIND_SEEDS[:1], factors=[1.0, 16.0], seeds=1)
-    found = command.complete(run, search(options.steps, options.rates, options.find_seeds), key, options)
+    options = command.parsed(
+        parser,
+        arguments,
+        steps=40,
+        rates=FIND[2:4],
+        find_seeds=FIND_SEEDS[:1],
+        factors=[1.0, 16.0],
+        seeds=1,
+    )
+    found = command.complete(
+        run, search(options.steps, options.rates, options.find_seeds), key, options
+    )
     command.complete(run, grid(options, best_rate(found, options.steps)), key, options)
 
 

@@ -38,7 +38,12 @@ def schedule_free(problem: Problem, model: nn.Module, rate: float, seed: int) ->
         optimizer.eval()
         return model
 
-    return Parts(optimizer, plain(problem, model), rate=lambda: optimizer.param_groups[0]["scheduled_lr"], final=final)
+    return Parts(
+        optimizer,
+        plain(problem, model),
+        rate=lambda: optimizer.param_groups[0]["scheduled_lr"],
+        final=final,
+    )
 
 
 def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float = 1e-6) -> Parts:
@@ -46,7 +51,9 @@ def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: floa
     from prodigyopt import Prodigy
 
     optimizer = Prodigy(problem.groups(model), lr=rate, betas=BETAS, d0=d0)
-    return scheduled(problem, model, optimizer, CosineAnnealingLR(optimizer, problem.steps), found="d")
+    return scheduled(
+        problem, model, optimizer, CosineAnnealingLR(optimizer, problem.steps), found="d"
+    )
 
 
 def prodigy_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -59,14 +66,18 @@ def dadapt(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float
     from dadaptation import DAdaptAdam
 
     optimizer = DAdaptAdam(problem.groups(model), lr=rate, betas=BETAS, decouple=True, d0=d0)
-    return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps), found="d")
+    return scheduled(
+        problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps), found="d"
+    )
 
 
 def dadapt_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     return dadapt(problem, model, 1.0, seed, d0=rate)
 
 
-def dog(problem: Problem, model: nn.Module, rate: float, seed: int, movement: float = 1e-4) -> Parts:
+def dog(
+    problem: Problem, model: nn.Module, rate: float, seed: int, movement: float = 1e-4
+) -> Parts:
     """L-DoG: SGD whose step is distance over gradients, tensor by tensor; the averaged weights are evaluated.
 
     The first movement is its README's remedy, a hundred times the default, for steps that do not grow early: runs are short here, and from
@@ -83,7 +94,11 @@ def dog(problem: Problem, model: nn.Module, rate: float, seed: int, movement: fl
     def backward(batch: Batch) -> float:
         loss = trained(batch)
         # It asserts that gradients are numbers, one step before the loss tells.
-        return loss if all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None) else math.nan
+        return (
+            loss
+            if all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            else math.nan
+        )
 
     return Parts(
         optimizer,

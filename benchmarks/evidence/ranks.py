@@ -29,7 +29,9 @@ from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 RESULTS = "benchmarks/results/evidence/ranks.jsonl"
 
 
-def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps: int) -> list[float]:
+def worker(
+    rank: int, world: int, workload: str, exponent: int, seed: int, steps: int
+) -> list[float]:
     """(held-out loss, correction, part of the run's compute in trials), which must be the same on all ranks."""
     chosen = WORKLOADS[workload]
     problem = replace(chosen.problem, steps=steps)
@@ -37,15 +39,25 @@ def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
     controller = auto.controller_of("trial", model)
     assert controller is not None
-    ensemble = hdet.Ensemble(optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=controller, seed=seed)
+    ensemble = hdet.Ensemble(
+        optimizer,
+        SCHEDULES[chosen.schedule](optimizer, steps),
+        total_steps=steps,
+        controller=controller,
+        seed=seed,
+    )
 
     def average() -> None:
         """As one tensor: hundreds of small messages would cost more than the step."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         flat /= world
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, mean in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(mean.view_as(gradient))
 
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world, average=average)
@@ -80,11 +92,19 @@ def table(records: Sequence[Record]) -> str:
     """A line for each start, a column for each N: the loss, and the correction."""
     cells = {(r["workload"], r["exponent"], r["seed"], r["count"]): r for r in records}
     counts = sorted({cell[3] for cell in cells})
-    lines = ["| workload | start | seed | " + " | ".join(f"N = {n}" for n in counts) + " |", "|---" * (3 + len(counts)) + "|"]
+    lines = [
+        "| workload | start | seed | " + " | ".join(f"N = {n}" for n in counts) + " |",
+        "|---" * (3 + len(counts)) + "|",
+    ]
     for workload, exponent, seed in dict.fromkeys(cell[:3] for cell in sorted(cells)):
         row = [cells.get((workload, exponent, seed, n)) for n in counts]
         shown = [
-            "" if r is None else "broke" if r["validation"] is None else f"{r['validation']:.4g} (x {r['correction']:.3g})" for r in row
+            ""
+            if r is None
+            else "broke"
+            if r["validation"] is None
+            else f"{r['validation']:.4g} (x {r['correction']:.3g})"
+            for r in row
         ]
         lines.append(f"| {workload} | 2^{exponent} | {seed} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
@@ -92,12 +112,19 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, two ranks, 400 steps", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mlp-friedman", "flow-spirals", "mlp-finetuned-clusters"])
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=["mlp-friedman", "flow-spirals", "mlp-finetuned-clusters"],
+    )
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])
     parser.add_argument("--steps", type=int, default=10_000)
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["mlp-friedman"], counts=[2], starts=[-4], steps=1000, seeds=1)
+    options = command.parsed(
+        parser, arguments, workloads=["mlp-friedman"], counts=[2], starts=[-4], steps=1000, seeds=1
+    )
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

@@ -19,12 +19,24 @@ REPLICAS, SPREAD, INTERVALS, CHUNKS = 4, 0.3, 20, 8
 
 def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     return replicated(
-        problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP, schedule=one_cycle_schedule
+        problem,
+        model,
+        rate,
+        seed,
+        lambda probed: hdet.SoftmaxController(decay=None),
+        warmup=WARMUP,
+        schedule=one_cycle_schedule,
     )
 
 
 def probe(
-    problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, kind: Any = hdet.ProbeController, **settings: Any
+    problem: Problem,
+    model: nn.Module,
+    seed: int,
+    probed: list[int],
+    length: int,
+    kind: Any = hdet.ProbeController,
+    **settings: Any,
 ) -> Any:
     """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``kind``: its
     class; ``settings``: further ones of the controller."""
@@ -36,7 +48,11 @@ def probe(
 
     def batches(cycle: int) -> list[Batch]:
         step = (cycle + 1) * length
-        return [part for i in range(CHUNKS // REPLICAS) for part in parts(problem.spare(seed, step, 2 * cycle + i))]
+        return [
+            part
+            for i in range(CHUNKS // REPLICAS)
+            for part in parts(problem.spare(seed, step, 2 * cycle + i))
+        ]
 
     return kind(loss_fn, batches, chunks=CHUNKS, model=model, **settings)
 

@@ -23,7 +23,12 @@ Task = dict[str, Any]
 def identity(*names: str) -> Callable[[Record | Task], tuple[Hashable, ...]]:
     """What makes two runs the same run: these values of its line, rates to six digits, lists as they are printed."""
     return lambda record: tuple(
-        f"{value:.6g}" if isinstance(value := record[name], float) else str(value) if isinstance(value, list) else value for name in names
+        f"{value:.6g}"
+        if isinstance(value := record[name], float)
+        else str(value)
+        if isinstance(value, list)
+        else value
+        for name in names
     )
 
 
@@ -38,7 +43,11 @@ def spaced(number: int) -> str:
 
 def read(path: str | None) -> list[Record]:
     """The lines of a results file; none if there is no file yet."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()] if path and Path(path).exists() else []
+    return (
+        [json.loads(line) for line in Path(path).read_text().splitlines()]
+        if path and Path(path).exists()
+        else []
+    )
 
 
 def run_missing(
@@ -80,5 +89,7 @@ def _one_thread() -> None:
     import torch
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent ends this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends Ctrl-C to all; the parent ends this one
     torch.set_num_threads(1)

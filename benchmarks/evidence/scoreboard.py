@@ -64,7 +64,9 @@ def of_groups(kind: Callable[..., Optimizer], **settings: Any) -> Make:
 
 def muon(problem: Problem, model: nn.Module) -> Optimizer:
     """Matrices by Muon, the rest by AdamW, both at the rate of AdamW."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     return hdet.FusedMuon(trained, lr=DEFAULT, adamw_lr=DEFAULT, adjust_lr_fn="match_rms_adamw")
 
 
@@ -86,7 +88,12 @@ def greedy(problem: Problem, model: nn.Module, seed: int) -> Parts:
         last[0] = step(batch)
         return last[0]
 
-    return Parts(optimizer, backward, lambda batch: scheduler.step(last[0]), rate=lambda: optimizer.param_groups[0]["lr"])
+    return Parts(
+        optimizer,
+        backward,
+        lambda batch: scheduler.step(last[0]),
+        rate=lambda: optimizer.param_groups[0]["lr"],
+    )
 
 
 def found_by_range_test(problem: Problem, model: nn.Module, seed: int) -> Parts:
@@ -95,7 +102,14 @@ def found_by_range_test(problem: Problem, model: nn.Module, seed: int) -> Parts:
     return annealed(of_groups(torch.optim.AdamW, lr=rate), problem, model, seed)
 
 
-def range_test(problem: Problem, model: nn.Module, seed: int, steps: int = 100, low: float = 1e-8, high: float = 1.0) -> float:
+def range_test(
+    problem: Problem,
+    model: nn.Module,
+    seed: int,
+    steps: int = 100,
+    low: float = 1e-8,
+    high: float = 1.0,
+) -> float:
     """Rates rise from ``low`` to ``high`` by equal factors; the one at which the smoothed loss falls the fastest (Smith 2015, arXiv 1506.01186),
     with Lightning's defaults: smoothing 0.98, an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=low)
@@ -125,7 +139,13 @@ def schedule_free(problem: Problem, model: nn.Module, seed: int) -> Parts:
         optimizer.eval()
         return model
 
-    return Parts(optimizer, plain(problem, model), rate=lambda: optimizer.param_groups[0]["lr"], final=final, resume=optimizer.train)
+    return Parts(
+        optimizer,
+        plain(problem, model),
+        rate=lambda: optimizer.param_groups[0]["lr"],
+        final=final,
+        resume=optimizer.train,
+    )
 
 
 def auto(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts:
@@ -139,7 +159,6 @@ nadamw = of_groups(torch.optim.NAdam, lr=CALIBRATED, decoupled_weight_decay=True
 ENTRIES: dict[str, Build] = {
     "nadamw": partial(annealed, nadamw),
     "adamw": partial(annealed, of_groups(torch.optim.AdamW, lr=DEFAULT)),
-    "muon": partial(annealed, muon),
     "greedy": greedy,
     "lr-find": found_by_range_test,
     "schedule-free": schedule_free,
@@ -159,7 +178,13 @@ def run(method: str, workload: str, seed: int, steps: int) -> Record:
         if step * POINTS % steps < POINTS:
             points.append([step, validate()])
 
-    outcome = train(problem, Method(method, lambda *given: ENTRIES[method](given[0], given[1], seed), 0.0, None), 0.0, seed, watch)
+    outcome = train(
+        problem,
+        Method(method, lambda *given: ENTRIES[method](given[0], given[1], seed), 0.0, None),
+        0.0,
+        seed,
+        watch,
+    )
     return {
         "benchmark": "scoreboard", "method": method, "workload": workload, "seed": seed, "steps": steps, "validation": outcome.validation,
         "points": [[step, loss] for step, loss in points if math.isfinite(loss)], "untrained": fixed_rates.untrained(workload, seed),
@@ -171,7 +196,12 @@ key = identity("method", "workload", "seed", "steps")
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps])
+    return command.grid(
+        seed=range(options.seeds),
+        workload=options.workloads,
+        method=options.methods,
+        steps=[options.steps],
+    )
 
 
 def table(records: Sequence[Record]) -> str:
@@ -192,24 +222,35 @@ def table(records: Sequence[Record]) -> str:
         row = []
         for record in lot:
             lost = fixed_rates.reached(record["validation"], untrained) - best
-            lack = 100 * lost / (untrained - best) if best < untrained else 100.0  # nobody has learned anything
+            lack = (
+                100 * lost / (untrained - best) if best < untrained else 100.0
+            )  # nobody has learned anything
             missing[record["method"]].append(lack)
             slower[record["method"]].append(times[record["method"]] / min(times.values()))
             row.append(f"{lack:.1f}")
         lines.append(f"| {workload} | " + " | ".join(row) + " |")
     for name, of in (("mean", statistics.mean), ("worst", max)):
-        lines.append(f"| *{name}* | " + " | ".join(f"**{of(missing[method]):.1f}**" for method in methods) + " |")
+        lines.append(
+            f"| *{name}* | "
+            + " | ".join(f"**{of(missing[method]):.1f}**" for method in methods)
+            + " |"
+        )
     lines += [
         "",
         f"Part of the workloads on which {100 * TARGET:.0f} % of what the best has learned is there within so many times the fastest's steps:",
         "",
     ]
     lines += [
-        "| method | " + " | ".join("in the run" if math.isinf(x) else f"{x:g}" for x in WITHIN) + " |",
+        "| method | "
+        + " | ".join("in the run" if math.isinf(x) else f"{x:g}" for x in WITHIN)
+        + " |",
         "|---" * (len(WITHIN) + 1) + "|",
     ]
     for method in methods:
-        parts = [statistics.mean(math.isfinite(x) and x <= limit for x in slower[method]) for limit in WITHIN]
+        parts = [
+            statistics.mean(math.isfinite(x) and x <= limit for x in slower[method])
+            for limit in WITHIN
+        ]
         lines.append(f"| {method} | " + " | ".join(f"{part:.2f}" for part in parts) + " |")
     return "\n".join(lines) + "\n"
 
@@ -225,7 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(EIGHT))
     parser.add_argument("--methods", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     parser.add_argument("--steps", type=int, default=10_000)
-    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], methods=["adamw", "autolr"], steps=100, seeds=1)
+    options = command.parsed(
+        parser,
+        arguments,
+        workloads=["mlp-breast-cancer"],
+        methods=["adamw", "autolr"],
+        steps=100,
+        seeds=1,
+    )
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

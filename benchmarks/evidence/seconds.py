@@ -44,7 +44,9 @@ def run(workload: str, seed: int, steps: int) -> Record:
     chosen = WORKLOADS[workload]
     problem = replace(chosen.problem, steps=steps)
     models = [problem.build(seed) for _ in range(2)]
-    optimizers = [OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate) for model in models]
+    optimizers = [
+        OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate) for model in models
+    ]
     schedulers = [SCHEDULES[chosen.schedule](optimizer, steps) for optimizer in optimizers]
     fixed = scheduled(problem, models[0], optimizers[0], schedulers[0])
     controller = controller_of("trial", models[1])
@@ -68,7 +70,10 @@ key = identity("workload", "seed", "steps")
 
 
 def table(records: Sequence[Record]) -> str:
-    lines = ["| workload | steps | a step | added | a step after the trial | counted |", "|---" * 6 + "|"]
+    lines = [
+        "| workload | steps | a step | added | a step after the trial | counted |",
+        "|---" * 6 + "|",
+    ]
     for line in records:
         lines.append(
             f"| {line['workload']} | {spaced(line['steps'])} | {line['step_ms']:.1f} ms | {line['added_percent']:.1f} % | "
@@ -80,12 +85,17 @@ def table(records: Sequence[Record]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 200 steps", seeds=1)
     parser.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=["llama-bytes", "resnet-digits-sgd", "tcn-bytes", "mlp-friedman"]
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=["llama-bytes", "resnet-digits-sgd", "tcn-bytes", "mlp-friedman"],
     )
     parser.add_argument("--steps", type=int, default=10_000)
     options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], steps=200)
     options.jobs = 1  # nothing beside it
-    wanted = command.grid(seed=range(options.seeds), steps=[options.steps], workload=options.workloads)
+    wanted = command.grid(
+        seed=range(options.seeds), steps=[options.steps], workload=options.workloads
+    )
     print(table(command.complete(run, wanted, key, options)), end="")
 
 

@@ -76,7 +76,9 @@ def schedule(workload: str, optimizer: torch.optim.Optimizer, steps: int) -> LRS
 # -- one run of several replicas -------------------------------------------------------------------------------------------
 
 
-def replica(rank: int, world: int, workload: str, seed: int, steps: int, searches: bool) -> tuple[float, Values]:
+def replica(
+    rank: int, world: int, workload: str, seed: int, steps: int, searches: bool
+) -> tuple[float, Values]:
     """(held-out loss, values that were found), the same on all ranks."""
     problem = replace(WORKLOADS[workload].problem, steps=steps)
     model, optimizer = made(problem, seed, USUAL)
@@ -115,7 +117,10 @@ def drawn(workload: str, seed: int, number: int) -> Values:
     if not number:
         return USUAL
     generator = seeded("several", workload, seed, number)
-    return {name: _moved(name, around ** (2 * torch.rand((), generator=generator).item() - 1)) for name, around in AROUND.items()}
+    return {
+        name: _moved(name, around ** (2 * torch.rand((), generator=generator).item() - 1))
+        for name, around in AROUND.items()
+    }
 
 
 def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, float]:
@@ -129,11 +134,17 @@ def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, 
             model.eval()
             with torch.no_grad():
                 judged.append(
-                    sum(problem.losses(model, val_batch(workload, seed, i)).mean().item() for i in range(VAL_BATCHES)) / VAL_BATCHES
+                    sum(
+                        problem.losses(model, val_batch(workload, seed, i)).mean().item()
+                        for i in range(VAL_BATCHES)
+                    )
+                    / VAL_BATCHES
                 )
             return model
 
-        return replace(scheduled(problem, model, optimizer, schedule(workload, optimizer, steps)), final=final)
+        return replace(
+            scheduled(problem, model, optimizer, schedule(workload, optimizer, steps)), final=final
+        )
 
     problem = replace(WORKLOADS[workload].problem, steps=steps)
     outcome = train(problem, Method("alone", build, values["lr"], None), values["lr"], seed)
@@ -172,7 +183,11 @@ key = identity("workload", "method", "seed", "steps", "replicas")
 
 def tasks(options: argparse.Namespace) -> list[Task]:
     return command.grid(
-        seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps], replicas=[options.replicas]
+        seed=range(options.seeds),
+        workload=options.workloads,
+        method=options.methods,
+        steps=[options.steps],
+        replicas=[options.replicas],
     )
 
 
@@ -181,18 +196,35 @@ def table(records: Sequence[Record]) -> str:
     for r in sorted(records, key=lambda r: (r["workload"], r["seed"], METHODS.index(r["method"]))):
         loss, again = ("broke" if x is None else f"{x:.4f}" for x in (r["validation"], r["again"]))
         values = ", ".join(f"{name} {value:.3g}" for name, value in r["values"].items())
-        lines.append(f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | {again if 'random' in r['method'] else ''} | {values} |")
+        lines.append(
+            f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | {again if 'random' in r['method'] else ''} | {values} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 128 steps, no search", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mlp-breast-cancer", "transformer-sorting", "gru-bytes"])
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=["mlp-breast-cancer", "transformer-sorting", "gru-bytes"],
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--replicas", type=int, default=8, help="of hdet: more than there are knobs")
+    parser.add_argument(
+        "--replicas", type=int, default=8, help="of hdet: more than there are knobs"
+    )
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], methods=["hdet"], steps=128, replicas=4, seeds=1)
+    options = command.parsed(
+        parser,
+        arguments,
+        workloads=["mlp-breast-cancer"],
+        methods=["hdet"],
+        steps=128,
+        replicas=4,
+        seeds=1,
+    )
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

@@ -98,7 +98,13 @@ Watch = Callable[[int, Callable[[], float]], object]
 """Called before each step with its number, and a function that validates."""
 
 
-def train(problem: Problem, method: Method, rate: float, seed: int, watch: Watch = lambda step, validate: None) -> Outcome:
+def train(
+    problem: Problem,
+    method: Method,
+    rate: float,
+    seed: int,
+    watch: Watch = lambda step, validate: None,
+) -> Outcome:
     """One run, from the first step to the validation. The mini-batches depend on the problem, the seed and the step alone."""
     began = time.perf_counter()
     model = problem.build(seed)
@@ -195,7 +201,13 @@ def wsd_schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / fall))
 
 
-def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:
+def scheduled(
+    problem: Problem,
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: Any,
+    found: str | None = None,
+) -> Parts:
     """A schedule that steps after the optimizer. ``found``: the key of what the optimizer multiplies the schedule's rate with."""
 
     def rate() -> float:

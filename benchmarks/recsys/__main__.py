@@ -32,14 +32,18 @@ parser.add_argument("--batch-size", type=int, default=32)  # interactions per pr
 parser.add_argument("--sync-interval", type=int, default=20)  # steps in a cycle
 parser.add_argument("--seed", type=int, default=0)
 which = parser.add_mutually_exclusive_group()
-which.add_argument("--paper", action="store_true", help="the published controller, spread and noise")
+which.add_argument(
+    "--paper", action="store_true", help="the published controller, spread and noise"
+)
 which.add_argument("--fixed", action="store_true", help="torch's OneCycleLR, for comparison")
 args = parser.parse_args()
 
 # -----------------------------------------------------------------------------
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+    os.environ.get("LOCAL_WORLD_SIZE", "1")
+)
 device = f"cuda:{local_rank}" if use_gpus else "cpu"
 if use_gpus:
     torch.cuda.set_device(device)
@@ -54,7 +58,9 @@ log = InteractionLog()
 
 def batch(stream: str, step: int, index: int, size: int = args.batch_size) -> Interactions:
     """Interactions of one step's time of the year; the same ones for the same stream and index."""
-    users, items, history, engagement = log.sample(size, step / args.steps, seed=args.seed, stream=stream, index=index)
+    users, items, history, engagement = log.sample(
+        size, step / args.steps, seed=args.seed, stream=stream, index=index
+    )
     return users.to(device), items.to(device), history.to(device), engagement.to(device)
 
 
@@ -63,7 +69,9 @@ raw_model = Recommender(log.users, log.items, log.history).to(device)
 model = DDP(raw_model) if world_size > 1 else raw_model
 if args.paper:
     hdet.warm_noise_(raw_model.named_parameters(), seed=args.seed)
-optimizer = torch.optim.AdamW(raw_model.parameter_groups(weight_decay=0.01), lr=args.max_lr, betas=(0.9, 0.95))
+optimizer = torch.optim.AdamW(
+    raw_model.parameter_groups(weight_decay=0.01), lr=args.max_lr, betas=(0.9, 0.95)
+)
 
 cycle_settings = {"total_steps": args.steps, "pct_start": 0.1, "cycle_momentum": False}
 if args.fixed:
@@ -78,7 +86,10 @@ else:
     # What all replicas score at the end of a cycle: the same fresh interactions of that time of the year on every rank.
     probe = hdet.ProbeController(
         lambda model, batch: engagement_losses(model, batch).mean(),
-        lambda cycle: [batch("probe", min((cycle + 1) * args.sync_interval, args.steps), 8 * cycle + i) for i in range(8)],
+        lambda cycle: [
+            batch("probe", min((cycle + 1) * args.sync_interval, args.steps), 8 * cycle + i)
+            for i in range(8)
+        ],
         model=raw_model,
     )
     scheduler = hdet.OneCycleAutoLR(
@@ -99,7 +110,10 @@ for step in range(args.steps):
         scheduler.step(loss)
     if rank == 0 and (step + 1) % 50 == 0:
         rates = "  ".join(f"{group['name']} {group['lr']:.1e}" for group in optimizer.param_groups)
-        print(f"step {step + 1:5d}  loss {loss.item():.3f}  rates: {rates}  {time.time() - begun:5.1f} s", flush=True)
+        print(
+            f"step {step + 1:5d}  loss {loss.item():.3f}  rates: {rates}  {time.time() - begun:5.1f} s",
+            flush=True,
+        )
 
 # -----------------------------------------------------------------------------
 # The last step ends a cycle by itself, so the replicas are equal and rank 0 may speak for all.
@@ -109,9 +123,18 @@ if rank == 0:
         users, items, history, engagement = last_day = batch("held out", args.steps, 0, 16384)
         logits = raw_model(users, items, history)
         constant = engagement.mean(0).logit().expand_as(engagement)
-        print(f"held-out loss {engagement_losses(raw_model, last_day).mean().item():.4f} nats: ", end="")
+        print(
+            f"held-out loss {engagement_losses(raw_model, last_day).mean().item():.4f} nats: ",
+            end="",
+        )
         for i, task in enumerate(TASKS):
-            own, base = (F.binary_cross_entropy_with_logits(x[:, i], engagement[:, i]).item() for x in (logits, constant))
-            print(f"{task} {own:.4f} (a constant: {base:.4f})", end="\n" if i == len(TASKS) - 1 else ", ")
+            own, base = (
+                F.binary_cross_entropy_with_logits(x[:, i], engagement[:, i]).item()
+                for x in (logits, constant)
+            )
+            print(
+                f"{task} {own:.4f} (a constant: {base:.4f})",
+                end="\n" if i == len(TASKS) - 1 else ", ",
+            )
 if world_size > 1:
     dist.destroy_process_group()

@@ -42,18 +42,30 @@ class InteractionLog:
         world: seed of all that; every stream of interactions is of the same world.
     """
 
-    def __init__(self, users: int = 400, items: int = 200, history: int = 7, factors: int = 4, *, world: int = 0) -> None:
+    def __init__(
+        self,
+        users: int = 400,
+        items: int = 200,
+        history: int = 7,
+        factors: int = 4,
+        *,
+        world: int = 0,
+    ) -> None:
         g = torch.Generator().manual_seed(world)
         self.users, self.items, self.history = users, items, history
         self._tastes, self._traits = _Turning(users, factors, g), _Turning(items, factors, g)
         self._activity = _zipf(torch.arange(users))
         self._popularity = _zipf(torch.randperm(items, generator=g))
-        self._season, self._fashion = (2 * math.pi * torch.rand(items, generator=g) for _ in range(2))
+        self._season, self._fashion = (
+            2 * math.pi * torch.rand(items, generator=g) for _ in range(2)
+        )
         own = torch.randn(len(TASKS), factors, factors, generator=g) / factors**0.5
         self._tasks = (torch.eye(factors) + RELATED * own) / (1 + RELATED**2) ** 0.5
         self._biases = torch.tensor(BIASES)
 
-    def sample(self, size: int, position: float, *, seed: int, stream: str, index: int) -> Interactions:
+    def sample(
+        self, size: int, position: float, *, seed: int, stream: str, index: int
+    ) -> Interactions:
         """``size`` interactions at ``position`` of the year, in [0, 1]: a pure function of its arguments."""
         return self._sample(size, position, f"{seed}/{stream}/{index}")[0]
 
@@ -63,19 +75,29 @@ class InteractionLog:
         return F.binary_cross_entropy_with_logits(logits, engagement).item()
 
     def _sample(self, size: int, position: float, key: str) -> tuple[Interactions, Tensor]:
-        g = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
+        g = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+        )
         traits = self._traits.at(position)
-        shown = _cumulative(self._popularity + SWING * torch.sin(2 * math.pi * position + self._season))
+        shown = _cumulative(
+            self._popularity + SWING * torch.sin(2 * math.pi * position + self._season)
+        )
         users = _draw(_cumulative(self._activity), (size,), g)
         items = _draw(shown, (size,), g)
         whim = torch.randn(size, traits.shape[1], generator=g)
         interest = (self._tastes.at(position)[users] + whim) / 2**0.5
         choices = _draw(shown, (size, self.history, CHOICES), g)
         # The largest of scores with Gumbel noise is a draw from their softmax.
-        scores = torch.einsum("bk,bhck->bhc", interest, traits[choices]) - torch.rand(choices.shape, generator=g).log().neg().log()
+        scores = (
+            torch.einsum("bk,bhck->bhc", interest, traits[choices])
+            - torch.rand(choices.shape, generator=g).log().neg().log()
+        )
         history = choices.gather(2, scores.argmax(2, keepdim=True)).squeeze(2)
         quality = torch.sin(0.5 * math.pi * position + self._fashion)[items]
-        affinity = torch.einsum("bk,tkl,bl->bt", interest, self._tasks, traits[items]) / traits.shape[1] ** 0.5
+        affinity = (
+            torch.einsum("bk,tkl,bl->bt", interest, self._tasks, traits[items])
+            / traits.shape[1] ** 0.5
+        )
         logits = self._biases + STRENGTH * affinity + quality[:, None]
         engagement = (torch.rand(logits.shape, generator=g) < logits.sigmoid()).float()
         return (users, items, history, engagement), logits
@@ -89,7 +111,9 @@ class _Turning:
         self.angle = 0.5 * math.pi * torch.rand(count, 1, generator=g)
 
     def at(self, position: float) -> Tensor:
-        return self.first * torch.cos(self.angle * position) + self.second * torch.sin(self.angle * position)
+        return self.first * torch.cos(self.angle * position) + self.second * torch.sin(
+            self.angle * position
+        )
 
 
 def _zipf(places: Tensor) -> Tensor:
@@ -115,14 +139,20 @@ class Recommender(nn.Module):
 
     def __init__(self, users: int, items: int, history: int, width: int = 32) -> None:
         super().__init__()
-        self.user, self.item, self.place = nn.Embedding(users, width), nn.Embedding(items, width), nn.Embedding(history + 1, width)
+        self.user, self.item, self.place = (
+            nn.Embedding(users, width),
+            nn.Embedding(items, width),
+            nn.Embedding(history + 1, width),
+        )
         self.block = Block(GPTConfig(width=width, heads=2))
         self.hidden, self.out = nn.Linear(3 * width, 2 * width), nn.Linear(2 * width, len(TASKS))
         for table in (self.user, self.item, self.place):
             nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, users: Tensor, items: Tensor, history: Tensor) -> Tensor:
-        read = self.block(self.item(torch.cat([history, items[:, None]], 1)) + self.place.weight)[:, -1]
+        read = self.block(self.item(torch.cat([history, items[:, None]], 1)) + self.place.weight)[
+            :, -1
+        ]
         x = torch.cat([self.user(users), self.item(items), read], 1)
         return self.out(F.gelu(self.hidden(x)))
 
@@ -133,7 +163,13 @@ class Recommender(nn.Module):
             if parameter.dim() < 2:
                 return "no_decay"
             module = name.split(".")[0]
-            return "transformer" if module == "block" else "non_embedding" if module in ("hidden", "out") else "embedding"
+            return (
+                "transformer"
+                if module == "block"
+                else "non_embedding"
+                if module in ("hidden", "out")
+                else "embedding"
+            )
 
         return [
             {
@@ -148,4 +184,6 @@ class Recommender(nn.Module):
 def engagement_losses(model: nn.Module, batch: Interactions) -> Tensor:
     """(batch,) nats: the mean over the tasks of their binary cross entropies."""
     users, items, history, engagement = batch
-    return F.binary_cross_entropy_with_logits(model(users, items, history).float(), engagement, reduction="none").mean(1)
+    return F.binary_cross_entropy_with_logits(
+        model(users, items, history).float(), engagement, reduction="none"
+    ).mean(1)

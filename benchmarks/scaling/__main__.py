@@ -21,16 +21,32 @@ _ACROSS, _INSIDE = Job(2, 1).across, Job(2, 1).inside
 
 ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     "interval": (int, _JOB["interval"], "T, steps between averages"),
-    "shards": (int, _JOB["shards"], "ranks that divide a replica's parameters among them: tp x pp x fsdp"),
-    "bandwidth": (float, _ACROSS.bandwidth, "between nodes, bytes per second that each rank can send while all do"),
+    "shards": (
+        int,
+        _JOB["shards"],
+        "ranks that divide a replica's parameters among them: tp x pp x fsdp",
+    ),
+    "bandwidth": (
+        float,
+        _ACROSS.bandwidth,
+        "between nodes, bytes per second that each rank can send while all do",
+    ),
     "latency": (float, _ACROSS.latency, "between nodes, seconds a message"),
     "bandwidth_inside": (float, _INSIDE.bandwidth, "the same inside a node"),
     "latency_inside": (float, _INSIDE.latency, "the same inside a node"),
     "ranks_per_node": (int, _JOB["ranks_per_node"], "GPUs of a node"),
     "step_seconds": (float, _JOB["step_seconds"], "an optimizer step without HDET"),
     "value_bytes": (float, _JOB["value_bytes"], "of an averaged parameter: 4 for fp32 masters"),
-    "gradient_bytes": (float, _JOB["gradient_bytes"], "of a gradient in the all-reduce between replicas"),
-    "memory_bandwidth": (float, _JOB["memory_bandwidth"], "bytes per second of a rank's own memory"),
+    "gradient_bytes": (
+        float,
+        _JOB["gradient_bytes"],
+        "of a gradient in the all-reduce between replicas",
+    ),
+    "memory_bandwidth": (
+        float,
+        _JOB["memory_bandwidth"],
+        "bytes per second of a rank's own memory",
+    ),
     "bucket_bytes": (float, _JOB["bucket_bytes"], "of one collective"),
     "fragments": (int, _JOB["fragments"], "of streaming"),
     "overlap_steps": (int, _JOB["overlap_steps"], "steps that an overlapped average may take"),
@@ -40,7 +56,9 @@ ARGUMENTS: dict[str, tuple[type, Any, str]] = {
 """Name: kind, default, help. Each is an option of the command."""
 
 
-def describe(replicas: int, parameters: int, settings: Mapping[str, Any], *, as_json: bool = False) -> Iterator[str]:
+def describe(
+    replicas: int, parameters: int, settings: Mapping[str, Any], *, as_json: bool = False
+) -> Iterator[str]:
     """Lines for N replicas of a model; ``settings`` are some of `ARGUMENTS`.
 
     Raises:
@@ -54,7 +72,9 @@ def describe(replicas: int, parameters: int, settings: Mapping[str, Any], *, as_
     across = _link("between nodes", given.pop("bandwidth"), given.pop("latency"))
     inside = _link("inside a node", given.pop("bandwidth_inside"), given.pop("latency_inside"))
     job = Job(replicas, parameters, across=across, inside=inside, **given)
-    return iter([json.dumps(_record(job, knobs, chunks))]) if as_json else _lines(job, knobs, chunks)
+    return (
+        iter([json.dumps(_record(job, knobs, chunks))]) if as_json else _lines(job, knobs, chunks)
+    )
 
 
 def _link(where: str, bandwidth: float, latency: float) -> Link:
@@ -69,9 +89,14 @@ def _record(job: Job, knobs: int, chunks: int) -> dict[str, Any]:
     return {
         "job": dataclasses.asdict(job),
         "ways": [dataclasses.asdict(way) for way in cost.ways(job)],
-        "gradients": {"sent_a_step": traffic.sent, "seconds_a_step": job.between_replicas.seconds(traffic)},
+        "gradients": {
+            "sent_a_step": traffic.sent,
+            "seconds_a_step": job.between_replicas.seconds(traffic),
+        },
         "statistics": dataclasses.asdict(cost.statistics(job)),
-        "statistics_with_probe": dataclasses.asdict(cost.statistics(job, chunks)) if chunks else None,
+        "statistics_with_probe": dataclasses.asdict(cost.statistics(job, chunks))
+        if chunks
+        else None,
         "controller": {
             "seconds": cost.controller_seconds(job.replicas, knobs),
             "bytes": cost.controller_bytes(job.replicas, knobs),
@@ -109,7 +134,10 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
     plain = job.own * job.value_bytes / (job.own * job.gradient_bytes * job.interval)
     yield f"  plain converge / shared gradients: {_percent(plain)} of the bytes"
     small = cost.statistics(job)
-    yield f"statistics: {_bytes(small.size)} over all ranks, {_seconds(small.seconds)} a cycle" + _probed(job, chunks)
+    yield (
+        f"statistics: {_bytes(small.size)} over all ranks, {_seconds(small.seconds)} a cycle"
+        + _probed(job, chunks)
+    )
     yield (
         f"controller: {_seconds(cost.controller_seconds(job.replicas, knobs))} a cycle on every rank, {_bytes(cost.controller_bytes(job.replicas, knobs))} kept "
         f"({knobs} knob{'s' * (knobs > 1)})"
@@ -120,7 +148,9 @@ def _probed(job: Job, chunks: int) -> str:
     if chunks == 0:
         return ""
     large = cost.statistics(job, chunks)
-    return f"; with a probe of {chunks} mini-batches {_bytes(large.size)}, {_seconds(large.seconds)}"
+    return (
+        f"; with a probe of {chunks} mini-batches {_bytes(large.size)}, {_seconds(large.seconds)}"
+    )
 
 
 def _wire(link: Link) -> str:
@@ -147,11 +177,17 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
 
 def _three(value: float) -> str:
     """Three digits, and never an exponent."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
 
 
 def _bytes(value: float) -> str:
-    return "0" if value == 0 else _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    return (
+        "0"
+        if value == 0
+        else _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    )
 
 
 def _seconds(value: float) -> str:
@@ -174,9 +210,17 @@ def _whole(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="What averaging costs (docs/scaling.md).")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description="What averaging costs (docs/scaling.md)."
+    )
     parser.add_argument("--replicas", type=_whole, default=4, metavar="N", help="(default: 4)")
-    parser.add_argument("--parameters", type=_whole, required=True, metavar="P", help="of the model; numbers may be written like 45e9")
+    parser.add_argument(
+        "--parameters",
+        type=_whole,
+        required=True,
+        metavar="P",
+        help="of the model; numbers may be written like 45e9",
+    )
     for name, (kind, default, text) in ARGUMENTS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=_whole if kind is int else float, default=default,
@@ -185,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the costs as one JSON object")
     options = vars(parser.parse_args(arguments))
     try:
-        lines = describe(options.pop("replicas"), options.pop("parameters"), options, as_json=options.pop("json"))
+        lines = describe(
+            options.pop("replicas"), options.pop("parameters"), options, as_json=options.pop("json")
+        )
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

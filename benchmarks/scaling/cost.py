@@ -49,9 +49,13 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth is {self.bandwidth!r}: it must be a positive number of bytes per second and rank, e.g. 45e9")
+            raise ValueError(
+                f"bandwidth is {self.bandwidth!r}: it must be a positive number of bytes per second and rank, e.g. 45e9"
+            )
         if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency is {self.latency!r}: it must be a number of seconds a message, at least 0, e.g. 1e-5")
+            raise ValueError(
+                f"latency is {self.latency!r}: it must be a number of seconds a message, at least 0, e.g. 1e-5"
+            )
 
     def seconds(self, traffic: Traffic) -> float:
         """messages alpha + sent / B."""
@@ -128,16 +132,32 @@ class Job:
     """tau: steps that an overlapped average may take"""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "parameters", "interval", "shards", "ranks_per_node", "fragments", "overlap_steps"):
+        for name in (
+            "replicas",
+            "parameters",
+            "interval",
+            "shards",
+            "ranks_per_node",
+            "fragments",
+            "overlap_steps",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number, at least 1")
-        for name in ("value_bytes", "gradient_bytes", "step_seconds", "memory_bandwidth", "bucket_bytes"):
+        for name in (
+            "value_bytes",
+            "gradient_bytes",
+            "step_seconds",
+            "memory_bandwidth",
+            "bucket_bytes",
+        ):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: it must be a positive number")
         if self.replicas < 2:
-            raise ValueError("replicas is 1: it must be at least 2, one alone has nobody to be averaged with")
+            raise ValueError(
+                "replicas is 1: it must be at least 2, one alone has nobody to be averaged with"
+            )
         if self.fragments > self.interval or self.overlap_steps >= self.interval:
             raise ValueError(
                 f"interval is {self.interval}: it must be at least fragments ({self.fragments}) and above overlap_steps ({self.overlap_steps})"
@@ -194,7 +214,15 @@ def ways(job: Job) -> list[Way]:
     own, link = job.own, job.between_replicas
     size = own * job.value_bytes
 
-    def way(name: str, inside: Traffic, across: Traffic, memory: float, *, hidden: float = 0.0, pauses: int = 1) -> Way:
+    def way(
+        name: str,
+        inside: Traffic,
+        across: Traffic,
+        memory: float,
+        *,
+        hidden: float = 0.0,
+        pauses: int = 1,
+    ) -> Way:
         seconds = job.inside.seconds(inside) + link.seconds(across)
         exposed = max(0.0, seconds - hidden)
         return Way(
@@ -211,16 +239,30 @@ def ways(job: Job) -> list[Way]:
     def streamed(parts: int) -> Traffic:
         """A part after the other, in buckets that together are one; before all but the last, N numbers tell who is finite."""
         told = all_reduce(8 * job.replicas, job.replicas * job.shards, link) * (parts - 1)
-        return _in_buckets(size / parts, job, lambda bucket: all_reduce(bucket, job.replicas, link), parts) * parts + told
+        return (
+            _in_buckets(
+                size / parts, job, lambda bucket: all_reduce(bucket, job.replicas, link), parts
+            )
+            * parts
+            + told
+        )
 
     def exchanged(bytes_each: float) -> Traffic:
         """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an all-gather of their averages."""
         small = bytes_each / job.value_bytes
-        return _in_buckets(size, job, lambda bucket: all_to_all(bucket * small, job.replicas) + all_gather(bucket * small, job.replicas))
+        return _in_buckets(
+            size,
+            job,
+            lambda bucket: (
+                all_to_all(bucket * small, job.replicas) + all_gather(bucket * small, job.replicas)
+            ),
+        )
 
     plain = _in_buckets(size, job, lambda bucket: all_reduce(bucket, job.replicas, link))
     bucket = min(size, job.bucket_bytes)
-    kept_back = own * (8 + 4 / job.replicas)  # the reference, the error that is fed back, and that of a rank's chunk
+    kept_back = own * (
+        8 + 4 / job.replicas
+    )  # the reference, the error that is fed back, and that of a rank's chunk
     rows = [way("plain", Traffic(), plain, bucket)]
     nodes, rest = divmod(job.replicas, job.peers_per_node)
     if job.peers_per_node > 1 and nodes > 1 and rest == 0:
@@ -230,9 +272,26 @@ def ways(job: Job) -> list[Way]:
     rows += [
         way("compressed bf16", Traffic(), exchanged(2), kept_back + bucket),
         way("compressed int8", Traffic(), exchanged(INT8_BYTES), kept_back + bucket),
-        way(f"streaming, {job.fragments} fragments", Traffic(), streamed(job.fragments), bucket, pauses=job.fragments),
-        way(_overlapped(job), Traffic(), plain, 2 * size, hidden=job.overlap_steps * job.step_seconds),
-        way("outer step", Traffic(), plain + all_reduce(16 * job.replicas, job.replicas * job.shards, link), bucket + 8 * own),
+        way(
+            f"streaming, {job.fragments} fragments",
+            Traffic(),
+            streamed(job.fragments),
+            bucket,
+            pauses=job.fragments,
+        ),
+        way(
+            _overlapped(job),
+            Traffic(),
+            plain,
+            2 * size,
+            hidden=job.overlap_steps * job.step_seconds,
+        ),
+        way(
+            "outer step",
+            Traffic(),
+            plain + all_reduce(16 * job.replicas, job.replicas * job.shards, link),
+            bucket + 8 * own,
+        ),
         _exact_local(job),
     ]
     return rows
@@ -242,7 +301,9 @@ def _overlapped(job: Job) -> str:
     return f"overlapped, {job.overlap_steps} step{'s' * (job.overlap_steps > 1)}"
 
 
-def _in_buckets(size: float, job: Job, collective: Callable[[float], Traffic], parts: int = 1) -> Traffic:
+def _in_buckets(
+    size: float, job: Job, collective: Callable[[float], Traffic], parts: int = 1
+) -> Traffic:
     """``size`` bytes in pieces of at most one of ``parts`` of a bucket, as alike as can be."""
     count = math.ceil(size * parts / job.bucket_bytes)
     return collective(size / count) * count
@@ -252,12 +313,25 @@ def _exact_local(job: Job) -> Way:
     """Nothing is sent. In each step the mean's own parameters pass through memory, and at the end they are copied."""
     once = HBM_BYTES * job.own / job.memory_bandwidth
     seconds = once * (job.interval + 1)
-    return Way("exact local", 0.0, 0.0, seconds, seconds, once, 4 * job.own, seconds / job.interval / job.step_seconds)
+    return Way(
+        "exact local",
+        0.0,
+        0.0,
+        seconds,
+        seconds,
+        once,
+        4 * job.own,
+        seconds / job.interval / job.step_seconds,
+    )
 
 
 def gradients(job: Job) -> Traffic:
     """One step's all-reduce of shared gradients between the replicas, as plain data-parallel training pays it; with local gradients none."""
-    return _in_buckets(job.own * job.gradient_bytes, job, lambda bucket: all_reduce(bucket, job.replicas, job.between_replicas))
+    return _in_buckets(
+        job.own * job.gradient_bytes,
+        job,
+        lambda bucket: all_reduce(bucket, job.replicas, job.between_replicas),
+    )
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------------

@@ -119,12 +119,18 @@ _warned = False
 def _automatic(device: torch.device) -> str:
     global _warned
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f'hdet has no native kernels for the device type {device.type}; backend="torch" works there')
+        raise ValueError(
+            f'hdet has no native kernels for the device type {device.type}; backend="torch" works there'
+        )
     if device.type == "cuda" and native.missing is None and not native._C.cuda:
         instead = "triton" if _STATES["triton"](device) == USABLE else "torch"
         if not _warned:
             _warned = True
-            warnings.warn(f"tensors on CUDA use the {instead} backend: {_STATES['cuda'](device)}", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"tensors on CUDA use the {instead} backend: {_STATES['cuda'](device)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         return instead
     return device.type
 
@@ -137,10 +143,14 @@ def select(backend: str, device: torch.device) -> Backend:
     check_name(backend)
     name = _automatic(device) if backend == "auto" else backend
     if name in ("cpu", "cuda") and name != device.type:
-        raise ValueError(f'backend="{name}" does not work on tensors on {device}; use backend="auto"')
+        raise ValueError(
+            f'backend="{name}" does not work on tensors on {device}; use backend="auto"'
+        )
     reason = _STATES[name](device)
     if reason != USABLE:
-        raise RuntimeError(f'backend="{name}" is not usable: {reason}. backend="torch" works without it')
+        raise RuntimeError(
+            f'backend="{name}" is not usable: {reason}. backend="torch" works without it'
+        )
     module, _, member = _BACKENDS[name].rpartition(".")
     return getattr(importlib.import_module(f".{module}", __name__), member)()
 
@@ -170,7 +180,11 @@ def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan
     return chosen.rank_one_plan(tensors)
 
 
-def average_plan(params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None, backend: str = "auto") -> AveragePlan:
+def average_plan(
+    params: Sequence[Sequence[Tensor]],
+    masters: Sequence[Column] | None = None,
+    backend: str = "auto",
+) -> AveragePlan:
     """Prepares the weighted mean of K co-resident sets: K lists of tensors of equal shapes and dtypes, contiguous, on one device, apart.
 
     Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean is of the masters and both are
@@ -199,9 +213,13 @@ def pair_plan(
     TypeError for anything else.
     """
     if len(sources) == 0 or len(sources) != len(destinations):
-        raise ValueError(f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, and at least one")
+        raise ValueError(
+            f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, and at least one"
+        )
     chosen = select(backend, checks.device_of(sources[0], "source 0"))
-    checks.check_pairs(sources, destinations, source_lowers, masters, any_layout=chosen.name == "torch")
+    checks.check_pairs(
+        sources, destinations, source_lowers, masters, any_layout=chosen.name == "torch"
+    )
     return chosen.pair_plan(sources, destinations, source_lowers, masters)
 
 
@@ -215,7 +233,9 @@ def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
     return chosen.norm_plan(tensors)
 
 
-def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto") -> None:
+def average_(
+    replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto"
+) -> None:
     """Replaces K co-resident replicas by their weighted mean, in place (Eq. 3). Prepares a plan for this one call.
 
     `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n); contiguous, on one device,
@@ -231,7 +251,9 @@ def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[fl
         return
     average_plan(rows, None, backend).average(shares)
     # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
-    torch.autograd.graph.increment_version([tensor for row in rows for tensor in row if not tensor.is_inference()])
+    torch.autograd.graph.increment_version(
+        [tensor for row in rows for tensor in row if not tensor.is_inference()]
+    )
 
 
 def _rows(replicas: Sequence[Sequence[Tensor]] | Tensor) -> Sequence[Sequence[Tensor]]:

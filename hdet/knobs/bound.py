@@ -14,7 +14,16 @@ from ..core.scale import Scale
 from ..core.spread import check_spread
 from .cells import Cell, close, content, group_cell
 
-__all__ = ["Bound", "Bounds", "GroupKnob", "Knob", "ProductKnob", "bind_all", "check_disjoint", "scale_of"]
+__all__ = [
+    "Bound",
+    "Bounds",
+    "GroupKnob",
+    "Knob",
+    "ProductKnob",
+    "bind_all",
+    "check_disjoint",
+    "scale_of",
+]
 
 Bounds = tuple[float, float] | None
 """(low, high), hard for the base value and for every replica's; None: none."""
@@ -73,13 +82,33 @@ class Bound:
         moments_diverge: bool = False,
     ) -> None:
         if acts not in ("step", "forward"):
-            raise ValueError(f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got {acts!r}")
-        if isinstance(cells, Cell) or not list(cells) or not all(isinstance(cell, Cell) for cell in cells):
-            raise ValueError(f"cells of the knob {name!r} must be a list with at least one cell, got {cells!r}")
+            raise ValueError(
+                f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got {acts!r}"
+            )
+        if (
+            isinstance(cells, Cell)
+            or not list(cells)
+            or not all(isinstance(cell, Cell) for cell in cells)
+        ):
+            raise ValueError(
+                f"cells of the knob {name!r} must be a list with at least one cell, got {cells!r}"
+            )
         if scale is not None and not isinstance(scale, Scale):
-            raise ValueError(f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got {scale!r}")
-        self.name, self.spread, self.cells, self.scale, self.key = name, check_spread(spread), list(cells), scale or Scale(), key
-        self.valid_on_train_loss, self.acts, self.affects_eval_loss = valid_on_train_loss, acts, affects_eval_loss
+            raise ValueError(
+                f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got {scale!r}"
+            )
+        self.name, self.spread, self.cells, self.scale, self.key = (
+            name,
+            check_spread(spread),
+            list(cells),
+            scale or Scale(),
+            key,
+        )
+        self.valid_on_train_loss, self.acts, self.affects_eval_loss = (
+            valid_on_train_loss,
+            acts,
+            affects_eval_loss,
+        )
         self.on_gradients, self.moments_diverge = on_gradients, moments_diverge or on_gradients
         self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
@@ -104,7 +133,9 @@ class Bound:
         low, high = self.scale.low, self.scale.high
         for value in map(float, self.scheduled):
             if self.scale.bounded and not low <= value <= high:
-                raise ValueError(f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one of them")
+                raise ValueError(
+                    f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one of them"
+                )
 
     def _check_first(self) -> None:
         for value in self.scheduled:
@@ -114,8 +145,12 @@ class Bound:
                 number = math.nan
             if not math.isfinite(number):
                 raise ValueError(f"{self.name} is {value!r}: begin with a finite number")
-            if self.acts != "step" and self.scale.kind == "log" and number <= 0:  # a schedule may begin at 0
-                raise ValueError(f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
+            if (
+                self.acts != "step" and self.scale.kind == "log" and number <= 0
+            ):  # a schedule may begin at 0
+                raise ValueError(
+                    f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit"
+                )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, spread={self.spread:g}, {len(self.cells)} cells, scale={self.scale.kind!r})"
@@ -180,7 +215,9 @@ class Bound:
         """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
         was_neutral, self._correction, self.base = self.is_neutral, correction, base
         self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
-        self.is_neutral = not self.scale.bounded and all(left is own for left, own in zip(self.left, self.scheduled, strict=True))
+        self.is_neutral = not self.scale.bounded and all(
+            left is own for left, own in zip(self.left, self.scheduled, strict=True)
+        )
         if not (was_neutral and self.is_neutral):
             for cell, value in zip(self.cells, self.left, strict=True):
                 cell.set(value)
@@ -230,13 +267,20 @@ class Bound:
         if all(rho == 1.0 for rho in multipliers):
             yield
             return
-        used = [self.scale.fanned(content(value), rho) for value, rho in zip(self.read(), multipliers, strict=True)]
+        used = [
+            self.scale.fanned(content(value), rho)
+            for value, rho in zip(self.read(), multipliers, strict=True)
+        ]
         with self._lent(used):
             inside = [_mark(value) for value in self.read()]
             yield
             for value, mark, own in zip(self.read(), inside, used, strict=True):
-                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and close(value, own)):
-                    where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+                if _mark(value) != mark and not (
+                    isinstance(value, torch.Tensor) and close(value, own)
+                ):
+                    where = (
+                        "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+                    )
                     raise ValueError(
                         f"{self.name} was changed to {float(value):g} inside {where}, where it holds this replica's own value, {float(own):g}: "
                         "change it outside, where it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
@@ -283,7 +327,14 @@ class GroupKnob(Bound):
     ) -> None:
         self.optimizer, self.indices = optimizer, list(indices)
         self._entry, self.key = entry, key
-        super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
+        super().__init__(
+            name,
+            spread,
+            [group_cell(optimizer, i, key, entry) for i in self.indices],
+            scale,
+            key=key,
+            **settings,
+        )
 
     def read(self) -> list[Any]:
         values, groups = [], self.optimizer.param_groups
@@ -301,11 +352,17 @@ class GroupKnob(Bound):
     def peak(self, i: int) -> float:
         # Without a schedule the group holds the corrected value, so the schedule's own is what counts.
         group = self.optimizer.param_groups[self.indices[i]]
-        return float(group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[i])))
+        return float(
+            group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[i]))
+        )
 
     def effective(self, i: int, multiplier: float) -> float:
         """The multiplier that acts on the base value of cell ``i``; another one where a bound holds the replica's back."""
-        return self.scale.effective(float(self.left[i]), multiplier) if self.scale.bounded else multiplier
+        return (
+            self.scale.effective(float(self.left[i]), multiplier)
+            if self.scale.bounded
+            else multiplier
+        )
 
     def change(self, i: int) -> float:
         """Base value of cell ``i`` by its schedule's."""
@@ -332,7 +389,9 @@ class ProductKnob(GroupKnob):
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         rate = self.rates.get(self.indices[i])
-        if rate is None or getattr(self.optimizer, "decay_at", "replica") == "base":  # a decay that no replica's rate enters
+        if (
+            rate is None or getattr(self.optimizer, "decay_at", "replica") == "base"
+        ):  # a decay that no replica's rate enters
             return multiplier
         return multiplier / rate[0].effective(rate[1], rate[0].rho)
 
@@ -352,10 +411,17 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
     for knob in knobs:
         found = knob.bind(optimizer)
         if not isinstance(found, (list, tuple)) or not all(isinstance(one, Bound) for one in found):
-            raise TypeError(f"{type(knob).__name__}.bind gave {found!r}: it must return a list of hdet.knobs.Bound")
+            raise TypeError(
+                f"{type(knob).__name__}.bind gave {found!r}: it must return a list of hdet.knobs.Bound"
+            )
         bound += found
     bound.sort(key=lambda one: one.key != "lr")
-    rates = {index: (one, i) for one in bound if isinstance(one, GroupKnob) and one.key == "lr" for i, index in enumerate(one.indices)}
+    rates = {
+        index: (one, i)
+        for one in bound
+        if isinstance(one, GroupKnob) and one.key == "lr"
+        for i, index in enumerate(one.indices)
+    }
     for one in bound:
         if isinstance(one, ProductKnob):
             if not any(index in rates for index in one.indices):

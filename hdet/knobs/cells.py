@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Cell", "attribute_cell", "call_cell", "close", "content", "group_cell", "held_cell", "item_cell", "put"]
+__all__ = [
+    "Cell",
+    "attribute_cell",
+    "call_cell",
+    "close",
+    "content",
+    "group_cell",
+    "held_cell",
+    "item_cell",
+    "put",
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,9 @@ def put(old: Any, value: Any) -> Any:
 
 def close(value: Any, expected: Any) -> bool:
     """Equal but for some ulps of the coarser format: the same arithmetic may run on another device's numbers. Waits for the device."""
-    formats = [x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    formats = [
+        x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
     rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
     return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
 
@@ -84,7 +96,11 @@ def item_cell(owner: MutableMapping[Any, Any], key: Any) -> Cell:
 
 def call_cell(get: Callable[[], Any], set_: Callable[[Any], object]) -> Cell:
     """A user's getter and setter; the setter is called for a new value only."""
-    return Cell(("getter", id(get)), lambda: float(get()), lambda value: None if float(get()) == value else set_(value))
+    return Cell(
+        ("getter", id(get)),
+        lambda: float(get()),
+        lambda value: None if float(get()) == value else set_(value),
+    )
 
 
 def held_cell(value: float) -> Cell:

@@ -19,7 +19,13 @@ __all__ = ["Dropout", "LabelSmoothing", "LossWeights", "ModuleValue", "Scalar", 
 
 
 def _forward_knob(
-    name: str, spread: float, cells: Sequence[Cell], scale: str = "log", unit: float | None = None, bounds: Bounds = None, **flags: Any
+    name: str,
+    spread: float,
+    cells: Sequence[Cell],
+    scale: str = "log",
+    unit: float | None = None,
+    bounds: Bounds = None,
+    **flags: Any,
 ) -> Bound:
     """A knob that acts inside ``explore()``. Raises as `Bound`."""
     return Bound(name, spread, cells, scale_of(bounds, scale, unit or 1.0), acts="forward", **flags)
@@ -67,7 +73,9 @@ class Scalar:
             raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
         check_spread(self.spread)
         if self.scale not in ("log", "linear"):
-            raise ValueError(f"scale of {self.name!r} must be 'log' or 'linear', got {self.scale!r}")
+            raise ValueError(
+                f"scale of {self.name!r} must be 'log' or 'linear', got {self.scale!r}"
+            )
         if (self.unit is None) == (self.scale == "linear"):
             raise ValueError(
                 f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear scale needs one (what a factor of e amounts "
@@ -76,13 +84,26 @@ class Scalar:
         scale_of(self.bounds, self.scale, self.unit or 1.0)
         held = self.get is None and self.set is None and self.value is not None
         if not held and not (callable(self.get) and callable(self.set) and self.value is None):
-            raise ValueError(f"{self.name!r} needs get and set, or neither of them and a value that the knob keeps itself")
+            raise ValueError(
+                f"{self.name!r} needs get and set, or neither of them and a value that the knob keeps itself"
+            )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log scale."""
-        cell = held_cell(float(self.value)) if self.value is not None else call_cell(self.get, self.set)  # type: ignore[arg-type]
-        flags = {name: getattr(self, name) for name in ("valid_on_train_loss", "affects_eval_loss", "on_gradients")}
-        return [_forward_knob(self.name, self.spread, [cell], self.scale, self.unit, self.bounds, **flags)]
+        if self.get is not None and self.set is not None:
+            cell = call_cell(self.get, self.set)
+        else:
+            assert self.value is not None
+            cell = held_cell(float(self.value))
+        flags = {
+            name: getattr(self, name)
+            for name in ("valid_on_train_loss", "affects_eval_loss", "on_gradients")
+        }
+        return [
+            _forward_knob(
+                self.name, self.spread, [cell], self.scale, self.unit, self.bounds, **flags
+            )
+        ]
 
 
 ModuleValue = Scalar
@@ -114,26 +135,40 @@ class Dropout:
         by_name = dict(self.model.named_modules())
         for name in self.modules or ():
             if name not in by_name or _rate_of(by_name[name]) is None:
-                raise ValueError(f"modules names {name!r}, which is no module with a dropout rate of this {type(self.model).__name__}")
+                raise ValueError(
+                    f"modules names {name!r}, which is no module with a dropout rate of this {type(self.model).__name__}"
+                )
         if self.modules is not None:
             chosen = [by_name[name] for name in self.modules]
         else:
             kinds = tuple(_RATES)
-            known = [m for m in self.model.modules() if isinstance(m, kinds) and _rate_of(m) is not None]
-            chosen = [m for m in known if self.scale == "linear" or getattr(m, _rate_of(m) or "") > 0]
+            known = [
+                m for m in self.model.modules() if isinstance(m, kinds) and _rate_of(m) is not None
+            ]
+            chosen = [
+                m for m in known if self.scale == "linear" or getattr(m, _rate_of(m) or "") > 0
+            ]
         if not chosen:
-            raise ValueError(f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'")
+            raise ValueError(
+                f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'"
+            )
         cells = [attribute_cell(module, _rate_of(module) or "") for module in chosen]
         return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds)]
 
 
-_RATES: dict[type[nn.Module], str] = {_DropoutNd: "p", nn.MultiheadAttention: "dropout", nn.RNNBase: "dropout"}
+_RATES: dict[type[nn.Module], str] = {
+    _DropoutNd: "p",
+    nn.MultiheadAttention: "dropout",
+    nn.RNNBase: "dropout",
+}
 """Modules of torch that drop something out, and the attribute that holds the rate."""
 
 
 def _rate_of(module: nn.Module) -> str | None:
     """The name of the attribute with the dropout rate, if there is one."""
-    attribute = next((attribute for kind, attribute in _RATES.items() if isinstance(module, kind)), "p")
+    attribute = next(
+        (attribute for kind, attribute in _RATES.items() if isinstance(module, kind)), "p"
+    )
     return attribute if isinstance(getattr(module, attribute, None), (int, float)) else None
 
 
@@ -161,12 +196,21 @@ class LabelSmoothing:
         """Raises ValueError for a smoothing of 0 on a log scale, or outside of the bounds."""
         target = self.target
         if isinstance(target, (int, float)):
-            settings: dict[str, Any] = {"spread": self.spread, "scale": self.scale, "unit": self.unit, "bounds": self.bounds}
+            settings: dict[str, Any] = {
+                "spread": self.spread,
+                "scale": self.scale,
+                "unit": self.unit,
+                "bounds": self.bounds,
+            }
             return Scalar("label_smoothing", value=target, **settings).bind(optimizer)
         if not hasattr(target, "label_smoothing"):
-            raise ValueError(f"target must be an nn.CrossEntropyLoss or a number, got {type(target).__name__}")
+            raise ValueError(
+                f"target must be an nn.CrossEntropyLoss or a number, got {type(target).__name__}"
+            )
         cells = [attribute_cell(target, "label_smoothing")]
-        return [_forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds)]
+        return [
+            _forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds)
+        ]
 
 
 @dataclass(frozen=True)
@@ -186,12 +230,22 @@ class LossWeights:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a task that has no weight, or one that is not above 0."""
         if not isinstance(self.weights, MutableMapping) or not self.weights:
-            raise ValueError(f"weights must be a dict from task to number, which the loss reads, got {self.weights!r}")
+            raise ValueError(
+                f"weights must be a dict from task to number, which the loss reads, got {self.weights!r}"
+            )
         tasks = list(self.weights if self.tasks is None else self.tasks)
         for task in tasks:
             if task not in self.weights:
                 raise ValueError(f"tasks names {task!r}, which is none of {list(self.weights)}")
-        return [_forward_knob(f"loss_weight/{task}", self.spread, [item_cell(self.weights, task)], bounds=self.bounds) for task in tasks]
+        return [
+            _forward_knob(
+                f"loss_weight/{task}",
+                self.spread,
+                [item_cell(self.weights, task)],
+                bounds=self.bounds,
+            )
+            for task in tasks
+        ]
 
 
 @dataclass(frozen=True)
@@ -212,13 +266,30 @@ class Temperature:
         _check_module(self.model)
         found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
         if not found:
-            raise ValueError(f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: name it, or use hdet.Scalar")
+            raise ValueError(
+                f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: name it, or use hdet.Scalar"
+            )
         for value in (getattr(module, self.attribute) for module in found):
             if isinstance(value, nn.Parameter):
-                raise ValueError(f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer")
-            if not (isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (int, float))):
+                raise ValueError(
+                    f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer"
+                )
+            if not (
+                isinstance(value, torch.Tensor)
+                and value.dim() == 0
+                or isinstance(value, (int, float))
+            ):
                 raise ValueError(
                     f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d tensor: name another attribute"
                 )
         cells = [attribute_cell(module, self.attribute) for module in found]
-        return [_forward_knob(self.attribute, self.spread, cells, bounds=self.bounds, valid_on_train_loss=True, affects_eval_loss=True)]
+        return [
+            _forward_knob(
+                self.attribute,
+                self.spread,
+                cells,
+                bounds=self.bounds,
+                valid_on_train_loss=True,
+                affects_eval_loss=True,
+            )
+        ]

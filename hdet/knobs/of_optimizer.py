@@ -42,27 +42,43 @@ class _OfGroups:
         groups = self.groups
         listed = isinstance(groups, Sequence) and not isinstance(groups, str) and len(groups) > 0
         if not (listed or groups is None or groups == "each"):
-            raise ValueError(f"groups must be None, 'each' or a list of group names or indices, which is not empty, got {groups!r}")
+            raise ValueError(
+                f"groups must be None, 'each' or a list of group names or indices, which is not empty, got {groups!r}"
+            )
         self._scale()
 
     def _scale(self) -> Scale:
         return scale_of(self.bounds)
 
     def _knobs(
-        self, optimizer: Optimizer, key: str, *, name: str = "", kind: type[GroupKnob] = GroupKnob, entry: int | None = None, **flags: Any
+        self,
+        optimizer: Optimizer,
+        key: str,
+        *,
+        name: str = "",
+        kind: type[GroupKnob] = GroupKnob,
+        entry: int | None = None,
+        **flags: Any,
     ) -> list[Bound]:
         """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the key."""
-        if all(key not in group for group in optimizer.param_groups):  # FusedMuon has groups of two kinds
+        if all(
+            key not in group for group in optimizer.param_groups
+        ):  # FusedMuon has groups of two kinds
             raise ValueError(
                 f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have no {key!r}: leave the knob out"
             )
         able = lambda group: key in group and (key in ("lr", "betas") or float(group[key]) > 0)
         chosen = _choose(optimizer, self.groups, name or key, able)
         scale = self._scale()
-        return [kind(label, self.spread, optimizer, key, indices, scale, entry=entry, **flags) for label, indices in chosen]
+        return [
+            kind(label, self.spread, optimizer, key, indices, scale, entry=entry, **flags)
+            for label, indices in chosen
+        ]
 
 
-def _choose(optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]) -> list[tuple[str, list[int]]]:
+def _choose(
+    optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]
+) -> list[tuple[str, list[int]]]:
     """(name of the knob, indices of its groups). Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
     cannot be used, or if there is none at all that can."""
     labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
@@ -79,7 +95,9 @@ def _choose(optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[d
         if not 0 <= index < len(labels):
             raise ValueError(f"groups names {group!r}, but the optimizer has the groups {labels}")
         if index not in able:
-            raise ValueError(f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}")
+            raise ValueError(
+                f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}"
+            )
         chosen.append((f"{name}/{labels[index]}", [index]))
     return chosen
 
@@ -126,11 +144,15 @@ class WeightDecay(_OfGroups):
         if not isinstance(self.product, bool):
             raise ValueError(f"product must be True or False, got {self.product!r}")
         if self.product and self.bounds is not None:
-            raise ValueError(f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: leave one of them out")
+            raise ValueError(
+                f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: leave one of them out"
+            )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a group that does not exist or has no decay, or one outside of the bounds."""
-        made = self._knobs(optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob)
+        made = self._knobs(
+            optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob
+        )
         for knob in made:
             assert isinstance(knob, GroupKnob)
             knob.moments_diverge = any(_is_coupled(optimizer, i) for i in knob.indices)
@@ -144,7 +166,14 @@ def _is_coupled(optimizer: Optimizer, index: int) -> bool:
         return False
     if hasattr(optimizer, "rule"):
         return optimizer.rule in COUPLED and (optimizer.rule != "sgd" or group["momentum"] != 0)
-    coupled = (torch.optim.Adam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam)
+    coupled = (
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    )
     with_momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0
     return with_momentum or isinstance(optimizer, (*coupled, torch.optim.RMSprop))
 
@@ -164,7 +193,11 @@ class Betas(_OfGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.which, str) or not self.which or not all(i in (0, 1) for i in self.which):
+        if (
+            isinstance(self.which, str)
+            or not self.which
+            or not all(i in (0, 1) for i in self.which)
+        ):
             raise ValueError(f"which must list 0 (beta1) or 1 (beta2) or both, got {self.which!r}")
 
     def _scale(self) -> Scale:
@@ -173,7 +206,10 @@ class Betas(_OfGroups):
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta outside of the bounds."""
         flags: dict[str, Any] = {"valid_on_train_loss": True, "moments_diverge": True}
-        knobs = (self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags) for i in self.which)
+        knobs = (
+            self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags)
+            for i in self.which
+        )
         return [knob for both in knobs for knob in both]
 
 
@@ -190,7 +226,13 @@ class Eps(_OfGroups):
         return self._knobs(optimizer, "eps", valid_on_train_loss=True)
 
 
-_NAMED = {"lr": "LearningRate", "weight_decay": "WeightDecay", "betas": "Betas", "eps": "Eps", "max_grad_norm": "ClipNorm"}
+_NAMED = {
+    "lr": "LearningRate",
+    "weight_decay": "WeightDecay",
+    "betas": "Betas",
+    "eps": "Eps",
+    "max_grad_norm": "ClipNorm",
+}
 """Entries that have a knob of their own, which knows what follows from exploring them."""
 _MEMORIES = ("momentum", "alpha", "rho", "beta")
 """Factors below 1 of running averages."""
@@ -221,24 +263,39 @@ class GroupValue(_OfGroups):
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key:
-            raise ValueError(f"key must be the name of an entry of the parameter groups, got {self.key!r}")
+            raise ValueError(
+                f"key must be the name of an entry of the parameter groups, got {self.key!r}"
+            )
         if self.key in _NAMED:
-            raise ValueError(f"key is {self.key!r}, which has a knob of its own: use hdet.{_NAMED[self.key]}")
+            raise ValueError(
+                f"key is {self.key!r}, which has a knob of its own: use hdet.{_NAMED[self.key]}"
+            )
         if self.scale not in (None, "log", "horizon"):
-            raise ValueError(f"scale of {self.key!r} must be 'log', 'horizon' or None, got {self.scale!r}")
+            raise ValueError(
+                f"scale of {self.key!r} must be 'log', 'horizon' or None, got {self.scale!r}"
+            )
         super().__post_init__()
 
     def _scale(self) -> Scale:
         kind = self.scale or ("horizon" if self.key in _MEMORIES else "log")
-        return scale_of((0.0, 0.99999) if self.bounds is None and kind == "horizon" else self.bounds, kind)
+        return scale_of(
+            (0.0, 0.99999) if self.bounds is None and kind == "horizon" else self.bounds, kind
+        )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for groups without the key or that do not exist, and for a value that is no number, not above 0 or out of bounds."""
         for group in optimizer.param_groups:
             value = group.get(self.key, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no number")
-        return self._knobs(optimizer, self.key, valid_on_train_loss=self.valid_on_train_loss, moments_diverge=self.moments_diverge)
+                raise ValueError(
+                    f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no number"
+                )
+        return self._knobs(
+            optimizer,
+            self.key,
+            valid_on_train_loss=self.valid_on_train_loss,
+            moments_diverge=self.moments_diverge,
+        )
 
 
 @dataclass(frozen=True)
@@ -261,7 +318,18 @@ class ClipNorm:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError without a norm above 0 to begin with."""
         if self.value is not None:
-            knob = Scalar("clip_norm", None, None, self.spread, "log", None, self.bounds, True, on_gradients=True, value=self.value)
+            knob = Scalar(
+                "clip_norm",
+                None,
+                None,
+                self.spread,
+                "log",
+                None,
+                self.bounds,
+                True,
+                on_gradients=True,
+                value=self.value,
+            )
             return knob.bind(optimizer)
         norm = getattr(optimizer, "max_grad_norm", None)
         if norm is None or not 0 < norm < math.inf:
@@ -271,4 +339,14 @@ class ClipNorm:
             )
         cells = [attribute_cell(optimizer, "max_grad_norm")]
         scale, key = scale_of(self.bounds), "max_grad_norm"
-        return [Bound("clip_norm", self.spread, cells, scale, key=key, valid_on_train_loss=True, moments_diverge=True)]
+        return [
+            Bound(
+                "clip_norm",
+                self.spread,
+                cells,
+                scale,
+                key=key,
+                valid_on_train_loss=True,
+                moments_diverge=True,
+            )
+        ]

@@ -9,4 +9,13 @@ from .muon import FusedMuon
 from .sgd import FusedSGD
 from .split_params import hidden_matrices, hidden_matrix
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedMuon", "FusedOptimizer", "FusedSGD", "hidden_matrices", "hidden_matrix"]
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLion",
+    "FusedMuon",
+    "FusedOptimizer",
+    "FusedSGD",
+    "hidden_matrices",
+    "hidden_matrix",
+]

@@ -46,11 +46,22 @@ class AdamFamily(FusedOptimizer):
         decoupled = self.rule in DECOUPLED
         if bool(group["decoupled_weight_decay"]) != decoupled:
             other = "Adam" if decoupled else "AdamW"
-            raise ValueError(f"decoupled_weight_decay={not decoupled} of {name} is {other}: use Fused{other}")
+            raise ValueError(
+                f"decoupled_weight_decay={not decoupled} of {name} is {other}: use Fused{other}"
+            )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         beta1, beta2 = group["betas"]
-        return group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 0.0, False, group["maximize"]
+        return (
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            0.0,
+            False,
+            group["maximize"],
+        )
 
 
 class FusedAdam(AdamFamily):
@@ -92,7 +103,13 @@ class FusedAdam(AdamFamily):
         decoupled_weight_decay: bool = False,
         **options: Unpack[AdamOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
         super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **options)
 
 
@@ -145,10 +162,18 @@ class FusedAdamW(AdamFamily):
         decay_at: str = "replica",
         **options: Unpack[AdamOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
         super().__init__(params, defaults, decay_at=decay_at, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            group["decoupled_weight_decay"] = True  # as torch.optim.AdamW, which also takes the state of an Adam
+            group["decoupled_weight_decay"] = (
+                True  # as torch.optim.AdamW, which also takes the state of an Adam
+            )
         super().__setstate__(state)

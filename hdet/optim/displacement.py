@@ -49,7 +49,9 @@ class LineWatch(VersionWatch):
     def __init__(self, lines: Lines, rho_of: Callable[[Tensor], Sequence[float]]) -> None:
         """`rho_of`: the multipliers of a parameter, one for each replica."""
         self.lines, self._rho_of = list(lines), rho_of
-        super().__init__(list(chain.from_iterable(state_sets(state, param) for param, state in self.lines)))
+        super().__init__(
+            list(chain.from_iterable(state_sets(state, param) for param, state in self.lines))
+        )
 
     def check(self) -> None:
         """Raises ValueError, before anything is changed, if replicas have left their line."""
@@ -58,7 +60,9 @@ class LineWatch(VersionWatch):
             self.refresh()
 
 
-def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly: bool = False) -> None:
+def take_over(
+    lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly: bool = False
+) -> None:
     """Replicas that were given the same values are together there. An element that is the base, rounded, stays it, unless `exactly`.
     Replicas that are apart on their line stay where they are.
 
@@ -68,8 +72,18 @@ def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly
     flags = []
     for param, state in lines:
         sets = state_sets(state, param)
-        on_line = [_alike(at(state, rho).to(own.dtype), own) for own, rho in zip(sets, rho_of(param), strict=True)]
-        flags.append(torch.stack((torch.stack(on_line).all(), torch.stack([_alike(own, param) for own in sets]).all())))
+        on_line = [
+            _alike(at(state, rho).to(own.dtype), own)
+            for own, rho in zip(sets, rho_of(param), strict=True)
+        ]
+        flags.append(
+            torch.stack(
+                (
+                    torch.stack(on_line).all(),
+                    torch.stack([_alike(own, param) for own in sets]).all(),
+                )
+            )
+        )
     read = torch.stack([pair.to(flags[0].device) for pair in flags]).tolist() if flags else []
     moved = []
     for (param, state), (fits, together) in zip(lines, read, strict=True):
@@ -84,4 +98,8 @@ def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly
         moved.append((param, state))
     for param, state in moved:
         value, base = param.detach().to(torch.float32), state["base"]
-        meet(param, state, value if exactly else torch.where(base.to(param.dtype) == param, base, value))
+        meet(
+            param,
+            state,
+            value if exactly else torch.where(base.to(param.dtype) == param, base, value),
+        )

@@ -27,19 +27,36 @@ class Averaging:
         self.tensors: list[Tensor] = []
         self.addresses: list[int] = []
 
-    def __call__(self, sets: list[list[Tensor]], masters: list[Column] | None, weights: Sequence[float], backend: str) -> None:
+    def __call__(
+        self,
+        sets: list[list[Tensor]],
+        masters: list[Column] | None,
+        weights: Sequence[float],
+        backend: str,
+    ) -> None:
         """`sets`: K lists of tensors; `masters` as they lie on this rank."""
         whole = list(chain.from_iterable(sets))
         sets = [shards.locals_of(column) for column in sets]
         params = list(chain.from_iterable(sets))
-        tensors = [*params, *(master for column in masters or () for master in column if master is not None)]
+        tensors = [
+            *params,
+            *(master for column in masters or () for master in column if master is not None),
+        ]
         addresses = lists.addresses(tensors)
-        if self.plan is None or addresses != self.addresses or not lists.same(tensors, self.tensors):
+        if (
+            self.plan is None
+            or addresses != self.addresses
+            or not lists.same(tensors, self.tensors)
+        ):
             laid = strides.laid_columns([*sets, *(masters or ())])
-            self.plan = kernels.average_plan(laid[: len(sets)], masters and laid[len(sets) :], backend)
+            self.plan = kernels.average_plan(
+                laid[: len(sets)], masters and laid[len(sets) :], backend
+            )
             self.tensors, self.addresses = tensors, addresses
         self.plan.average(weights)
-        torch.autograd.graph.increment_version(plans.with_shards([param for param in whole if not param.is_inference()]))
+        torch.autograd.graph.increment_version(
+            plans.with_shards([param for param in whole if not param.is_inference()])
+        )
 
 
 class ShardedClip:
@@ -56,11 +73,17 @@ class ShardedClip:
         self.norm: Tensor | None = None
         """0-d float32, of the unscaled gradients of the last step"""
 
-    def __call__(self, gradients: Sequence[Tensor | None], max_norm: float, options: StepOptions) -> StepOptions:
+    def __call__(
+        self, gradients: Sequence[Tensor | None], max_norm: float, options: StepOptions
+    ) -> StepOptions:
         """The options of a step on these gradients, which are those of this rank, with clipping and skipping in them."""
-        norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None], 2, dtype=torch.float64)
+        norms = torch._foreach_norm(
+            [gradient for gradient in gradients if gradient is not None], 2, dtype=torch.float64
+        )
         found, nothing = iter(norms), norms[0].new_zeros(())
-        all_norms = torch.stack([nothing if gradient is None else next(found) for gradient in gradients])
+        all_norms = torch.stack(
+            [nothing if gradient is None else next(found) for gradient in gradients]
+        )
         norm = self._sums(all_norms.square()).sum().sqrt()
         scale = options.grad_scale
         if scale is not None:
@@ -78,7 +101,9 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
     """The K tensors of a parameter."""
     made = list(copies)
     if count < 1 or len(made) != count or made[0] is not param:
-        raise ValueError(f"copies must give {count} tensors for a parameter, at least one, the parameter itself first; got {len(made)}")
+        raise ValueError(
+            f"copies must give {count} tensors for a parameter, at least one, the parameter itself first; got {len(made)}"
+        )
     for k, tensor in enumerate(made):
         if (tensor.shape, tensor.dtype, tensor.device) != (param.shape, param.dtype, param.device):
             raise ValueError(
@@ -91,12 +116,24 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
                 f"copy {k} of a parameter of shape {tuple(param.shape)} has the strides {own.stride()}, the parameter {first.stride()}: "
                 "replicas are alike; param.detach().clone() lies as param"
             )
-        shards.check_alike(tensor, param, f"copy {k} of a parameter", "replicas are alike; param.detach().clone() is laid out as param")
+        shards.check_alike(
+            tensor,
+            param,
+            f"copy {k} of a parameter",
+            "replicas are alike; param.detach().clone() is laid out as param",
+        )
     return made
 
 
-def values_to(destinations: Sequence[Tensor], params: Sequence[Tensor], masters: Column, backend: str) -> PairPlan:
+def values_to(
+    destinations: Sequence[Tensor], params: Sequence[Tensor], masters: Column, backend: str
+) -> PairPlan:
     """Operations from the float32 values of parameters, which are those of their masters where there are any, to other tensors."""
-    sources = [param if master is None or master.dtype == torch.int16 else master for param, master in zip(params, masters, strict=True)]
-    lowers = [master if master is not None and master.dtype == torch.int16 else None for master in masters]
+    sources = [
+        param if master is None or master.dtype == torch.int16 else master
+        for param, master in zip(params, masters, strict=True)
+    ]
+    lowers = [
+        master if master is not None and master.dtype == torch.int16 else None for master in masters
+    ]
     return kernels.pair_plan(sources, destinations, source_lowers=lowers, backend=backend)

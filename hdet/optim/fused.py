@@ -26,7 +26,17 @@ from . import group_checks as groups
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies
 from .moment_storage import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
-from .state import LINE_KEYS, MASTER_KEYS, REPLICA_KEYS, Layout, kept_masters, like_first, replicas_for, reset_master, state_sets
+from .state import (
+    LINE_KEYS,
+    MASTER_KEYS,
+    REPLICA_KEYS,
+    Layout,
+    kept_masters,
+    like_first,
+    replicas_for,
+    reset_master,
+    state_sets,
+)
 from .step_plans import Hyper, Member, Part, Planned
 
 # What a copy or a pickle keeps beside torch's parts.
@@ -136,7 +146,9 @@ class FusedOptimizer(Optimizer):
     _keys: ClassVar[tuple[str, ...]]  # what a parameter group must have
     _moments: ClassVar[tuple[str, ...]]
     _required: ClassVar[tuple[str, ...]]  # what a loaded state must have
-    _carried: ClassVar[dict[str, Any]]  # what torch's optimizer keeps in a group and this class does not use: states pass both ways
+    _carried: ClassVar[
+        dict[str, Any]
+    ]  # what torch's optimizer keeps in a group and this class does not use: states pass both ways
     _step_supports_amp_scaling = True
 
     multipliers: list[list[float]]
@@ -164,7 +176,9 @@ class FusedOptimizer(Optimizer):
         for key in carried.keys() - self._carried.keys():
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
         if decay_at != "replica" and self.rule in COUPLED:
-            raise TypeError(f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient")
+            raise TypeError(
+                f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient"
+            )
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
         self.backend, self.master_weights = backend, master_weights
@@ -177,7 +191,9 @@ class FusedOptimizer(Optimizer):
         self.first_replica = 0
         """number of replica 0 among all replicas of the run, for stochastic rounding"""
         self.multipliers = [[]]
-        self._sets: dict[Tensor, list[Tensor]] = {}  # of each parameter, in all replicas; empty for one
+        self._sets: dict[
+            Tensor, list[Tensor]
+        ] = {}  # of each parameter, in all replicas; empty for one
         self._forget()
         defaults = {**self._carried, **defaults, "maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
@@ -219,7 +235,11 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _OWN}
-        return {**super().__getstate__(), **own, "multipliers": [list(row) for row in self.multipliers]}
+        return {
+            **super().__getstate__(),
+            **own,
+            "multipliers": [list(row) for row in self.multipliers],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by load_state_dict.
@@ -228,7 +248,9 @@ class FusedOptimizer(Optimizer):
             for key, value in {**self._carried, "maximize": False}.items():
                 group.setdefault(key, value)
             if absent := [key for key in self._keys if key not in group]:
-                raise ValueError(f"{name} lacks {', '.join(absent)}: it is not that of a {type(self).__name__}")
+                raise ValueError(
+                    f"{name} lacks {', '.join(absent)}: it is not that of a {type(self).__name__}"
+                )
             self._check_group(group, name)
         if "defaults" not in state:
             state = {**state, "state": self._loaded_state(state["state"])}
@@ -238,7 +260,9 @@ class FusedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
-        handle = self.register_state_dict_post_hook(lambda _, saved: self._complete(saved), prepend=True)  # others see what it has made
+        handle = self.register_state_dict_post_hook(
+            lambda _, saved: self._complete(saved), prepend=True
+        )  # others see what it has made
         try:
             return super().state_dict()
         finally:
@@ -250,7 +274,12 @@ class FusedOptimizer(Optimizer):
         for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
             if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
-                state = {**state, **self._layout(param).missing(state, self._replicas_of(param), self._keeps_moments(group))}
+                state = {
+                    **state,
+                    **self._layout(param).missing(
+                        state, self._replicas_of(param), self._keeps_moments(group)
+                    ),
+                }
                 saved["state"][i] = state
             if are_coded(state):
                 saved["state"][i] = self._layout(param).saved(state, param)
@@ -274,7 +303,9 @@ class FusedOptimizer(Optimizer):
             held.update(final)
             return {**final, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(hold)  # the last one: it sees what others have made of the state
+        handle = self.register_load_state_dict_pre_hook(
+            hold
+        )  # the last one: it sees what others have made of the state
         self._held = held
         try:
             super().load_state_dict(state_dict)
@@ -297,12 +328,19 @@ class FusedOptimizer(Optimizer):
                 continue
             layout = self._layout(param)
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= layout.master_key(param) is None and not layout.on_line and any(name in entries for name in MASTER_KEYS)
+            dropped |= (
+                layout.master_key(param) is None
+                and not layout.on_line
+                and any(name in entries for name in MASTER_KEYS)
+            )
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
         if dropped:
-            warnings.warn("the loaded state has master weights, this optimizer keeps none: they are dropped", stacklevel=4)
+            warnings.warn(
+                "the loaded state has master weights, this optimizer keeps none: they are dropped",
+                stacklevel=4,
+            )
         with torch.no_grad():
             for destination, source in copies:
                 destination.copy_(source)
@@ -343,7 +381,9 @@ class FusedOptimizer(Optimizer):
                 if gradient is not None and gradient is not copied:
                     gradient.zero_()
         self._planned = planned
-        if self.zero_gradients and planned.sharded:  # a gradient that was reduced first has been zeroed where it was reduced to
+        if (
+            self.zero_gradients and planned.sharded
+        ):  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
                 if gradient is not None and shards.is_partial(gradient):
                     shards.local(gradient).zero_()
@@ -353,10 +393,16 @@ class FusedOptimizer(Optimizer):
         """What the plan of each part takes, checked as far as it does not check by itself."""
         return planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
 
-    def _options_of(self, planned: Planned, own: list[Tensor | None]) -> Callable[[torch.device], StepOptions]:
+    def _options_of(
+        self, planned: Planned, own: list[Tensor | None]
+    ) -> Callable[[torch.device], StepOptions]:
         """The options of a step on these gradients, by device. Of shards, and of what not all is stepped by kernels, the norm is taken here."""
         devices = {part.device for _, part in planned.active}
-        if self._max_grad_norm is None or len(devices) != 1 or not (planned.sharded or planned.by_torch):
+        if (
+            self._max_grad_norm is None
+            or len(devices) != 1
+            or not (planned.sharded or planned.by_torch)
+        ):
             self._clip = None  # no norm is found, or a plan finds it
             return self._options
         planned.check(own)
@@ -378,7 +424,11 @@ class FusedOptimizer(Optimizer):
     @property
     def step_skipped(self) -> Tensor | None:
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
-        return self._planned.active[0][1].plan.skipped if self._planned and self._planned.active else None
+        return (
+            self._planned.active[0][1].plan.skipped
+            if self._planned and self._planned.active
+            else None
+        )
 
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
@@ -388,7 +438,9 @@ class FusedOptimizer(Optimizer):
         One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
         """
         if self._planned is None:
-            raise RuntimeError("write_hyperparameters() needs a step before: there is no table to write to")
+            raise RuntimeError(
+                "write_hyperparameters() needs a step before: there is no table to write to"
+            )
         if self._planned.sharded and self._max_grad_norm is not None:
             raise RuntimeError(
                 "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, outside of the table; set "
@@ -418,26 +470,39 @@ class FusedOptimizer(Optimizer):
         if self._on_line:
             self._take_over()
             known = {param: state for param, state in self._lines() if param.dtype != torch.float32}
-            return [displacement.at(known[p], self._rho_of(p)[replica]) if p in known else None for p in params]
+            return [
+                displacement.at(known[p], self._rho_of(p)[replica]) if p in known else None
+                for p in params
+            ]
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
         kept = [kept_masters(self.state.get(param, {})) for param in params]
-        return [shards.local(masters[replica]) if replica < len(masters) else None for masters in kept]
+        return [
+            shards.local(masters[replica]) if replica < len(masters) else None for masters in kept
+        ]
 
     def _take_over(self) -> None:
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            self._watch([(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+            self._watch(
+                [(param, self.state[param]) for param in self._listed() if param in self.state]
+            ).check()
 
     def _lines(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [(param, self.state[param]) for param in self._listed() if "base" in self.state.get(param, {})]
+        return [
+            (param, self.state[param])
+            for param in self._listed()
+            if "base" in self.state.get(param, {})
+        ]
 
     # -- replicas on one device ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters") -> None:
+    def set_replicas(
+        self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters"
+    ) -> None:
         """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
 
         copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
@@ -449,14 +514,20 @@ class FusedOptimizer(Optimizer):
         self.check_storage(storage, count)
         self.num_replicas, self._sets, self.storage = count, sets if count > 1 else {}, storage
         for param in sets:
-            state = self.state[param] if param in self.state or (count > 1 and param.requires_grad) else {}
+            state = (
+                self.state[param]
+                if param in self.state or (count > 1 and param.requires_grad)
+                else {}
+            )
             for key in (*REPLICA_KEYS, *LINE_KEYS):
                 state.pop(key, None)
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
                 if masters := kept_masters(state):
                     first, master = shards.local(param), shards.local(masters[0])
-                    made = [like_first(shards.local(copy), first, master) for copy in sets[param][1:]]
+                    made = [
+                        like_first(shards.local(copy), first, master) for copy in sets[param][1:]
+                    ]
                     state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
@@ -473,29 +544,47 @@ class FusedOptimizer(Optimizer):
         Raises ValueError, by name, for what would take replicas off their line.
         """
         if storage not in ("parameters", "displacement"):
-            raise ValueError(f'storage={storage!r} is unknown; choose "parameters" or "displacement"')
+            raise ValueError(
+                f'storage={storage!r} is unknown; choose "parameters" or "displacement"'
+            )
         if storage == "parameters":
             return
         if count < 2:
-            raise ValueError(f'storage="displacement" is for several replicas, not {count}: use storage="parameters"')
+            raise ValueError(
+                f'storage="displacement" is for several replicas, not {count}: use storage="parameters"'
+            )
         if self.master_weights is not None:
             raise ValueError(
                 f'storage="displacement" keeps a float32 base, of which all replicas are rounded: construct the optimizer without '
                 f"master_weights={self.master_weights!r}"
             )
         if self.moment_dtype == EIGHT_BIT:
-            raise ValueError('storage="displacement" keeps no moments in 8 bits: use moment_dtype=torch.bfloat16, or storage="parameters"')
+            raise ValueError(
+                'storage="displacement" keeps no moments in 8 bits: use moment_dtype=torch.bfloat16, or storage="parameters"'
+            )
         if any(map(shards.is_sharded, self._listed())):
-            raise ValueError('storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"')
+            raise ValueError(
+                'storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"'
+            )
         for g, group in enumerate(self.param_groups):
-            if (decay := float(group["weight_decay"])) != 0 and (self.rule in COUPLED or self.decay_at != "base"):
-                remedy = "set it to 0" if self.rule in COUPLED else "construct the optimizer with decay_at='base'"
-                raise ValueError(f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}')
+            if (decay := float(group["weight_decay"])) != 0 and (
+                self.rule in COUPLED or self.decay_at != "base"
+            ):
+                remedy = (
+                    "set it to 0"
+                    if self.rule in COUPLED
+                    else "construct the optimizer with decay_at='base'"
+                )
+                raise ValueError(
+                    f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}'
+                )
 
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
         if not 0 <= k < self.num_replicas:
-            raise ValueError(f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0")
+            raise ValueError(
+                f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0"
+            )
         return [self._replicas_of(param)[k] for param in self._listed()]
 
     @torch.no_grad()
@@ -507,11 +596,17 @@ class FusedOptimizer(Optimizer):
         if self.num_replicas == 1:
             return
         met = self._meet(shares) if self._on_line else set()
-        moving = [param for param in self._listed() if param.requires_grad or "step" in self.state.get(param, {})]
+        moving = [
+            param
+            for param in self._listed()
+            if param.requires_grad or "step" in self.state.get(param, {})
+        ]
         params = [param for param in moving if param not in met]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
-            sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
+            sets = [
+                [self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)
+            ]
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
@@ -528,7 +623,9 @@ class FusedOptimizer(Optimizer):
             torch.autograd.graph.increment_version(planned.writes)
         for param, state in lines:
             if param not in stepped:
-                displacement.meet(param, state, displacement.at(state, mean_rho(self._rho_of(param), shares)))
+                displacement.meet(
+                    param, state, displacement.at(state, mean_rho(self._rho_of(param), shares))
+                )
         return {param for param, _ in lines}
 
     # -- planning --------------------------------------------------------------------------------------------------------
@@ -546,15 +643,25 @@ class FusedOptimizer(Optimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         """How the state of a parameter is stored."""
-        return Layout(self._moments, self._required, dtype_for(self.moment_dtype, param), self.master_weights, self._on_line)
+        return Layout(
+            self._moments,
+            self._required,
+            dtype_for(self.moment_dtype, param),
+            self.master_weights,
+            self._on_line,
+        )
 
     def _hypers(self) -> list[Hyper]:
         count = len(self.param_groups)
         if len(self.multipliers) != self.num_replicas:
-            raise ValueError(f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: multipliers[replica][group]")
+            raise ValueError(
+                f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: multipliers[replica][group]"
+            )
         for k, row in enumerate(self.multipliers):
             if len(row) != count:
-                raise ValueError(f"multipliers[{k}] has {len(row)} entries for {count} parameter groups")
+                raise ValueError(
+                    f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
+                )
         return [self._hyper(group) for group in self.param_groups]
 
     @property
@@ -565,17 +672,27 @@ class FusedOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not float(value) > 0:
-            raise ValueError(f"max_grad_norm={value} must be positive; math.inf measures without clipping, None takes no norm")
+            raise ValueError(
+                f"max_grad_norm={value} must be positive; math.inf measures without clipping, None takes no norm"
+            )
         self._max_grad_norm = None if value is None else float(value)
 
     def _options(self, device: torch.device) -> StepOptions:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set by torch's GradScaler
+        scale, found = (
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+        )  # set by torch's GradScaler
         norm, zero = self._max_grad_norm or 0.0, bool(self.zero_gradients)
         if scale is None and found is None:
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        return StepOptions(plans.scalar(scale, device), plans.scalar(found, device), max_norm=norm, zero_gradients=zero)
+        return StepOptions(
+            plans.scalar(scale, device),
+            plans.scalar(found, device),
+            max_norm=norm,
+            zero_gradients=zero,
+        )
 
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         """A plan is for all parameters that have had a gradient since the last change of tensors, so that each is planned for once."""
@@ -587,23 +704,43 @@ class FusedOptimizer(Optimizer):
                 return planned
             kept = planned.places
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
-        return self._plan(params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept)))
+            raise RuntimeError(
+                "this step has not been planned yet: run one step with the same parameters before capturing it"
+            )
+        return self._plan(
+            params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept))
+        )
 
-    def _plan(self, params: list[Tensor], sizes: list[int], kinds: list[bool], chosen: list[int]) -> Planned:
+    def _plan(
+        self, params: list[Tensor], sizes: list[int], kinds: list[bool], chosen: list[int]
+    ) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
         members, entries = {}, {}
         for i in chosen:
             kept, sets = self.state.get(params[i], {}), self._replicas_of(params[i])
-            entries[i] = self._layout(params[i]).missing(kept, sets, self._keeps_moments(self.param_groups[group_of[i]]))
-            state = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
+            entries[i] = self._layout(params[i]).missing(
+                kept, sets, self._keeps_moments(self.param_groups[group_of[i]])
+            )
+            state = {
+                key: value for key, value in {**kept, **entries[i]}.items() if value is not None
+            }
             members[i] = Member(group_of[i], sets, state)
         by_device = plans.by_device(params, chosen).items()
-        parts = [part for device, places in by_device for part in self._parts(device, {i: members[i] for i in places})]
+        parts = [
+            part
+            for device, places in by_device
+            for part in self._parts(device, {i: members[i] for i in places})
+        ]
         parts.sort(key=lambda part: part.by_torch)  # last: kernels may still refuse
-        others = [(param, self.state[param]) for i, param in enumerate(params) if i not in members and param in self.state]
-        watch = self._watch([*((params[i], member.state) for i, member in members.items()), *others])
+        others = [
+            (param, self.state[param])
+            for i, param in enumerate(params)
+            if i not in members and param in self.state
+        ]
+        watch = self._watch(
+            [*((params[i], member.state) for i, member in members.items()), *others]
+        )
         return Planned(params, sizes, kinds, parts, members, entries, watch, self.state)
 
     def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
@@ -611,14 +748,24 @@ class FusedOptimizer(Optimizer):
         kernels.select(self.backend, device)
         places, chosen = list(members), list(members.values())
         numbers, groups_of = plans.numbered([member.group for member in chosen])
-        own = [strides.laid_state(shards.local_state(state, sets[0]), shards.local(sets[0])) for _, sets, state in chosen]
+        own = [
+            strides.laid_state(shards.local_state(state, sets[0]), shards.local(sets[0]))
+            for _, sets, state in chosen
+        ]
         keeps = [self._keeps_moments(self.param_groups[member.group]) for member in chosen]
         tensors = self._tensors([member.sets for member in chosen], own, numbers, keeps, places)
-        plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
+        plan = (
+            self._line_plan(tensors, own)
+            if self._on_line
+            else kernels.step_plan(tensors, self.backend)
+        )
         return [Part(plan, places, groups_of, device)]
 
     def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]]) -> RankOnePlan:
-        t, (bases, displacements, scales) = tensors, ([state[key] for state in states] for key in LINE_KEYS)
+        t, (bases, displacements, scales) = (
+            tensors,
+            ([state[key] for state in states] for key in LINE_KEYS),
+        )
         line = RankOneTensors(
             t.rule,
             bases,
@@ -638,7 +785,9 @@ class FusedOptimizer(Optimizer):
     def _watch(self, states: Sequence[tuple[Tensor, dict[str, Any]]]) -> lists.VersionWatch:
         if not self._on_line:
             return plans.Watch(states)
-        return displacement.LineWatch([(param, state) for param, state in states if "base" in state], self._rho_of)
+        return displacement.LineWatch(
+            [(param, state) for param, state in states if "base" in state], self._rho_of
+        )
 
     @property
     def _on_line(self) -> bool:
@@ -646,11 +795,20 @@ class FusedOptimizer(Optimizer):
 
     def _rho_of(self, param: Tensor) -> list[float]:
         """The multipliers of a parameter, one for each replica, as the kernels read them."""
-        group = next(g for g, group in enumerate(self.param_groups) if any(param is p for p in group["params"]))
+        group = next(
+            g
+            for g, group in enumerate(self.param_groups)
+            if any(param is p for p in group["params"])
+        )
         return [float(row[group]) for row in self.multipliers]
 
     def _tensors(
-        self, sets: list[list[Tensor]], states: list[dict[str, Any]], groups: list[int], keeps: list[bool], places: list[int]
+        self,
+        sets: list[list[Tensor]],
+        states: list[dict[str, Any]],
+        groups: list[int],
+        keeps: list[bool],
+        places: list[int],
     ) -> StepTensors:
         """What one plan works on. `states`: as they lie on this rank, in its memory's order. `keeps`: has the tensor moments? `places`: its number among all
         parameters."""
@@ -686,4 +844,6 @@ class FusedOptimizer(Optimizer):
 
 def _as_stored(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copies of those whose memory has gaps or another order, or holds the opposite of their values."""
-    return [None if gradient is None else gradient.resolve_neg().contiguous() for gradient in gradients]
+    return [
+        None if gradient is None else gradient.resolve_neg().contiguous() for gradient in gradients
+    ]

@@ -18,7 +18,9 @@ def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) ->
     for key in keys:
         value = group[key]
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{key} of {name} must be a number or a one-element tensor, got the shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{key} of {name} must be a number or a one-element tensor, got the shape {tuple(value.shape)}"
+            )
         if not 0.0 <= float(value) < math.inf:
             raise ValueError(f"{key}={float(value)} of {name} must be finite and not negative")
 
@@ -34,24 +36,36 @@ def check_off(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: 
     for key in keys:
         if group.get(key):
             instead = optimizer.removeprefix("Fused")
-            raise ValueError(f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use torch.optim.{instead} for it")
+            raise ValueError(
+                f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use torch.optim.{instead} for it"
+            )
 
 
 def check_params(params: Any, name: str) -> None:
     """Refuses parameters at once that no step could update. Frozen ones may have any dtype."""
     entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
     for i, entry in enumerate(entries):
-        param = entry[1] if isinstance(entry, tuple) else entry  # torch also takes (name, parameter)
+        param = (
+            entry[1] if isinstance(entry, tuple) else entry
+        )  # torch also takes (name, parameter)
         if isinstance(param, Tensor) and param.requires_grad and param.dtype not in FLOATS:
-            raise TypeError(f"parameter {i} of {name} has the dtype {param.dtype}; supported are {', '.join(map(str, FLOATS))}")
+            raise TypeError(
+                f"parameter {i} of {name} has the dtype {param.dtype}; supported are {', '.join(map(str, FLOATS))}"
+            )
 
 
-def check_storage(master_weights: object, moment_dtype: object, seed: object, decay_at: object) -> None:
+def check_storage(
+    master_weights: object, moment_dtype: object, seed: object, decay_at: object
+) -> None:
     """The arguments that say how the state is kept."""
     if master_weights not in (None, "fp32", "split"):
-        raise ValueError(f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"')
+        raise ValueError(
+            f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"'
+        )
     if moment_dtype not in (None, torch.float32, torch.bfloat16, EIGHT_BIT):
-        raise ValueError(f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None), torch.bfloat16 or {EIGHT_BIT!r}")
+        raise ValueError(
+            f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None), torch.bfloat16 or {EIGHT_BIT!r}"
+        )
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
     if decay_at not in ("replica", "base"):

@@ -54,7 +54,9 @@ absent: Callable[[list[Any]], list[int]] = getattr(_NATIVE, "absent", _absent)
 contents: Callable[[dict[Any, Any]], list[Any]] = getattr(_NATIVE, "contents", _contents)
 """all keys and values of a dictionary, and of the dictionaries in it"""
 
-same_contents: Callable[[dict[Any, Any], list[Any]], bool] = getattr(_NATIVE, "same_contents", _same_contents)
+same_contents: Callable[[dict[Any, Any], list[Any]], bool] = getattr(
+    _NATIVE, "same_contents", _same_contents
+)
 """Would `contents` be a list of these objects?"""
 
 
@@ -75,7 +77,11 @@ class Addresses:
 
 def note_addresses(tensors: list[Tensor]) -> Any:
     """Addresses, in C++ where that can be."""
-    noted = None if _NATIVE is None else _NATIVE.Addresses(getattr(Tensor, "__dlpack_c_exchange_api__", None), tensors)
+    noted = (
+        None
+        if _NATIVE is None
+        else _NATIVE.Addresses(getattr(Tensor, "__dlpack_c_exchange_api__", None), tensors)
+    )
     return noted if noted is not None and noted.usable else Addresses(tensors)
 
 
@@ -97,7 +103,9 @@ class UsualGradients:
 
     def are(self, gradients: list[Any]) -> bool:
         """False also for the first list, and without the native module."""
-        if self._native is None or any(gradient is not None and gradient.is_neg() for gradient in gradients):
+        if self._native is None or any(
+            gradient is not None and gradient.is_neg() for gradient in gradients
+        ):
             return False
         changes = self._native.read(gradients)
         return bool(changes != self._native.UNUSUAL and not changes & self._native.RETYPED)

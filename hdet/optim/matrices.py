@@ -62,7 +62,9 @@ def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
     states = [matrix.state for matrix in matrices]
     sets = [[matrix.sets[k] for matrix in matrices] for k in range(num_replicas)]
     if any(tensor.is_inference() for tensor in chain.from_iterable(sets)):
-        raise ValueError("a matrix was made in inference mode, where torch lets nobody write to it: use .clone() outside of it")
+        raise ValueError(
+            "a matrix was made in inference mode, where torch lets nobody write to it: use .clone() outside of it"
+        )
     check_step_tensors(
         StepTensors(
             "lion",  # which keeps one moment, as Muon
@@ -106,7 +108,9 @@ def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
     """What the rate of a matrix of `shape` (..., m, n) is multiplied by. torch.optim.Muon's `adjust_lr_fn`."""
     rows, columns = shape[-2:]
-    if adjust == "match_rms_adamw":  # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
+    if (
+        adjust == "match_rms_adamw"
+    ):  # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / max(1, columns)))
 
@@ -133,13 +137,22 @@ class MatrixStep:
         self.stochastic, self.first_replica = stochastic, first_replica
         self.skip = None if options.found_inf is None else options.found_inf.reshape(()) != 0
         scale = options.grad_scale
-        self.scale = None if scale is None else (1.0 / scale.reshape(()).to(wide_dtype(scale.device))).float()
+        self.scale = (
+            None
+            if scale is None
+            else (1.0 / scale.reshape(()).to(wide_dtype(scale.device))).float()
+        )
         self.zero = options.zero_gradients
 
     def whole(self, batch: Sequence[Matrix]) -> None:
         """Directions and updates of a batch that this rank has all of."""
         how = self.rows[batch[0].group].how
-        self.update(batch, orthogonalise(self.directions(batch), how, self.backend, skip=self.skip, dtype=torch.float32))
+        self.update(
+            batch,
+            orthogonalise(
+                self.directions(batch), how, self.backend, skip=self.skip, dtype=torch.float32
+            ),
+        )
 
     def end(self, matrices: Sequence[Matrix]) -> None:
         """All of them are updated: counters and gradients."""
@@ -154,7 +167,10 @@ class MatrixStep:
     def directions(self, matrices: Sequence[Matrix]) -> list[Tensor]:
         """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank. Momentum in
         8 bits is decoded and encoded by torch's calls, which is little beside Newton-Schulz."""
-        momentum, nesterov, maximize = (getattr(self.rows[matrices[0].group].settings, key) for key in ("beta1", "nesterov", "maximize"))
+        momentum, nesterov, maximize = (
+            getattr(self.rows[matrices[0].group].settings, key)
+            for key in ("beta1", "nesterov", "maximize")
+        )
         gradients = wide([self.gradients[matrix.place] for matrix in matrices])
         if self.scale is not None:
             gradients = list(torch._foreach_mul(gradients, self.scale))
@@ -164,7 +180,12 @@ class MatrixStep:
         if self.skip is None and all(buffer.dtype == torch.float32 for buffer in new):
             torch._foreach_lerp_(new, gradients, 1.0 - momentum)
         else:
-            old = wide([values_of_moment("momentum_buffer", matrix.state, signed=True) for matrix in matrices])
+            old = wide(
+                [
+                    values_of_moment("momentum_buffer", matrix.state, signed=True)
+                    for matrix in matrices
+                ]
+            )
             new = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
             self._keep(matrices, new)
         return list(torch._foreach_lerp(gradients, new, momentum)) if nesterov else new
@@ -174,7 +195,9 @@ class MatrixStep:
         pairs = [
             (matrix.state[key], made)
             for matrix, after in zip(matrices, momenta, strict=True)
-            for key, made in entries("momentum_buffer", after, matrix.state["momentum_buffer"].dtype, signed=True).items()
+            for key, made in entries(
+                "momentum_buffer", after, matrix.state["momentum_buffer"].dtype, signed=True
+            ).items()
             if made is not None
         ]
         if self.skip is None:
@@ -198,23 +221,48 @@ class MatrixStep:
                 decay = 1.0 - (float(s.lr) if s.decay_at_base else rate) * s.weight_decay
                 self._step(k, members, ways, decay, rate * adjusted)
 
-    def _step(self, k: int, matrices: Sequence[Matrix], directions: list[Tensor], decay: float, rate: float) -> None:
+    def _step(
+        self,
+        k: int,
+        matrices: Sequence[Matrix],
+        directions: list[Tensor],
+        decay: float,
+        rate: float,
+    ) -> None:
         """p = p * decay - rate * direction, of replica k."""
         params = [matrix.sets[k] for matrix in matrices]
         masters = [matrix.masters[k] for matrix in matrices]
-        values = values_of(params, masters).tensors  # float32 parameters and masters are these themselves
+        values = values_of(
+            params, masters
+        ).tensors  # float32 parameters and masters are these themselves
         if self.skip is None:
             torch._foreach_mul_(values, decay)
         else:  # directions are zeros then
-            torch._foreach_mul_(values, torch.full((), decay, dtype=torch.float32, device=self.skip.device).masked_fill_(self.skip, 1.0))
+            torch._foreach_mul_(
+                values,
+                torch.full((), decay, dtype=torch.float32, device=self.skip.device).masked_fill_(
+                    self.skip, 1.0
+                ),
+            )
         torch._foreach_add_(values, directions, alpha=-rate)
         copies: list[tuple[Tensor, Tensor]] = []
         for matrix, value, param, master in zip(matrices, values, params, masters, strict=True):
             if self.stochastic is not None and param.dtype == torch.bfloat16 and master is None:
-                words = rounding.random_words(self.stochastic, matrix.state["step"] + 1, self.first_replica + k, matrix.place, value)
+                words = rounding.random_words(
+                    self.stochastic,
+                    matrix.state["step"] + 1,
+                    self.first_replica + k,
+                    matrix.place,
+                    value,
+                )
                 rounded = rounding.stochastic_bfloat16(value, words & 0xFFFF)
                 # a value that is not moved is not rounded anew, as it is exact
-                copies.append((param, rounded if self.skip is None else torch.where(self.skip, param, rounded)))
+                copies.append(
+                    (
+                        param,
+                        rounded if self.skip is None else torch.where(self.skip, param, rounded),
+                    )
+                )
             elif master is not None and master.dtype == torch.int16:
                 store(value, param, master)
             elif param.dtype != torch.float32:

@@ -40,14 +40,18 @@ def zeros(name: str, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The entries of a moment before the first step."""
     made = {name: torch.zeros_like(param.detach(), dtype=dtype)}
     if dtype == CODES:
-        made[scale_key(name)] = torch.zeros(count_scales(param.numel()), dtype=torch.float32, device=param.device)
+        made[scale_key(name)] = torch.zeros(
+            count_scales(param.numel()), dtype=torch.float32, device=param.device
+        )
     return made
 
 
 def values_of(name: str, state: Mapping[str, Any], signed: bool) -> Tensor:
     """A moment as it is stored; codes as float32."""
     kept: Tensor = state[name]
-    return decode(kept, _scales(name, state).to(kept.device), signed) if kept.dtype == CODES else kept
+    return (
+        decode(kept, _scales(name, state).to(kept.device), signed) if kept.dtype == CODES else kept
+    )
 
 
 def _scales(name: str, state: Mapping[str, Any]) -> Tensor:
@@ -59,7 +63,9 @@ def _scales(name: str, state: Mapping[str, Any]) -> Tensor:
     return scales
 
 
-def entries(name: str, values: Tensor, dtype: torch.dtype, signed: bool) -> dict[str, Tensor | None]:
+def entries(
+    name: str, values: Tensor, dtype: torch.dtype, signed: bool
+) -> dict[str, Tensor | None]:
     """The entries of a moment with these values, on their device and as they lie; None: the entry must go."""
     if dtype == CODES:
         return dict(zip((name, scale_key(name)), encode(values.float(), signed), strict=True))

@@ -30,7 +30,16 @@ from .step_plans import Hyper, Member, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
 _KEYS = {
-    True: ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    True: (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+        "adjust_lr_fn",
+    ),
     False: ("lr", "betas", "eps", "weight_decay"),
 }
 """what a group must have, by its `use_muon`"""
@@ -111,11 +120,30 @@ class FusedMuon(FusedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16 or None")
+            raise ValueError(
+                f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16 or None"
+            )
         self.ns_dtype = ns_dtype
-        values = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
-        adamw = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
-        self._kinds: dict[bool, dict[str, Any]] = {True: dict(zip(_KEYS[True], values, strict=True)), False: adamw}
+        values = (
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
+        adamw = {
+            "lr": adamw_lr,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+            "weight_decay": adamw_weight_decay,
+        }
+        self._kinds: dict[bool, dict[str, Any]] = {
+            True: dict(zip(_KEYS[True], values, strict=True)),
+            False: adamw,
+        }
         for use, kind in self._kinds.items():
             self._check_group({**kind, "use_muon": use}, "the defaults")
         super().__init__(split_groups(params, use_muon), {}, decay_at=decay_at, **options)
@@ -126,10 +154,14 @@ class FusedMuon(FusedOptimizer):
         """Adds a group, which says use_muon; the other settings are those of the constructor where it does not say them."""
         use = param_group.get("use_muon")
         if not isinstance(use, bool):
-            raise ValueError(f"use_muon of parameter group {len(self.param_groups)} is {use!r}: say True (matrices) or False (AdamW)")
+            raise ValueError(
+                f"use_muon of parameter group {len(self.param_groups)} is {use!r}: say True (matrices) or False (AdamW)"
+            )
         name = "muon" if use else "adamw"
         free = all(group.get("name") != name for group in self.param_groups)
-        super().add_param_group({**self._kinds[use], **({"name": name} if free else {}), **param_group})
+        super().add_param_group(
+            {**self._kinds[use], **({"name": name} if free else {}), **param_group}
+        )
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         use = group.get("use_muon")
@@ -145,9 +177,27 @@ class FusedMuon(FusedOptimizer):
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         if group["use_muon"]:
-            return group["lr"], group["momentum"], 0.0, group["eps"], group["weight_decay"], 0.0, group["nesterov"], group["maximize"]
+            return (
+                group["lr"],
+                group["momentum"],
+                0.0,
+                group["eps"],
+                group["weight_decay"],
+                0.0,
+                group["nesterov"],
+                group["maximize"],
+            )
         beta1, beta2 = group["betas"]
-        return group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 0.0, False, group["maximize"]
+        return (
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            0.0,
+            False,
+            group["maximize"],
+        )
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
@@ -158,21 +208,34 @@ class FusedMuon(FusedOptimizer):
         ours = getattr(self, "param_groups", [])  # none while a copy is made
         for i, group in enumerate(state["param_groups"]):
             name = f"parameter group {i} of the loaded state"
-            use = group.setdefault("use_muon", "ns_steps" in group)  # torch's optimizers do not say it
+            use = group.setdefault(
+                "use_muon", "ns_steps" in group
+            )  # torch's optimizers do not say it
             if absent := [key for key in _KEYS[bool(use)] if key not in group]:
-                raise ValueError(f"{name} lacks {', '.join(absent)}: it is not that of torch.optim.{'Muon' if use else 'AdamW'}")
+                raise ValueError(
+                    f"{name} lacks {', '.join(absent)}: it is not that of torch.optim.{'Muon' if use else 'AdamW'}"
+                )
             if i < len(ours):
                 if use != ours[i]["use_muon"]:
-                    raise ValueError(f"use_muon={use} of {name}, but that of this optimizer's is {not use}: give its groups in this order")
+                    raise ValueError(
+                        f"use_muon={use} of {name}, but that of this optimizer's is {not use}: give its groups in this order"
+                    )
                 if "name" in ours[i]:
                     group.setdefault("name", ours[i]["name"])
         super().__setstate__(state)
 
     def _layout(self, param: Tensor) -> Layout:
-        of_matrix = any(param is p for group in self.param_groups if group["use_muon"] for p in group["params"])
+        of_matrix = any(
+            param is p for group in self.param_groups if group["use_muon"] for p in group["params"]
+        )
         if not of_matrix:
             return super()._layout(param)
-        return Layout(("momentum_buffer",), ("momentum_buffer",), dtype_for(self.moment_dtype, param), self.master_weights)
+        return Layout(
+            ("momentum_buffer",),
+            ("momentum_buffer",),
+            dtype_for(self.moment_dtype, param),
+            self.master_weights,
+        )
 
     def check_storage(self, storage: str, count: int) -> None:
         """Raises ValueError for anything but "parameters": replicas of matrices are not kept as a base and a displacement."""
@@ -186,7 +249,10 @@ class FusedMuon(FusedOptimizer):
 
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         made = super()._settings_of(planned)
-        return [self._rows(part, row) if part.by_torch else row for part, row in zip(planned.parts, made, strict=True)]
+        return [
+            self._rows(part, row) if part.by_torch else row
+            for part, row in zip(planned.parts, made, strict=True)
+        ]
 
     def _rows(self, part: Part, settings: Sequence[StepSettings]) -> list[Row]:
         """What the groups of matrices say, checked: it may have been written to."""
@@ -195,10 +261,13 @@ class FusedMuon(FusedOptimizer):
             group, name = self.param_groups[i], f"parameter group {i}"
             _check_muon(group, name)
             if isinstance(s.lr, Tensor):
-                raise ValueError(f"lr of {name} is a tensor on {part.device}, which a step of matrices would wait for: give it as a number")
+                raise ValueError(
+                    f"lr of {name} is a tensor on {part.device}, which a step of matrices would wait for: give it as a number"
+                )
             check_group(s, "adamw", self.num_replicas, part.device, name)
             dtype = self._dtype_on(part.device)
-            how = Iteration(tuple(map(float, group["ns_coefficients"])), int(group["ns_steps"]), float(group["eps"]), dtype)  # type: ignore[arg-type]
+            a, b, c = map(float, group["ns_coefficients"])
+            how = Iteration((a, b, c), int(group["ns_steps"]), float(group["eps"]), dtype)
             made.append(Row(s, how, group["adjust_lr_fn"]))
         return made
 
@@ -208,13 +277,17 @@ class FusedMuon(FusedOptimizer):
 
     def write_hyperparameters(self) -> None:
         """Raises RuntimeError: a step of matrices cannot be captured."""
-        raise RuntimeError("write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does not support: call step()")
+        raise RuntimeError(
+            "write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does not support: call step()"
+        )
 
     # -- planning --------------------------------------------------------------------------------------------------------
 
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it")
+            raise RuntimeError(
+                "FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it"
+            )
         return super()._plan_for(params, absent)
 
     def _kind(self, group: dict[str, Any]) -> bool:
@@ -227,22 +300,45 @@ class FusedMuon(FusedOptimizer):
         made = super()._parts(device, kinds[False]) if kinds[False] else []
         if chosen := kinds[True]:
             numbers, groups_of = plans.numbered([member.group for member in chosen.values()])
-            matrices = [self._matrix(i, number, sets, state) for number, (i, (_, sets, state)) in zip(numbers, chosen.items(), strict=True)]
+            matrices = [
+                self._matrix(i, number, sets, state)
+                for number, (i, (_, sets, state)) in zip(numbers, chosen.items(), strict=True)
+            ]
             seed = self.seed if self.stochastic_rounding else None
-            plan = MatrixPlan(matrices, self.num_replicas, self._dtype_on(device), self.backend, seed, self.first_replica)
-            tensors = (t for _, sets, state in chosen.values() for t in (*sets, *kept_masters(state), *state.values()))
+            plan = MatrixPlan(
+                matrices,
+                self.num_replicas,
+                self._dtype_on(device),
+                self.backend,
+                seed,
+                self.first_replica,
+            )
+            tensors = (
+                t
+                for _, sets, state in chosen.values()
+                for t in (*sets, *kept_masters(state), *state.values())
+            )
             watched = [t for t in tensors if isinstance(t, Tensor)]
             made.append(Part(plan, list(chosen), groups_of, device, watched, by_torch=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
-        check_apart((f"parameter {i}", tensor) for i, member in members.items() for tensor in shards.locals_of(member.sets))
+        check_apart(
+            (f"parameter {i}", tensor)
+            for i, member in members.items()
+            for tensor in shards.locals_of(member.sets)
+        )
         return made
 
     def _matrix(self, place: int, group: int, sets: list[Tensor], whole: dict[str, Any]) -> Matrix:
         param = sets[0]
         own, state = shards.locals_of(sets), shards.local_state(whole, param)
         order = None if shards.is_sharded(param) else strides.memory_order(param)
-        if order is not None and order[:-2] == tuple(range(param.ndim - 2)):  # transposed: so is its direction
-            own, state = [strides.laid(tensor, order) for tensor in own], strides.laid_state(state, param)
+        if order is not None and order[:-2] == tuple(
+            range(param.ndim - 2)
+        ):  # transposed: so is its direction
+            own, state = (
+                [strides.laid(tensor, order) for tensor in own],
+                strides.laid_state(state, param),
+            )
         return Matrix(place, group, param, own, kept_masters(state) or [None] * len(sets), state)
 
 
@@ -256,4 +352,6 @@ def _check_muon(group: Mapping[str, Any], name: str) -> None:
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps={steps!r} of {name} must be a whole number from 1 to 99")
     if group["adjust_lr_fn"] not in _ADJUST:
-        raise ValueError(f'adjust_lr_fn={group["adjust_lr_fn"]!r} of {name} is unknown; choose "original" (or None) or "match_rms_adamw"')
+        raise ValueError(
+            f'adjust_lr_fn={group["adjust_lr_fn"]!r} of {name} is unknown; choose "original" (or None) or "match_rms_adamw"'
+        )

@@ -37,7 +37,12 @@ def work(shape: torch.Size | tuple[int, ...]) -> int:
 
 
 def orthogonalise(
-    matrices: list[Tensor], how: Iteration, backend: str = "auto", *, skip: Tensor | None = None, dtype: torch.dtype | None = None
+    matrices: list[Tensor],
+    how: Iteration,
+    backend: str = "auto",
+    *,
+    skip: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """The directions of some matrices: list of (..., m, n) -> list of the same shapes, contiguous, in `dtype`, by default `how.dtype`.
 
@@ -48,7 +53,9 @@ def orthogonalise(
     standing = [matrix for matrix in matrices if _stands(matrix)]
     short, long = sorted(matrices[0].shape[-2:])
     cut = _count(lying)
-    batch = torch.empty(cut + _count(standing), short, long, dtype=how.dtype, device=matrices[0].device)
+    batch = torch.empty(
+        cut + _count(standing), short, long, dtype=how.dtype, device=matrices[0].device
+    )
     if lying:
         torch._foreach_copy_(_parts(batch[:cut], lying), lying)
     if standing:  # turned together: one by one they would be as many launches on a GPU
@@ -60,7 +67,9 @@ def orthogonalise(
     if skip is not None:
         batch.masked_fill_(skip, 0.0)
     dtype = dtype or how.dtype
-    turned = batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()  # one copy, whether the type changes or not
+    turned = (
+        batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    )  # one copy, whether the type changes or not
     made = iter(_parts(batch[:cut].to(dtype), lying)), iter(_parts(turned, standing))
     return [next(made[_stands(matrix)]) for matrix in matrices]
 
@@ -78,7 +87,9 @@ def _parts(stack: Tensor, matrices: list[Tensor]) -> list[Tensor]:
     if all(matrix.dim() == 2 for matrix in matrices):
         return list(stack.unbind())
     counts = [matrix.shape[:-2].numel() for matrix in matrices]
-    return [part.view(matrix.shape) for part, matrix in zip(stack.split(counts), matrices, strict=True)]
+    return [
+        part.view(matrix.shape) for part, matrix in zip(stack.split(counts), matrices, strict=True)
+    ]
 
 
 def iterate(x: Tensor, how: Iteration, symmetric: SymmetricProduct) -> Tensor:
@@ -119,7 +130,9 @@ def _cut(steps: int, most: int) -> list[int]:
 
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:
     """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it is asked for), else torch's."""
-    if backend == "triton" or (x.is_cuda and x.dtype != torch.float32 and backend != "torch" and _has_triton()):
+    if backend == "triton" or (
+        x.is_cuda and x.dtype != torch.float32 and backend != "torch" and _has_triton()
+    ):
         from hdet.kernels.triton import symmetric_products
 
         return symmetric_products.product

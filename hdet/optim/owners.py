@@ -47,14 +47,18 @@ class Course:
         for matrix in matrices:
             given: Any = matrix.param
             dims = shards.sharding_dims(given, f"a matrix of shape {tuple(given.shape)}")
-            if all(_shard_dim(given, dim) < given.ndim - 2 for dim in dims):  # also a stack that is cut between its matrices
+            if all(
+                _shard_dim(given, dim) < given.ndim - 2 for dim in dims
+            ):  # also a stack that is cut between its matrices
                 whole.append(matrix)
             elif len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
                 along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
             else:
                 several.append(matrix)
         self._whole, self._several = batches(whole), batches(several)
-        self._exchanges = [_Exchange(members, mesh, dim, dtype) for (mesh, dim), members in along.items()]
+        self._exchanges = [
+            _Exchange(members, mesh, dim, dtype) for (mesh, dim), members in along.items()
+        ]
 
     def run(self, step: MatrixStep) -> None:
         for batch in self._whole:
@@ -69,9 +73,16 @@ class Course:
 def _gathered(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
     """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
     how = step.rows[matrices[0].group].how
-    whole: list[Any] = [shards.like(u.to(how.dtype), m.param) for u, m in zip(step.directions(matrices), matrices, strict=True)]
-    made = orthogonalise([tensor.full_tensor() for tensor in whole], how, step.backend, skip=step.skip)
-    step.update(matrices, [shards.part_of(full, m.param) for full, m in zip(made, matrices, strict=True)])
+    whole: list[Any] = [
+        shards.like(u.to(how.dtype), m.param)
+        for u, m in zip(step.directions(matrices), matrices, strict=True)
+    ]
+    made = orthogonalise(
+        [tensor.full_tensor() for tensor in whole], how, step.backend, skip=step.skip
+    )
+    step.update(
+        matrices, [shards.part_of(full, m.param) for full, m in zip(made, matrices, strict=True)]
+    )
 
 
 @dataclass(frozen=True)
@@ -112,24 +123,37 @@ def _in_rounds(owned: list[int], rounds: int) -> list[list[int]]:
 class _Exchange:
     """Of matrices that are cut along one dimension of a mesh."""
 
-    def __init__(self, matrices: Sequence[Matrix], mesh: Any, mesh_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, matrices: Sequence[Matrix], mesh: Any, mesh_dim: int, dtype: torch.dtype
+    ) -> None:
         self.group, self.dtype = mesh.get_group(mesh_dim), dtype
         self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-        self.device, self.own_device = torch.device(mesh.device_type), matrices[0].sets[0].device  # another where shards are offloaded
+        self.device, self.own_device = (
+            torch.device(mesh.device_type),
+            matrices[0].sets[0].device,
+        )  # another where shards are offloaded
         if self.device.type == self.own_device.type:
             self.device = self.own_device
         self.pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
         owned = shares([work(matrix.param.shape) for matrix in matrices], self.ranks)
         rounds = min(_ROUNDS, max(map(len, owned)))
         by_owner = [_in_rounds(mine, rounds) for mine in owned]
-        self.rounds = [[[self.pieces[i] for i in of_owner[t]] for of_owner in by_owner] for t in range(rounds)]
-        self.batches = [batches([piece.matrix for piece in of_round[self.rank]]) for of_round in self.rounds]
+        self.rounds = [
+            [[self.pieces[i] for i in of_owner[t]] for of_owner in by_owner] for t in range(rounds)
+        ]
+        self.batches = [
+            batches([piece.matrix for piece in of_round[self.rank]]) for of_round in self.rounds
+        ]
 
     def _piece(self, matrix: Matrix, mesh_dim: int) -> _Piece:
         dim = _shard_dim(matrix.param, mesh_dim)
         size = matrix.param.shape[dim]
         step = -(-size // self.ranks)  # as torch.chunk, and so Shard
-        return _Piece(matrix, dim, [max(0, min(size, (rank + 1) * step) - rank * step) for rank in range(self.ranks)])
+        return _Piece(
+            matrix,
+            dim,
+            [max(0, min(size, (rank + 1) * step) - rank * step) for rank in range(self.ranks)],
+        )
 
     def run(self, step: MatrixStep) -> None:
         there = self._collect(step, 0)
@@ -146,9 +170,15 @@ class _Exchange:
         self._finish(step, *back)
 
     def _swap(self, parts: list[Tensor], send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
-        sent = torch.cat([part.reshape(-1).to(self.dtype) for part in parts]) if parts else torch.empty(0, dtype=self.dtype)
+        sent = (
+            torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
+            if parts
+            else torch.empty(0, dtype=self.dtype)
+        )
         received = torch.empty(sum(receive), dtype=self.dtype, device=self.device)
-        return dist.all_to_all_single(received, sent.to(self.device), receive, send, group=self.group, async_op=True), received
+        return dist.all_to_all_single(
+            received, sent.to(self.device), receive, send, group=self.group, async_op=True
+        ), received
 
     def _collect(self, step: MatrixStep, t: int) -> tuple[Any, Tensor]:
         """Sends this rank's parts of all matrices of a round to their owners."""
@@ -164,18 +194,35 @@ class _Exchange:
         waiting, received = arrived
         waiting.wait()
         mine = self.rounds[t][self.rank]
-        parts = iter(received.split([piece.numel(rank) for rank in range(self.ranks) for piece in mine]))
-        table = [[next(parts).view(piece.shape(rank)) for piece in mine] for rank in range(self.ranks)]
-        whole = {id(p.matrix): torch.cat([row[i] for row in table], dim=p.dim) for i, p in enumerate(mine)}
+        parts = iter(
+            received.split([piece.numel(rank) for rank in range(self.ranks) for piece in mine])
+        )
+        table = [
+            [next(parts).view(piece.shape(rank)) for piece in mine] for rank in range(self.ranks)
+        ]
+        whole = {
+            id(p.matrix): torch.cat([row[i] for row in table], dim=p.dim)
+            for i, p in enumerate(mine)
+        }
         made: dict[int, Tensor] = {}
         for batch in self.batches[t]:
             how = step.rows[batch[0].group].how
-            made.update(zip(map(id, batch), orthogonalise([whole[id(m)] for m in batch], how, step.backend), strict=True))
+            made.update(
+                zip(
+                    map(id, batch),
+                    orthogonalise([whole[id(m)] for m in batch], how, step.backend),
+                    strict=True,
+                )
+            )
         return [made[id(piece.matrix)] for piece in mine]
 
     def _return(self, t: int, made: list[Tensor]) -> tuple[int, Any, Tensor]:
         mine = self.rounds[t][self.rank]
-        parts = [piece.part(full, rank) for rank in range(self.ranks) for piece, full in zip(mine, made, strict=True)]
+        parts = [
+            piece.part(full, rank)
+            for rank in range(self.ranks)
+            for piece, full in zip(mine, made, strict=True)
+        ]
         send = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
         receive = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
         return t, *self._swap(parts, send, receive)
@@ -184,10 +231,15 @@ class _Exchange:
         waiting.wait()
         members = list(chain.from_iterable(self.rounds[t]))
         received = received.to(self.own_device)
-        if step.skip is not None:  # which lies with the shards, perhaps on another device than the products
+        if (
+            step.skip is not None
+        ):  # which lies with the shards, perhaps on another device than the products
             received.masked_fill_(step.skip, 0.0)
         parts = received.split([piece.numel(self.rank) for piece in members])
-        ways = {id(p.matrix): part.view(p.shape(self.rank)) for p, part in zip(members, parts, strict=True)}
+        ways = {
+            id(p.matrix): part.view(p.shape(self.rank))
+            for p, part in zip(members, parts, strict=True)
+        }
         for of_group in _by_group([piece.matrix for piece in members]):
             step.update(of_group, [ways[id(matrix)] for matrix in of_group])
 
@@ -212,7 +264,13 @@ class MatrixPlan:
     nothing that a step brings."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], num_replicas: int, dtype: torch.dtype, backend: str, seed: int | None, first_replica: int
+        self,
+        matrices: Sequence[Matrix],
+        num_replicas: int,
+        dtype: torch.dtype,
+        backend: str,
+        seed: int | None,
+        first_replica: int,
     ) -> None:
         """`dtype`: of Newton-Schulz. `seed`: of stochastic rounding, or None. Raises ValueError or TypeError for tensors that cannot be used."""
         check_matrices(matrices, num_replicas)
@@ -223,13 +281,29 @@ class MatrixPlan:
         self._never = torch.zeros((), dtype=torch.float32, device=matrices[0].sets[0].device)
         self.norm = self.skipped = self._never
 
-    def step(self, gradients: Column, settings: Sequence[Any], options: StepOptions = PLAIN) -> None:
+    def step(
+        self, gradients: Column, settings: Sequence[Any], options: StepOptions = PLAIN
+    ) -> None:
         """See kernels.StepPlan.step. `settings`: a Row for each group."""
-        found = {matrix.place: gradient for matrix, gradient in zip(self.matrices, gradients, strict=True) if gradient is not None}
+        found = {
+            matrix.place: gradient
+            for matrix, gradient in zip(self.matrices, gradients, strict=True)
+            if gradient is not None
+        }
         present = [matrix.place in found for matrix in self.matrices]
         if present != self._present:
-            self._present, self._course = present, Course(list(compress(self.matrices, present)), self.dtype)
-        step = MatrixStep(settings, options, found, backend=self.backend, stochastic=self.seed, first_replica=self.first_replica)
+            self._present, self._course = (
+                present,
+                Course(list(compress(self.matrices, present)), self.dtype),
+            )
+        step = MatrixStep(
+            settings,
+            options,
+            found,
+            backend=self.backend,
+            stochastic=self.seed,
+            first_replica=self.first_replica,
+        )
         self._course.run(step)
         self.skipped = self._never if step.skip is None else step.skip.float()
 

@@ -65,7 +65,13 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         **options: Unpack[SGDOptions],
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, defaults, **options)
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
@@ -79,7 +85,16 @@ class FusedSGD(FusedOptimizer):
             )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return group["lr"], group["momentum"], 0.0, 0.0, group["weight_decay"], group["dampening"], group["nesterov"], group["maximize"]
+        return (
+            group["lr"],
+            group["momentum"],
+            0.0,
+            0.0,
+            group["weight_decay"],
+            group["dampening"],
+            group["nesterov"],
+            group["maximize"],
+        )
 
     def _keeps_moments(self, group: dict[str, Any]) -> bool:
         return group["momentum"] != 0

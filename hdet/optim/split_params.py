@@ -27,7 +27,10 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
     if not (param.ndim == 2 or (param.ndim == 3 and "expert" in name.lower())):
         return False
     first = next((part for part in parts if part not in _WRAPPERS), "")
-    return not (first == "output" or any("_emb" in f"_{part}" or part in (*_TABLES, *_HEADS) for part in parts))
+    return not (
+        first == "output"
+        or any("_emb" in f"_{part}" or part in (*_TABLES, *_HEADS) for part in parts)
+    )
 
 
 def hidden_matrices(model: nn.Module) -> UseMuon:
@@ -40,12 +43,20 @@ def hidden_matrices(model: nn.Module) -> UseMuon:
     module itself, such as positions, is none either.
     """
     modules = list(model.modules())
-    tables = [module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    tables = [
+        module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
     last = [module.weight for module in modules if isinstance(module, nn.Linear)][-1:]
     own = [*model.parameters(recurse=False), *tables, *last]
-    outside = {id(param): param for param in own}  # held, so that no other tensor gets the address of one
+    outside = {
+        id(param): param for param in own
+    }  # held, so that no other tensor gets the address of one
     rows = {len(table) for table in tables}
-    return lambda name, param: hidden_matrix(name, param) and id(param) not in outside and not (param.ndim == 2 and len(param) in rows)
+    return lambda name, param: (
+        hidden_matrix(name, param)
+        and id(param) not in outside
+        and not (param.ndim == 2 and len(param) in rows)
+    )
 
 
 def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:
@@ -61,7 +72,10 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
         return [group]
     given = group["params"]
     entries = [given] if isinstance(given, Tensor) else list(given)
-    chosen = [_is_matrix(entry, f"parameter {i} of group {number}", use_muon) for i, entry in enumerate(entries)]
+    chosen = [
+        _is_matrix(entry, f"parameter {i} of group {number}", use_muon)
+        for i, entry in enumerate(entries)
+    ]
     kinds = [use for use in (True, False) if use in chosen]
     settings = {key: value for key, value in group.items() if key not in ("params", "name")}
     if len(kinds) > 1 and settings:
@@ -71,7 +85,11 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     made = []
     for use in kinds or [False]:
         kind = "muon" if use else "adamw"
-        name = {"name": f"{group['name']}/{kind}" if len(kinds) > 1 else group["name"]} if "name" in group else {}
+        name = (
+            {"name": f"{group['name']}/{kind}" if len(kinds) > 1 else group["name"]}
+            if "name" in group
+            else {}
+        )
         mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
         made.append({**settings, **name, "params": mine, "use_muon": use})
     return made

@@ -49,9 +49,15 @@ class Layout:
         if self.master_weights is None or param.dtype == torch.float32:
             return None
         # a float16 parameter cannot be half of a float32 number
-        return "remainder" if self.master_weights == "split" and param.dtype == torch.bfloat16 else "master_param"
+        return (
+            "remainder"
+            if self.master_weights == "split" and param.dtype == torch.bfloat16
+            else "master_param"
+        )
 
-    def missing(self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool) -> dict[str, Any]:
+    def missing(
+        self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
+    ) -> dict[str, Any]:
         """The entries to add to a parameter's state, or to replace in it, before it can be stepped; None: the entry must go.
 
         `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are moments to be kept? The state of a DTensor
@@ -68,7 +74,9 @@ class Layout:
             entries["replica_params"] = list(sets[1:])
         return entries
 
-    def _missing(self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool) -> dict[str, Any]:
+    def _missing(
+        self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
+    ) -> dict[str, Any]:
         """Of a parameter as it lies on this rank; without the list of its replicas."""
         param = sets[0]
         entries: dict[str, Any] = {}
@@ -78,14 +86,29 @@ class Layout:
                 if moment is None:
                     entries.update(stored.zeros(name, param, self.moment_dtype))
                 elif not stored.fits(name, state, param, self.moment_dtype):
-                    values = stored.values_of(name, state, signed=place == 0).detach().to(param.device)
-                    entries.update(stored.entries(name, strides.like(values, param), self.moment_dtype, signed=place == 0))
+                    values = (
+                        stored.values_of(name, state, signed=place == 0).detach().to(param.device)
+                    )
+                    entries.update(
+                        stored.entries(
+                            name, strides.like(values, param), self.moment_dtype, signed=place == 0
+                        )
+                    )
         step = state.get("step")
         if moments and kept[0] is None:
             step = 0.0  # moments that begin at zero need the corrections of a first step
-        if not isinstance(step, Tensor) or step.dim() != 0 or step.dtype != torch.float32 or step.device != param.device:
+        if (
+            not isinstance(step, Tensor)
+            or step.dim() != 0
+            or step.dtype != torch.float32
+            or step.device != param.device
+        ):
             # torch's SGD does not count; a buffer that is there has seen a step
-            count = float(step) if step is not None else float(any(moment is not None for moment in kept))
+            count = (
+                float(step)
+                if step is not None
+                else float(any(moment is not None for moment in kept))
+            )
             entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
         if self.on_line:
             entries.update(_missing_line(state, param))
@@ -98,11 +121,24 @@ class Layout:
         if key is None:
             for param, master in zip(sets, kept, strict=False):
                 _regain(param, master)
-            return {} if found is None else {found: None, **({"replica_masters": None} if "replica_masters" in state else {})}
+            return (
+                {}
+                if found is None
+                else {
+                    found: None,
+                    **({"replica_masters": None} if "replica_masters" in state else {}),
+                }
+            )
         dtype = torch.int16 if key == "remainder" else torch.float32
-        if found == key and len(kept) == len(sets) and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True)):
+        if (
+            found == key
+            and len(kept) == len(sets)
+            and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True))
+        ):
             return {}
-        made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [_master(sets[0], None, key)]
+        made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [
+            _master(sets[0], None, key)
+        ]
         made += [like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
         made = [strides.like(m, p) for m, p in zip(made, sets, strict=True)]
         entries: dict[str, Any] = {key: made[0]}
@@ -123,32 +159,48 @@ class Layout:
             values = _without_line(values, param, name)
         coded = self.moment_dtype == CODES
         moment_dtype = torch.float32 if coded else self.moment_dtype
-        dtypes = {**dict.fromkeys(self.moments, moment_dtype), "remainder": torch.int16, "replica_params": param.dtype}
+        dtypes = {
+            **dict.fromkeys(self.moments, moment_dtype),
+            "remainder": torch.int16,
+            "replica_params": param.dtype,
+        }
         dtypes |= dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
-        dtypes["replica_masters"] = torch.int16 if values.get("remainder") is not None else torch.float32
+        dtypes["replica_masters"] = (
+            torch.int16 if values.get("remainder") is not None else torch.float32
+        )
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
-            if key == "step":  # a number, float64 or a tensor anywhere, depending on torch's version and options
+            if (
+                key == "step"
+            ):  # a number, float64 or a tensor anywhere, depending on torch's version and options
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
             elif key == "scale":
-                placed[key] = torch.tensor(float(value), dtype=wide_dtype(param.device), device=param.device)
+                placed[key] = torch.tensor(
+                    float(value), dtype=wide_dtype(param.device), device=param.device
+                )
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in self.moments and getattr(value, "dtype", None) == CODES:
-                raise ValueError(f"the loaded {key} of {name} is {CODES}, codes as they are in a running optimizer: save its state_dict()")
+                raise ValueError(
+                    f"the loaded {key} of {name} is {CODES}, codes as they are in a running optimizer: save its state_dict()"
+                )
             elif key in dtypes:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
             else:
                 placed[key] = value
         for place, key in enumerate(self.moments):
             if coded and key in placed:
-                made = stored.entries(key, shards.local(placed[key]), self.moment_dtype, signed=place == 0)
+                made = stored.entries(
+                    key, shards.local(placed[key]), self.moment_dtype, signed=place == 0
+                )
                 placed.update(shards.state_like(made, param))
         absent = [key for key in self.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
-            raise ValueError(f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer")
+            raise ValueError(
+                f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer"
+            )
         if (
             self.on_line
             and "base" not in placed
@@ -164,13 +216,20 @@ class Layout:
 
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
         """The state as it is handed out: codes are float32 values, as long as what is returned lives. Loading them gives the same codes."""
-        coded = [(place, name) for place, name in enumerate(self.moments) if stored.scale_key(name) in state]
+        coded = [
+            (place, name)
+            for place, name in enumerate(self.moments)
+            if stored.scale_key(name) in state
+        ]
         if not coded:
             return state
         own = shards.local_state(state, param)
         values = {name: stored.values_of(name, own, signed=place == 0) for place, name in coded}
         scales = {stored.scale_key(name) for _, name in coded}
-        return {**{key: value for key, value in state.items() if key not in scales}, **shards.state_like(values, param)}
+        return {
+            **{key: value for key, value in state.items() if key not in scales},
+            **shards.state_like(values, param),
+        }
 
 
 def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
@@ -201,7 +260,9 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
         theirs, masters = theirs[:1] * len(ours), masters[:1]
     entries["replica_params"] = list(ours)
     if masters:  # a single one counts for all replicas
-        entries["replica_masters"] = masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
+        entries["replica_masters"] = (
+            masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
+        )
     return theirs
 
 
@@ -213,8 +274,16 @@ def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         base = strides.like(_master(param, masters[0] if masters else None, "master_param"), param)
         scale = torch.ones((), dtype=wide_dtype(param.device), device=param.device)
         return {"base": base, "displacement": torch.zeros_like(base), "scale": scale}
-    dtypes = {"base": torch.float32, "displacement": torch.float32, "scale": wide_dtype(param.device)}
-    return {key: _placed(found[key], param, dtype) for key, dtype in dtypes.items() if not _fits(found[key], param, dtype)}
+    dtypes = {
+        "base": torch.float32,
+        "displacement": torch.float32,
+        "scale": wide_dtype(param.device),
+    }
+    return {
+        key: _placed(found[key], param, dtype)
+        for key, dtype in dtypes.items()
+        if not _fits(found[key], param, dtype)
+    }
 
 
 def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mapping[str, Any]:
@@ -228,7 +297,11 @@ def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mappin
             'ensemble.converge() before saving, or load it with storage="displacement"'
         )
     kept = {key: value for key, value in values.items() if key not in LINE_KEYS}
-    return kept if param.dtype == torch.float32 else {**kept, "master_param": values["base"] * float(values["scale"])}
+    return (
+        kept
+        if param.dtype == torch.float32
+        else {**kept, "master_param": values["base"] * float(values["scale"])}
+    )
 
 
 def adopt(param: Tensor, master: Tensor) -> None:
@@ -258,7 +331,11 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
     """A master in the wanted form: moved or converted from one there is, else the parameter's own value."""
     values = param.detach()
     if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
-        return torch.zeros_like(values, dtype=torch.int16) if key == "remainder" else values.to(torch.float32, copy=True)
+        return (
+            torch.zeros_like(values, dtype=torch.int16)
+            if key == "remainder"
+            else values.to(torch.float32, copy=True)
+        )
     kept = kept.to(param.device)
     if key == "master_param":
         return rounding.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
@@ -273,7 +350,11 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
 
 def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
     """A new replica's master: where it equals the first replica it is meant to, to the last bit. Of what lies on this rank."""
-    own = torch.zeros_like(master) if master.dtype == torch.int16 else param.detach().to(torch.float32)
+    own = (
+        torch.zeros_like(master)
+        if master.dtype == torch.int16
+        else param.detach().to(torch.float32)
+    )
     return torch.where(param == first, master, own)
 
 
@@ -282,11 +363,15 @@ def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
-    shards.sharding_dims(param, f"a parameter of shape {tuple(param.shape)}")  # refuses sums that have not been taken
+    shards.sharding_dims(
+        param, f"a parameter of shape {tuple(param.shape)}"
+    )  # refuses sums that have not been taken
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and not shards.is_plain(key):
-                shards.check_alike(tensor, param, f"{key} of a parameter of shape {tuple(param.shape)}", _RELAY)
+                shards.check_alike(
+                    tensor, param, f"{key} of a parameter of shape {tuple(param.shape)}", _RELAY
+                )
 
 
 def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -295,7 +380,9 @@ def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError(f"the loaded {name} is a {type(value).__name__}, not a tensor: the state is damaged")
+        raise ValueError(
+            f"the loaded {name} is a {type(value).__name__}, not a tensor: the state is damaged"
+        )
     if value.shape != param.shape:
         raise ValueError(
             f"the loaded {name} has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}: it is of another model"
@@ -305,4 +392,7 @@ def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor
 
 
 def _same_bits(tensors: Sequence[Tensor]) -> bool:
-    return all(torch.equal(tensor, tensors[0]) and torch.equal(tensor.signbit(), tensors[0].signbit()) for tensor in tensors[1:])
+    return all(
+        torch.equal(tensor, tensors[0]) and torch.equal(tensor.signbit(), tensors[0].signbit())
+        for tensor in tensors[1:]
+    )

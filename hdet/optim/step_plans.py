@@ -45,7 +45,9 @@ class Watch(VersionWatch):
         self.addresses = lists.addresses(shards.locals_of(self.sharded))
 
     def check(self) -> None:
-        if self.params and (self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses):
+        if self.params and (
+            self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses
+        ):
             for param, master in self.pairs:
                 adopt(param, master)
             self._look()
@@ -112,11 +114,15 @@ class Planned:
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
-        self.writes: list[Tensor] = []  # what steps write to, if all have gradients; of each place a slice
+        self.writes: list[
+            Tensor
+        ] = []  # what steps write to, if all have gradients; of each place a slice
         self._slices: dict[int, slice] = {}
         for i, member in members.items():
             start = len(self.writes)
-            self.writes += with_shards([tensor for tensor in member.sets if not tensor.is_inference()])
+            self.writes += with_shards(
+                [tensor for tensor in member.sets if not tensor.is_inference()]
+            )
             self._slices[i] = slice(start, len(self.writes))
         self._choose([])
 
@@ -131,7 +137,10 @@ class Planned:
 
     def _as_gradients(self) -> list[Tensor]:
         """The parameters as their gradients must be."""
-        return [strides.laid(shards.local(param), self._orders.get(i)) for i, param in enumerate(self.params)]
+        return [
+            strides.laid(shards.local(param), self._orders.get(i))
+            for i, param in enumerate(self.params)
+        ]
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
@@ -142,7 +151,9 @@ class Planned:
             chosen[place] = bytes(place.stop - place.start)
         self.written = list(compress(self.writes, chosen)) if absent else self.writes
         self.watch.expect(self.written)
-        self.active = [(n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)]
+        self.active = [
+            (n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)
+        ]
 
     def _write_back(self) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
@@ -150,7 +161,13 @@ class Planned:
         self.entries = {}
         self.contents = lists.contents(self.container)
 
-    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], kinds: list[bool]) -> bool:
+    def holds(
+        self,
+        container: dict[Tensor, dict[str, Any]],
+        params: list[Tensor],
+        sizes: list[int],
+        kinds: list[bool],
+    ) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         return (
             lists.same(params, self.params)
@@ -170,7 +187,10 @@ class Planned:
             self._choose(absent)
         if self.sharded:
             pairs = enumerate(zip(gradients, self.params, strict=True))
-            gradients = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
+            gradients = [
+                None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}")
+                for i, (g, p) in pairs
+            ]
         return self._laid(gradients) if self._orders else gradients
 
     def step(
@@ -182,11 +202,19 @@ class Planned:
         """`gradients` as `own` has made them. A part's settings are what its plan takes, StepSettings of the kernels'."""
         self._check_parts(gradients, options)
         for turn, (n, part) in enumerate(self.active):
-            if turn == 0 and part.by_torch:  # which may run out of memory half-way: what it has moved by then is kept
+            if (
+                turn == 0 and part.by_torch
+            ):  # which may run out of memory half-way: what it has moved by then is kept
                 self._wrote()
-            chosen = gradients if len(part.places) == len(gradients) else [gradients[i] for i in part.places]
+            chosen = (
+                gradients
+                if len(part.places) == len(gradients)
+                else [gradients[i] for i in part.places]
+            )
             part.plan.step(chosen, settings[n], options(part.device))
-            if turn == 0 and not part.by_torch:  # a later part fails for want of memory only; what the first has written stays
+            if (
+                turn == 0 and not part.by_torch
+            ):  # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
         if self.contents is None:  # there was no gradient
             self._write_back()
@@ -194,19 +222,25 @@ class Planned:
             self.watch.refresh()
 
     def _wrote(self) -> None:
-        torch.autograd.graph.increment_version(self.written)  # what a backward pass has saved of them is no longer valid
+        torch.autograd.graph.increment_version(
+            self.written
+        )  # what a backward pass has saved of them is no longer valid
         self.watch.wrote()
         if self.contents is None:
             self._write_back()
 
-    def _check_parts(self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]) -> None:
+    def _check_parts(
+        self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]
+    ) -> None:
         """A kernel's plan checks its own gradients. Where others step, too, all are checked here before the first plan writes."""
         parts = [part for _, part in self.active]
         if not parts or (len(parts) == 1 and not parts[0].by_torch):
             return
         if options(parts[0].device).max_norm != 0:
             devices = ", ".join(dict.fromkeys(str(part.device) for part in parts))
-            raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
+            raise ValueError(
+                f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_"
+            )
         self.check(gradients)
 
     def check(self, gradients: list[Tensor | None]) -> None:
@@ -229,15 +263,22 @@ class Planned:
             made[i] = gradient.permute(order)
         return made
 
-    def settings_of(self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool) -> list[tuple[StepSettings, ...]]:
+    def settings_of(
+        self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool
+    ) -> list[tuple[StepSettings, ...]]:
         """One entry for each group of each part; the very same objects as in the last step if nothing has changed."""
-        plain = _NUMBERS.issuperset(map(type, chain.from_iterable(hypers)))  # a tensor may change in place
+        plain = _NUMBERS.issuperset(
+            map(type, chain.from_iterable(hypers))
+        )  # a tensor may change in place
         if plain and hypers == self.hypers and multipliers == self.multipliers:
             return self.settings
         columns = [tuple(map(float, column)) for column in zip(*multipliers, strict=True)]
         made = []
         for part in self.parts:
-            by_group = [_settings(hyper, column, decay_at_base, part.device) for hyper, column in zip(hypers, columns, strict=True)]
+            by_group = [
+                _settings(hyper, column, decay_at_base, part.device)
+                for hyper, column in zip(hypers, columns, strict=True)
+            ]
             made.append(tuple(by_group[group] for group in part.groups))
         self.hypers = hypers if plain else []
         self.multipliers, self.settings = [list(row) for row in multipliers], made
@@ -250,7 +291,9 @@ def _orders(params: Sequence[Tensor], places: Iterable[int]) -> dict[int, stride
     return {i: order for i, order in found.items() if order is not None}
 
 
-def add_entries(container: dict[Tensor, dict[str, Any]], entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def add_entries(
+    container: dict[Tensor, dict[str, Any]], entries: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
     """What has been made for a first step goes into states; None: the entry goes."""
     for param, made in entries.items():
         state = container.setdefault(param, {})
@@ -264,20 +307,41 @@ def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
 
 
-def _settings(hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool, device: torch.device) -> StepSettings:
+def _settings(
+    hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool, device: torch.device
+) -> StepSettings:
     lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize = hyper
     if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
         lr = float(lr)
-    elif lr.dtype != torch.float32:  # else the tensor itself: the kernels read it there, and know it again
+    elif (
+        lr.dtype != torch.float32
+    ):  # else the tensor itself: the kernels read it there, and know it again
         lr = lr.detach().to(torch.float32)
-    beta1, beta2, eps, weight_decay, dampening = map(float, (beta1, beta2, eps, weight_decay, dampening))
-    return StepSettings(lr, multipliers, beta1, beta2, eps, weight_decay, dampening, bool(nesterov), bool(maximize), decay_at_base)
+    beta1, beta2, eps, weight_decay, dampening = map(
+        float, (beta1, beta2, eps, weight_decay, dampening)
+    )
+    return StepSettings(
+        lr,
+        multipliers,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        dampening,
+        bool(nesterov),
+        bool(maximize),
+        decay_at_base,
+    )
 
 
 def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """The parameter's sets that have a float32 master, with it."""
     pairs = zip(state_sets(state, param), kept_masters(state), strict=False)
-    return [(tensor, master) for tensor, master in pairs if master.dtype == torch.float32 and not tensor.is_inference()]
+    return [
+        (tensor, master)
+        for tensor, master in pairs
+        if master.dtype == torch.float32 and not tensor.is_inference()
+    ]
 
 
 def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:

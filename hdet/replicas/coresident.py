@@ -70,9 +70,13 @@ class CoresidentReplicas(Replicas):
 
     def __init__(self, model: nn.Module, num_replicas: int, storage: str = "parameters") -> None:
         if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
-            raise ValueError(f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is the model itself")
+            raise ValueError(
+                f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is the model itself"
+            )
         if storage not in ("parameters", "displacement"):
-            raise ValueError(f'storage={storage!r} is unknown; choose "parameters" or "displacement"')
+            raise ValueError(
+                f'storage={storage!r} is unknown; choose "parameters" or "displacement"'
+            )
         _check_model(model)
         self.model, self.count, self.index, self.storage = model, num_replicas, 0, storage
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -85,8 +89,12 @@ class CoresidentReplicas(Replicas):
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
-        self._frozen = {parameter: name for parameter, name in names.items() if not parameter.requires_grad}
-        self._sets = {p: [p, *(_leaf(p) for _ in range(1, num_replicas))] for p in names if p.requires_grad}
+        self._frozen = {
+            parameter: name for parameter, name in names.items() if not parameter.requires_grad
+        }
+        self._sets = {
+            p: [p, *(_leaf(p) for _ in range(1, num_replicas))] for p in names if p.requires_grad
+        }
         self._entered: list[list[int]] = []  # the `use`s that are open, each with its replica
         self._following = True  # the other replicas are to be copies of the model
         self._marks = self._versions()
@@ -96,7 +104,9 @@ class CoresidentReplicas(Replicas):
 
     def __repr__(self) -> str:
         storage = "" if self.storage == "parameters" else f", storage={self.storage!r}"
-        return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count}{storage})"
+        return (
+            f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count}{storage})"
+        )
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -126,7 +136,9 @@ class CoresidentReplicas(Replicas):
             self._entered = [other for other in self._entered if other is not entry]
             self.in_use = bool(self._entered)
             self._put(self._entered[-1][0] if self._entered else 0)
-            self._marks = self._versions()  # what was written in here was meant for this replica alone
+            self._marks = (
+                self._versions()
+            )  # what was written in here was meant for this replica alone
 
     def _put(self, replica: int) -> None:
         if replica == self.index:
@@ -139,10 +151,19 @@ class CoresidentReplicas(Replicas):
         self.index = replica
 
     def _watch(self) -> None:
-        self._leaves = {id(own): k for copies in self._sets.values() if copies[1] is not copies[0] for k, own in enumerate(copies)}
+        self._leaves = {
+            id(own): k
+            for copies in self._sets.values()
+            if copies[1] is not copies[0]
+            for k, own in enumerate(copies)
+        }
         if not self._checks:
             hook = _Hook(self._check_run_again)
-            hooked = [module for module in self.model.modules() if any(p in self._sets for p in module.parameters())]
+            hooked = [
+                module
+                for module in self.model.modules()
+                if any(p in self._sets for p in module.parameters())
+            ]
             self._checks = [module.register_forward_pre_hook(hook) for module in hooked]
 
     def _check_run_again(self, *_: Any) -> None:
@@ -166,7 +187,15 @@ class CoresidentReplicas(Replicas):
                 if found is not None:
                     return found
             seen.update(near)
-            near = [*{far for node in near if node is not None for far, _ in node.next_functions if far is not None and far not in seen}]
+            near = [
+                *{
+                    far
+                    for node in near
+                    if node is not None
+                    for far, _ in node.next_functions
+                    if far is not None and far not in seen
+                }
+            ]
         return None
 
     # -- before the first step -------------------------------------------------------------------------------------------
@@ -186,7 +215,9 @@ class CoresidentReplicas(Replicas):
     def _part(self, *_: Any) -> None:
         """The optimizer is about to step: from now on replicas differ."""
         if self._entered:
-            raise ValueError("optimizer.step() was called inside `with replicas.use(k):`; it steps all replicas, call it after")
+            raise ValueError(
+                "optimizer.step() was called inside `with replicas.use(k):`; it steps all replicas, call it after"
+            )
         self.write_back()
         self._following = False
 
@@ -209,7 +240,9 @@ class CoresidentReplicas(Replicas):
             self._check_number(replica)
             return replica
         if not self._entered:
-            raise ValueError("which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, or observe(loss, replica=k)")
+            raise ValueError(
+                "which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, or observe(loss, replica=k)"
+            )
         return self.index
 
     def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -271,13 +304,19 @@ class CoresidentReplicas(Replicas):
         return self._sets.get(parameter) or [parameter] * self.count  # type: ignore[call-overload]
 
     def _check_number(self, replica: Any) -> None:
-        if not isinstance(replica, int) or isinstance(replica, bool) or not 0 <= replica < self.count:
+        if (
+            not isinstance(replica, int)
+            or isinstance(replica, bool)
+            or not 0 <= replica < self.count
+        ):
             raise ValueError(f"replica must be one of 0 .. {self.count - 1}, got {replica!r}")
 
     def _check_kind(self, replica: int) -> None:
         for main, copies in self._sets.items():
             own = copies[replica]
-            if own.dtype != main.dtype or own.is_cuda != main.is_cuda:  # a device would cost more to look at than to switch
+            if (
+                own.dtype != main.dtype or own.is_cuda != main.is_cuda
+            ):  # a device would cost more to look at than to switch
                 raise ValueError(
                     f"a parameter is {main.dtype} on {main.device} now, its copy for replica {replica} {own.dtype} on {own.device}: "
                     "move and cast the model before CoresidentReplicas(model) is made"
@@ -337,16 +376,26 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     owned = {id(p) for p in model.parameters() if p.requires_grad}
     if not owned:
-        raise ValueError(f"model {type(model).__name__} has no parameter that is trained: unfreeze what replicas are to explore before")
+        raise ValueError(
+            f"model {type(model).__name__} has no parameter that is trained: unfreeze what replicas are to explore before"
+        )
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else f"model {type(model).__name__}"
-        kinds = {kind.__name__ for kind in type(module).__mro__}  # by name: torch's sharding is slow to import
+        kinds = {
+            kind.__name__ for kind in type(module).__mro__
+        }  # by name: torch's sharding is slow to import
         if kinds & _WRAPPERS:
-            raise ValueError(f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one process's, pass the bare model")
+            raise ValueError(
+                f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one process's, pass the bare model"
+            )
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"{what} is a scripted module, whose parameters cannot be exchanged: use torch.compile instead")
+            raise ValueError(
+                f"{what} is a scripted module, whose parameters cannot be exchanged: use torch.compile instead"
+            )
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_flat_weights") and any(id(x) in owned for x in _members(value)):
+            if attribute not in ("_parameters", "_flat_weights") and any(
+                id(x) in owned for x in _members(value)
+            ):
                 raise ValueError(
                     f"{what} keeps a parameter in the plain attribute {attribute!r}, where replicas cannot exchange it: "
                     "look it up by its registered name in forward"
@@ -366,6 +415,10 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised: run the model once before")
     if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
-        raise ValueError(f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a model that is not sharded")
+        raise ValueError(
+            f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a model that is not sharded"
+        )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ValueError(f"parameter {name!r} has gradient hooks, which the other replicas' gradients would pass by: remove them")
+        raise ValueError(
+            f"parameter {name!r} has gradient hooks, which the other replicas' gradients would pass by: remove them"
+        )

@@ -13,7 +13,11 @@ Table = tuple[Ranks, ...]
 """Rank numbers: of groups, or [replica][member]."""
 
 _AXES = ("tp", "cp", "ep", "dp", "pp")
-_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # and what their places in the order are called
+_EXPERT_AXES = {
+    "ep": "ep",
+    "etp": "tp",
+    "edp": "dp",
+}  # and what their places in the order are called
 _SHARING = ("tp", "cp", "pp", "ep", "etp", "shard")
 
 
@@ -62,10 +66,14 @@ class Layout:
                 "start a multiple of that, or change one of them"
             )
         if self._experts and self.groups("pp") != _lines(self._expert_sizes(), ("pp",)):
-            raise ValueError(f"order {self.order!r} gives expert layers other pipelines than the rest: put pp last, as in 'tp-cp-ep-dp-pp'")
+            raise ValueError(
+                f"order {self.order!r} gives expert layers other pipelines than the rest: put pp last, as in 'tp-cp-ep-dp-pp'"
+            )
         copies = self.dp * self.cp
         if copies % self.shard:
-            raise ValueError(f"shard {self.shard} does not divide dp {self.dp} * cp {self.cp} = {copies}: choose one that does")
+            raise ValueError(
+                f"shard {self.shard} does not divide dp {self.dp} * cp {self.cp} = {copies}: choose one that does"
+            )
         if self.shard % self.cp and self.cp % self.shard:
             raise ValueError(
                 f"shard {self.shard} cuts through groups of cp {self.cp} ranks, which work on one sample: choose a multiple of cp"
@@ -75,11 +83,21 @@ class Layout:
         names = self.order.split("-") if isinstance(self.order, str) else []
         unknown = [name for name in names if name not in _AXES]
         if not names or unknown or len(set(names)) < len(names):
-            problem = f"it has {unknown[0]!r}" if unknown else "an axis occurs twice, or it is no text"
-            raise ValueError(f"order must be made of {', '.join(_AXES)}, each once, joined by '-', got {self.order!r}: {problem}")
-        missing = [name for name in _AXES if name not in names and (name == "dp" or getattr(self, name) > 1)]
+            problem = (
+                f"it has {unknown[0]!r}" if unknown else "an axis occurs twice, or it is no text"
+            )
+            raise ValueError(
+                f"order must be made of {', '.join(_AXES)}, each once, joined by '-', got {self.order!r}: {problem}"
+            )
+        missing = [
+            name
+            for name in _AXES
+            if name not in names and (name == "dp" or getattr(self, name) > 1)
+        ]
         if missing:
-            raise ValueError(f"order {self.order!r} lacks {' and '.join(missing)}: say where in it, as in 'tp-cp-ep-dp-pp'")
+            raise ValueError(
+                f"order {self.order!r} lacks {' and '.join(missing)}: say where in it, as in 'tp-cp-ep-dp-pp'"
+            )
 
     @property
     def dp(self) -> int:
@@ -96,11 +114,17 @@ class Layout:
 
     def _sizes(self) -> dict[str, int]:
         """Of the layers without experts; the fastest axis first."""
-        return {name: {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}.get(name, 1) for name in self.order.split("-")}
+        return {
+            name: {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}.get(name, 1)
+            for name in self.order.split("-")
+        }
 
     def _expert_sizes(self) -> dict[str, int]:
         edp = self.world // (self._etp * self.ep * self.pp)
-        return {name: {"tp": self._etp, "ep": self.ep, "dp": edp, "pp": self.pp}.get(name, 1) for name in self.order.split("-")}
+        return {
+            name: {"tp": self._etp, "ep": self.ep, "dp": edp, "pp": self.pp}.get(name, 1)
+            for name in self.order.split("-")
+        }
 
     def groups(self, axis: str) -> Table:
         """All groups along one axis: tp, cp, dp, pp, shard; ep, etp and edp of expert layers (empty if there are none).
@@ -111,16 +135,24 @@ class Layout:
             return _lines(self._expert_sizes(), (_EXPERT_AXES[axis],)) if self._experts else ()
         if axis == "shard":
             cut = range(0, self.dp * self.cp, self.shard)
-            return tuple(line[i : i + self.shard] for line in _lines(self._sizes(), ("dp", "cp")) for i in cut)
+            return tuple(
+                line[i : i + self.shard]
+                for line in _lines(self._sizes(), ("dp", "cp"))
+                for i in cut
+            )
         if axis not in ("tp", "cp", "dp", "pp"):
-            raise ValueError(f"axis must be one of tp, cp, dp, pp, shard, ep, etp, edp, got {axis!r}")
+            raise ValueError(
+                f"axis must be one of tp, cp, dp, pp, shard, ep, etp, edp, got {axis!r}"
+            )
         return _lines(self._sizes(), (axis,))
 
     @cached_property
     def replicas(self) -> Table:
         """[replica][member]: the smallest sets of ranks closed under every group that shares model state or one sample's forward pass."""
         sharing = {axis: self.groups(axis) for axis in _SHARING}
-        return paired(range(self.world), sharing, {axis: self.groups(axis) for axis in ("dp", "edp")})
+        return paired(
+            range(self.world), sharing, {axis: self.groups(axis) for axis in ("dp", "edp")}
+        )
 
     @property
     def peers(self) -> Table:
@@ -149,10 +181,17 @@ def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
                 large |= small
                 for moved in small:
                     home[moved] = large
-    return tuple(sorted(tuple(sorted(members)) for members in {id(members): members for members in home.values()}.values()))
+    return tuple(
+        sorted(
+            tuple(sorted(members))
+            for members in {id(members): members for members in home.values()}.values()
+        )
+    )
 
 
-def paired(ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]) -> Table:
+def paired(
+    ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]
+) -> Table:
     """[replica][member] -> rank. ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold the same
     parameters, within which peers must be found. Groups are lists of ranks in their order, by axis. Raises ValueError for replicas of
     unequal size or make, and for peers that do not hold the same parameters, as when a group was left out."""
@@ -200,7 +239,10 @@ def brief(ranks: Collection[int], most: int = 8) -> str:
 
 def _lines(sizes: Mapping[str, int], along: Collection[str]) -> Table:
     """Groups of the ranks that differ only in the axes ``along``; ``sizes`` has the fastest axis first."""
-    offsets, starts = _offsets(sizes, along), _offsets(sizes, [name for name in sizes if name not in along])
+    offsets, starts = (
+        _offsets(sizes, along),
+        _offsets(sizes, [name for name in sizes if name not in along]),
+    )
     return tuple(tuple(start + offset for offset in offsets) for start in starts)
 
 

@@ -12,7 +12,9 @@ from .layout import Table, brief
 from .process_groups import Request, together
 
 
-def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
+def mesh_table(
+    mesh: Any, replicate: str | Sequence[str]
+) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
     """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers, if the mesh has a group of them."""
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     table = _table(together("from_mesh", lambda: _request(mesh, names)))
@@ -28,11 +30,19 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     mesh, also for a part of a larger one, whose other dimensions then lie inside a replica.
     """
     if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
-        raise ValueError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+        raise ValueError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}"
+        )
     known = tuple(mesh.mesh_dim_names or ())
     if not set(names) <= set(known) or len(set(names)) < len(names):
-        have = f"the mesh has dimensions {', '.join(known)}" if known else "the mesh has no names: give init_device_mesh mesh_dim_names"
-        raise ValueError(f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which parameters are replicated")
+        have = (
+            f"the mesh has dimensions {', '.join(known)}"
+            if known
+            else "the mesh has no names: give init_device_mesh mesh_dim_names"
+        )
+        raise ValueError(
+            f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which parameters are replicated"
+        )
     # Not public; without it a part of a mesh cannot be told from a mesh of its own.
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     sizes = ", ".join(map(str, root.mesh.shape))
@@ -57,7 +67,9 @@ def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
             lines.setdefault(first, {})[index] = rank
     count = max(map(len, lines.values()), default=0)
     if not count or any(sorted(line) != list(range(count)) for line in lines.values()):
-        raise ValueError("the mesh's lines are not of one length: build the mesh on every rank with the same arguments")
+        raise ValueError(
+            "the mesh's lines are not of one length: build the mesh on every rank with the same arguments"
+        )
     return tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
 
 
@@ -65,7 +77,12 @@ def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
     """The mesh of one dimension that is the whole world, over which some of the tensors are sharded (plain FSDP2); None: there is no such mesh."""
     for tensor in tensors:
         mesh = getattr(tensor, "device_mesh", None)
-        if mesh is not None and mesh.ndim == 1 and mesh.size() == dist.get_world_size() > 1 and not tensor.placements[0].is_replicate():
+        if (
+            mesh is not None
+            and mesh.ndim == 1
+            and mesh.size() == dist.get_world_size() > 1
+            and not tensor.placements[0].is_replicate()
+        ):
             return mesh
     return None
 
@@ -73,4 +90,8 @@ def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
 def dims(mesh: Any) -> str:
     """'(dp_replicate=2, dp_shard=4)'."""
     names = mesh.mesh_dim_names or [f"dimension {k}" for k in range(mesh.ndim)]
-    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)) + ")"
+    return (
+        "("
+        + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+        + ")"
+    )

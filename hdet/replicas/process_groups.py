@@ -30,7 +30,9 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
         ReplicaDisagreement: on all ranks alike, if they do not ask for the same.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(f"{name} needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
+        raise ValueError(
+            f"{name} needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()"
+        )
     refusal: Exception | None = None
     try:
         call, own_data = ask()
@@ -54,7 +56,9 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
 Kind = TypeVar("Kind")
 
 
-def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.ProcessGroup] | None = None) -> Kind:
+def build(
+    kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.ProcessGroup] | None = None
+) -> Kind:
     """``kind(index, count, peer_group, ranks=, member=, world_group=)`` of this rank. All ranks of the world call it with one table.
 
     ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none. Raises ValueError if this rank
@@ -66,11 +70,20 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     groups = make_groups(list(zip(*table, strict=True)) if existing is None else [])
     (world,) = make_groups([sorted(place)])
     if index < 0:
-        raise ValueError(f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the training loop")
+        raise ValueError(
+            f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the training loop"
+        )
     peers = existing() if existing is not None else groups[member]
     if len(place) == 1:
         return kind(0, 1, ranks=table)
-    return kind(index, len(table), peers if len(table) > 1 else None, ranks=table, member=member, world_group=world)
+    return kind(
+        index,
+        len(table),
+        peers if len(table) > 1 else None,
+        ranks=table,
+        member=member,
+        world_group=world,
+    )
 
 
 def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
@@ -83,10 +96,14 @@ def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
     return [dist.group.WORLD if list(ranks) == world else _new_group(ranks) for ranks in table]
 
 
-def own_group(table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+def own_group(
+    table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
+) -> dist.ProcessGroup:
     """The group in ``table`` that this rank is in: a new one, also where the whole world has one already. All ranks of all ``replicas`` call
     it with the same table."""
-    apart = sum(map(len, replicas)) < dist.get_world_size()  # some ranks do not come here: members make their group among themselves
+    apart = (
+        sum(map(len, replicas)) < dist.get_world_size()
+    )  # some ranks do not come here: members make their group among themselves
     rank = dist.get_rank()
     made = [(ranks, _new_group(ranks, apart)) for ranks in table if rank in ranks or not apart]
     return next(group for ranks, group in made if rank in ranks)
@@ -126,17 +143,31 @@ def listed_table(lists: Sequence[Sequence[int]]) -> Table:
 
 def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
     """Raises ValueError unless the lists share out all ranks of the world, equally many to each."""
-    if not lists or not all(isinstance(ranks, (list, tuple, range)) and all(type(rank) is int for rank in ranks) for ranks in lists):
-        raise ValueError(f"group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], got {lists!r}")
+    if not lists or not all(
+        isinstance(ranks, (list, tuple, range)) and all(type(rank) is int for rank in ranks)
+        for ranks in lists
+    ):
+        raise ValueError(
+            f"group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], got {lists!r}"
+        )
     count = Counter(chain.from_iterable(lists))
-    twice, strange = [rank for rank in count if count[rank] > 1], [rank for rank in count if not 0 <= rank < world]
+    twice, strange = (
+        [rank for rank in count if count[rank] > 1],
+        [rank for rank in count if not 0 <= rank < world],
+    )
     if twice:
-        raise ValueError(f"group has ranks {brief(twice)} more than once: a rank belongs to one replica")
+        raise ValueError(
+            f"group has ranks {brief(twice)} more than once: a rank belongs to one replica"
+        )
     if strange:
-        raise ValueError(f"group has ranks {brief(strange)}, but the world has ranks 0-{world - 1} only")
+        raise ValueError(
+            f"group has ranks {brief(strange)}, but the world has ranks 0-{world - 1} only"
+        )
     if len({len(ranks) for ranks in lists}) > 1:
         sizes = ", ".join(str(len(ranks)) for ranks in lists[:8])
         raise ValueError(f"group has lists of {sizes} ranks: all replicas must be of one size")
     if len(count) < world:
         missing = brief(set(range(world)) - set(count))
-        raise ValueError(f"ranks {missing} are in none of the lists: name all, or give from_mesh a mesh of those that train")
+        raise ValueError(
+            f"ranks {missing} are in none of the lists: name all, or give from_mesh a mesh of those that train"
+        )

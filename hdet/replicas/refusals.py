@@ -15,7 +15,12 @@ from .layout import brief
 from .mesh import dims
 from .topology import Replicas
 
-_ZERO = {"ZeroRedundancyOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}  # torch, fairscale, apex
+_ZERO = {
+    "ZeroRedundancyOptimizer",
+    "OSS",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+}  # torch, fairscale, apex
 _MEGATRON = {"MegatronOptimizer", "MixedPrecisionOptimizer", "ChainedOptimizer"}
 _HSDP = (
     "mesh = init_device_mesh(type, (N, ranks // N), mesh_dim_names=('dp_replicate', 'dp_shard')), fully_shard(module, mesh=mesh) and "
@@ -24,7 +29,12 @@ _HSDP = (
 
 
 def check_sharding(
-    optimizer: Any, parameters: Sequence[torch.Tensor], replicas: Replicas | None, gradients: str, *, decides: bool = False
+    optimizer: Any,
+    parameters: Sequence[torch.Tensor],
+    replicas: Replicas | None,
+    gradients: str,
+    *,
+    decides: bool = False,
 ) -> None:
     """Do these replicas each have all of these parameters, and an optimizer of their own? Communicates nothing, changes nothing.
 
@@ -37,8 +47,16 @@ def check_sharding(
     Raises:
         ValueError: they do not; names the parameter or the optimizer, and the way out.
     """
-    several = replicas.count > 1 if replicas is not None else dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and gradients == "shared" and any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
+    several = (
+        replicas.count > 1
+        if replicas is not None
+        else dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    )
+    if (
+        several
+        and gradients == "shared"
+        and any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__)
+    ):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the replica's own rate asks for, so replicas would "
             "wait in their gradients' all-reduce for each other for ever: use another optimizer, or gradients='local'"
@@ -46,9 +64,17 @@ def check_sharding(
     names = _names(optimizer)
     for i, parameter in enumerate(parameters):
         name = names[i] if i < len(names) else f"tensor {i}"
-        if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-            raise ValueError(f"{name} is flattened by FullyShardedDataParallel (FSDP1), which is not supported. Use FSDP2: {_HSDP}")
-        outer = getattr(getattr(getattr(parameter, "_megatron_fsdp_model", None), "ddp_config", None), "outer_dp_sharding_strategy", None)
+        if getattr(parameter, "_is_flat_param", False) or getattr(
+            parameter, "_fsdp_flattened", False
+        ):
+            raise ValueError(
+                f"{name} is flattened by FullyShardedDataParallel (FSDP1), which is not supported. Use FSDP2: {_HSDP}"
+            )
+        outer = getattr(
+            getattr(getattr(parameter, "_megatron_fsdp_model", None), "ddp_config", None),
+            "outer_dp_sharding_strategy",
+            None,
+        )
         if outer not in (None, "no_shard"):
             raise ValueError(
                 f"{name} is Megatron-FSDP's with outer_dp_sharding_strategy={outer!r}, which keeps one copy of the optimizer's state "
@@ -63,7 +89,10 @@ def check_wrapper(optimizer: Any) -> None:
     kinds = type(optimizer).__mro__
     names, kind = {base.__name__ for base in kinds}, type(optimizer).__name__
     modules = [base.__module__ for base in kinds]
-    if any(module.startswith("deepspeed.runtime") for module in modules) or "DeepSpeedOptimizerWrapper" in names:
+    if (
+        any(module.startswith("deepspeed.runtime") for module in modules)
+        or "DeepSpeedOptimizerWrapper" in names
+    ):
         raise ValueError(
             f"optimizer {kind} is DeepSpeed's: ZeRO keeps one copy of the state, in stage 3 of the parameters, for all ranks, so there are "
             f"no replicas. Use DistributedDataParallel, or FSDP2: {_HSDP}"
@@ -78,8 +107,14 @@ def check_wrapper(optimizer: Any) -> None:
             f"optimizer {kind} steps each parameter on one rank for all of them, so there are no replicas. Use the plain optimizer under "
             f"DistributedDataParallel, or to save memory FSDP2: {_HSDP}"
         )
-    megatron = names & _MEGATRON or any(m.startswith("megatron.") and not isinstance(optimizer, torch.optim.Optimizer) for m in modules)
-    if megatron or ("DistributedOptimizer" in names and not any(module.startswith("torch.") for module in modules)):
+    megatron = names & _MEGATRON or any(
+        m.startswith("megatron.") and not isinstance(optimizer, torch.optim.Optimizer)
+        for m in modules
+    )
+    if megatron or (
+        "DistributedOptimizer" in names
+        and not any(module.startswith("torch.") for module in modules)
+    ):
         inner = "optimizer.optimizer, whose parameters are the master weights"
         if "ChainedOptimizer" in names:
             inner = "optimizer.chained_optimizers[0].optimizer if there is one of them; several are not supported"
@@ -93,11 +128,16 @@ def _names(optimizer: Any) -> list[str]:
     names: list[str] = []
     for g, group in enumerate(getattr(optimizer, "param_groups", ())):
         known = group.get("param_names") or [None] * len(group["params"])
-        names += [f"parameter {i} of group {g}" + (f" ({name})" if name else "") for i, name in enumerate(known)]
+        names += [
+            f"parameter {i} of group {g}" + (f" ({name})" if name else "")
+            for i, name in enumerate(known)
+        ]
     return names
 
 
-def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradients: str, decides: bool) -> None:
+def _check_dtensor(
+    parameter: Any, name: str, replicas: Replicas | None, gradients: str, decides: bool
+) -> None:
     mesh = parameter.device_mesh
     if replicas is None:
         if dist.get_world_size() > 1:
@@ -137,4 +177,8 @@ def _spans(parameter: Any) -> Iterator[tuple[str, Any, set[int]]]:
     mesh = parameter.device_mesh
     for k, placement in enumerate(parameter.placements):
         names = mesh.mesh_dim_names
-        yield (repr(names[k]) if names else f"dimension {k}"), placement, set(dist.get_process_group_ranks(mesh.get_group(k)))
+        yield (
+            (repr(names[k]) if names else f"dimension {k}"),
+            placement,
+            set(dist.get_process_group_ranks(mesh.get_group(k))),
+        )

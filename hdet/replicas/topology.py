@@ -53,7 +53,9 @@ class Replicas:
         world_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
-            raise ValueError(f"index must be one of 0 .. count - 1, got index {index!r} of count {count!r}")
+            raise ValueError(
+                f"index must be one of 0 .. count - 1, got index {index!r} of count {count!r}"
+            )
         self.index, self.count, self.peer_group = index, count, peer_group
         self.ranks, self.member, self.world_group = ranks, member, world_group
 
@@ -66,7 +68,9 @@ class Replicas:
         return cls(0, 1, None)
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup | Sequence[Sequence[int]] | None = None) -> Replicas:
+    def from_group(
+        cls, group: dist.ProcessGroup | Sequence[Sequence[int]] | None = None
+    ) -> Replicas:
         """Each rank of ``group`` is a replica, as under DDP. None means the world. Right only if nothing else is parallel.
 
         Or ``group`` is a list of lists: the ranks of each replica. They share a rate and average their gradients among themselves as plain
@@ -79,7 +83,9 @@ class Replicas:
         if isinstance(group, Sequence):
             return build(cls, listed_table(group))
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("from_group needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
+            raise ValueError(
+                "from_group needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()"
+            )
         group = dist.group.WORLD if group is None else group
         index, count = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
@@ -124,7 +130,9 @@ class Replicas:
             ValueError: the sizes do not go together.
             ReplicaDisagreement: on all ranks, if they give different sizes.
         """
-        return build(cls, layout_table(tp=tp, cp=cp, ep=ep, pp=pp, order=order, etp=etp, shard=shard))
+        return build(
+            cls, layout_table(tp=tp, cp=cp, ep=ep, pp=pp, order=order, etp=etp, shard=shard)
+        )
 
     @classmethod
     def from_megatron(cls, groups: Any, *, distributed_optimizer: bool = False) -> Replicas:
@@ -166,7 +174,9 @@ class Replicas:
             ValueError: this process does not hold it.
         """
         if replica not in (None, self.index):
-            raise ValueError(f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out")
+            raise ValueError(
+                f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out"
+            )
         return 0
 
     def use(self, replica: int) -> AbstractContextManager[None]:
@@ -241,4 +251,12 @@ class Replicas:
             ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.
         """
         if self.world_group is not None:
-            compare((self.index, self.member), self.ranks, common, by_member or {}, orders or {}, self.world_group, device)
+            compare(
+                (self.index, self.member),
+                self.ranks,
+                common,
+                by_member or {},
+                orders or {},
+                self.world_group,
+                device,
+            )

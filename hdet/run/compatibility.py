@@ -27,38 +27,71 @@ from ..tensors.dtensor import local_parts
 from .moments import follows_gradients
 from .snapshot import keeps_codes, keeps_weights
 
-__all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "check_several", "design_of"]
+__all__ = [
+    "averaged_tensors",
+    "check_arguments",
+    "check_controller",
+    "check_knobs",
+    "check_several",
+    "design_of",
+]
 
 
 def check_arguments(
-    optimizer: Any, *, scheduler: Any, knobs: Any, replicas: Any, controller: Any, sync: Any, divergence: Any, seed: Any, log: Any
+    optimizer: Any,
+    *,
+    scheduler: Any,
+    knobs: Any,
+    replicas: Any,
+    controller: Any,
+    sync: Any,
+    divergence: Any,
+    seed: Any,
+    log: Any,
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
-        inside = ": pass the one inside, its .optimizer" if isinstance(getattr(optimizer, "optimizer", None), Optimizer) else ""
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{inside}")
+        inside = (
+            ": pass the one inside, its .optimizer"
+            if isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+            else ""
+        )
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{inside}"
+        )
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
-        raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
+        raise ValueError(
+            "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller reacts to losses"
         )
-    if scheduler is not None and not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
-        raise TypeError(f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}")
+    if scheduler is not None and not all(
+        callable(getattr(scheduler, name, None))
+        for name in ("step", "state_dict", "load_state_dict")
+    ):
+        raise TypeError(
+            f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}"
+        )
     if scheduler is not None and (needed := _needed(scheduler.step)):
         raise ValueError(
             f"scheduler is {type(scheduler).__name__}, whose step needs {needed!r} (timm's schedulers are told where they are): leave scheduler out, pass "
             "total_steps, and call it inside `with ensemble.rescheduling():` (docs/loop.md)"
         )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("scheduler belongs to another optimizer: build it with the one given to the Ensemble")
+        raise ValueError(
+            "scheduler belongs to another optimizer: build it with the one given to the Ensemble"
+        )
     if (
         isinstance(knobs, (str, bytes))
         or not isinstance(knobs, Sequence)
         or not all(hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs)
     ):
-        raise TypeError(f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}")
+        raise TypeError(
+            f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}"
+        )
     if replicas is not None and not isinstance(replicas, Replicas):
         raise TypeError(
             f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an hdet.CoresidentReplicas, got {type(replicas).__name__}"
@@ -66,7 +99,9 @@ def check_arguments(
     if replicas is not None:
         replicas.check_optimizer(optimizer)
     if isinstance(controller, type) and issubclass(controller, Controller):
-        raise TypeError(f"controller must be an object, got the class {controller.__name__}: write {controller.__name__}(...)")
+        raise TypeError(
+            f"controller must be an object, got the class {controller.__name__}: write {controller.__name__}(...)"
+        )
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
             f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.AutoLR(model) or "
@@ -79,7 +114,9 @@ def check_arguments(
             "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
         )
     if replicas is not None and len(replicas.local) > 1 and sync.converge.needs_processes:
-        raise ValueError(f"converge is {sync.converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
+        raise ValueError(
+            f"converge is {sync.converge!r}, but co-resident replicas are averaged by their optimizer: leave it out"
+        )
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -94,10 +131,19 @@ def _needed(step: Any) -> str | None:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # written in C
         return None
-    return next((p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), None)
+    return next(
+        (
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ),
+        None,
+    )
 
 
-def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> ReplicaTensors:
+def averaged_tensors(
+    optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module
+) -> ReplicaTensors:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
     Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
@@ -107,10 +153,14 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
         check_buffers_stay(buffers)
         found = ReplicaTensors(tensors, model=buffers)
     else:
-        listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
+        listed = isinstance(buffers, Iterable) and not isinstance(
+            buffers, torch.Tensor
+        )  # whose rows would be taken for buffers
         given: list[Any] = list(buffers) if listed else [buffers]
         if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
-            raise TypeError(f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}")
+            raise TypeError(
+                f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}"
+            )
         found = ReplicaTensors(tensors, given)
     for name, group in (("parameter", tensors), ("buffer", found.buffers)):
         for i, tensor in enumerate(local_parts(group)):
@@ -121,7 +171,10 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
 def check_buffers_stay(model: nn.Module) -> None:
     """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica 0's would be all there is."""
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():
+        if (
+            isinstance(module, nn.parallel.DistributedDataParallel)
+            and module.will_sync_module_buffers()
+        ):
             warnings.warn(
                 "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, so running statistics (BatchNorm) follow "
                 "one replica, whatever is averaged: wrap with broadcast_buffers=False (forward_sync_buffers=False in newer torch)",
@@ -143,7 +196,13 @@ def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) ->
 
 
 def check_knobs(
-    knobs: Sequence[Bound], optimizer: Optimizer, replicas: Replicas, controller: Controller | None, *, design: str, sync: Sync
+    knobs: Sequence[Bound],
+    optimizer: Optimizer,
+    replicas: Replicas,
+    controller: Controller | None,
+    *,
+    design: str,
+    sync: Sync,
 ) -> None:
     """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError names the knob, why not, and the way out."""
     moments, shared, together = sync.moments, sync.gradients == "shared", len(replicas.local) > 1
@@ -167,7 +226,11 @@ def check_knobs(
             raise ValueError(
                 f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
             )
-        if not knob.valid_on_train_loss and controller is not None and not controller.judges_held_out:
+        if (
+            not knob.valid_on_train_loss
+            and controller is not None
+            and not controller.judges_held_out
+        ):
             raise ValueError(
                 f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
                 f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
@@ -181,7 +244,11 @@ def check_knobs(
         )
     if keeps_weights(optimizer):
         # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged.
-        if replicas.count > 1 and (not shared or any(knob.spread > 0 for knob in knobs)) and moments != "average":
+        if (
+            replicas.count > 1
+            and (not shared or any(knob.spread > 0 for knob in knobs))
+            and moments != "average"
+        ):
             raise ValueError(
                 f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would "
                 "stay apart: pass moments='average'"
@@ -194,7 +261,9 @@ def check_knobs(
 
 def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None, equal: bool) -> None:
     if moments is not None and equal and not any(knob.moments_diverge for knob in knobs):
-        raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
+        raise ValueError(
+            f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out"
+        )
     parting = [knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0]
     if parting and moments not in ("average", "reset"):
         raise ValueError(
@@ -218,9 +287,13 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         )
 
 
-def check_several(replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None) -> None:
+def check_several(
+    replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None
+) -> None:
     """Raises ValueError for one replica of several ranks where something is to be explored, or a controller needs more of them."""
-    explores = any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
+    explores = (
+        any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
+    )
     if explores and replicas.count == 1 and replicas.members > 1:
         raise ValueError(
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is nothing to explore with. Start more ranks, make tp, cp, "
@@ -244,7 +317,9 @@ def check_controller(controller: Controller, run: Run) -> None:
     knobs = len(run.knobs)
     still = [knob.name for knob in run.knobs if knob.spread == 0]
     if run.replicas == 1:
-        warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=4)
+        warnings.warn(
+            "one replica explores nothing: the controller will never move a value", stacklevel=4
+        )
     elif controller.regresses and 0 < len(still) < knobs:
         raise ValueError(
             f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from the others, and none would move: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from numbers import Real
 from typing import NamedTuple
@@ -24,14 +25,25 @@ from ..profiling import ranged
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["CycleStats", "LocalReplica", "LossMeter", "gather_stats", "local_replicas", "masters_of", "parse", "verdict_on"]
+__all__ = [
+    "CycleStats",
+    "LocalReplica",
+    "LossMeter",
+    "gather_stats",
+    "local_replicas",
+    "masters_of",
+    "parse",
+    "verdict_on",
+]
 
 
 class LossMeter:
     """Weighted sum of scalar losses in float64 on ``device``; `add` never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros(2, dtype=torch.float64, device=device)  # (sum of weight * loss, sum of tensor weights)
+        self._total = torch.zeros(
+            2, dtype=torch.float64, device=device
+        )  # (sum of weight * loss, sum of tensor weights)
         self._sum = self._total[0]
         self._weight = 0.0
 
@@ -48,7 +60,9 @@ class LossMeter:
             raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1:
-                raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
+                raise ValueError(
+                    f"weight must be one number, got a tensor of shape {tuple(weight.shape)}"
+                )
             weight = weight.detach().reshape(()).to(self._total)
             self._total[1].add_(weight)
             self._sum.add_(torch.where(weight == 0, 0.0, weight * loss))
@@ -68,7 +82,9 @@ class LossMeter:
     def stats(self) -> torch.Tensor:
         """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""
         total, weight = self._total[0], self._total[1] + self._weight
-        return torch.stack([torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)])
+        return torch.stack(
+            [torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)]
+        )
 
     def reset(self) -> None:
         self._total.zero_()
@@ -86,13 +102,23 @@ class LocalReplica:
     loss_meter: LossMeter
 
 
-def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[LocalReplica]:
+def local_replicas(
+    replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]
+) -> list[LocalReplica]:
     """The replicas that this process holds, each with its own of ``tensors``."""
     device = local_parts(tensors[:1])[0].device
     return [
-        LocalReplica(lambda place=place: replicas.sets(tensors)[place], masters_of(optimizer, tensors, place), LossMeter(device))  # type: ignore[misc]
+        LocalReplica(
+            partial(_set_of, replicas, tensors, place),
+            masters_of(optimizer, tensors, place),
+            LossMeter(device),
+        )
         for place in range(len(replicas.local))
     ]
+
+
+def _set_of(replicas: Replicas, tensors: Sequence[torch.Tensor], place: int) -> list[torch.Tensor]:
+    return replicas.sets(tensors)[place]
 
 
 def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
@@ -121,15 +147,22 @@ class CycleStats(NamedTuple):
 
 
 def verdict_on(
-    stats: Sequence[CycleStats], divergence: Divergence, level: float | None, searching: bool = False
+    stats: Sequence[CycleStats],
+    divergence: Divergence,
+    level: float | None,
+    searching: bool = False,
 ) -> tuple[Verdict, list[float | None]]:
     """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. ``searching``: is an
     `AutoLR` in its first steps, which takes back what breaks in them?"""
     losses = [stat.loss for stat in stats]
     if searching:
         finite = [r for r, stat in enumerate(stats) if stat.finite]
-        return Verdict(finite or list(range(len(stats))), roll_back=False, level=None, notes=[]), losses
-    return judge(divergence, [stat.finite for stat in stats], [stat.raw_loss for stat in stats], level), losses
+        return Verdict(
+            finite or list(range(len(stats))), roll_back=False, level=None, notes=[]
+        ), losses
+    return judge(
+        divergence, [stat.finite for stat in stats], [stat.raw_loss for stat in stats], level
+    ), losses
 
 
 @ranged("hdet.cycle_stats")
@@ -144,11 +177,19 @@ def gather_stats(
     """One small all_reduce, then one read by the host: the only place where a cycle waits for the device. ``probes``: the probe's row of each
     member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``: whole numbers below 2^40 that are to be compared."""
     replicas.write_back()
-    local = [_row(member, None if probes is None else probes[k], compare, marks) for k, member in enumerate(members)]
+    local = [
+        _row(member, None if probes is None else probes[k], compare, marks)
+        for k, member in enumerate(members)
+    ]
     return parse(replicas.sum_rows(*local), compare=compare, marks=len(marks))
 
 
-def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float | torch.Tensor]) -> torch.Tensor:
+def _row(
+    member: LocalReplica,
+    probe: torch.Tensor | None,
+    compare: bool,
+    marks: Sequence[float | torch.Tensor],
+) -> torch.Tensor:
     """float64 on the parameters' device."""
     parameters = local_parts(member.parameters())
     row = member.loss_meter.stats()
@@ -156,8 +197,13 @@ def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks:
     pieces = [row]
     if compare:
         # Masters may differ where their rounded copies do not.
-        pieces.append(digest([*parameters, *local_parts([m for m in member.masters() if m is not None])]))
-    pieces += [mark.reshape(1) if isinstance(mark, torch.Tensor) else row.new_tensor([mark]) for mark in marks]
+        pieces.append(
+            digest([*parameters, *local_parts([m for m in member.masters() if m is not None])])
+        )
+    pieces += [
+        mark.reshape(1) if isinstance(mark, torch.Tensor) else row.new_tensor([mark])
+        for mark in marks
+    ]
     if probe is not None:
         pieces.append(probe)
     return torch.cat([piece.to(row.device) for piece in pieces])
@@ -170,7 +216,9 @@ def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[CycleStats]
     digests = zip(rest.pop(0), rest.pop(0), strict=True) if compare else repeat(())
     marked = zip(*(rest.pop(0) for _ in range(marks)), strict=True) if marks else repeat(())
     finite = [not math.isnan(weight) for weight in weights]
-    raw = [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
+    raw = [
+        total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)
+    ]
     votes = [good and math.isfinite(total) for good, total in zip(finite, sums, strict=True)]
     losses = [loss if vote else None for loss, vote in zip(raw, votes, strict=True)]
     probes = zip(*rest, strict=True) if rest else repeat(())

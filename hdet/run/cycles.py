@@ -101,7 +101,9 @@ class Cycles:
     def in_sync(self) -> bool:
         """Are parameters and averaged buffers known to be equal on all replicas?"""
         return self._stay_equal or (
-            not self.fan_out.moved and self.weights.average.idle and self.weights.tensors.unwritten(self._buffer_marks)
+            not self.fan_out.moved
+            and self.weights.average.idle
+            and self.weights.tensors.unwritten(self._buffer_marks)
         )
 
     def note_average(self) -> None:
@@ -164,7 +166,9 @@ class Cycles:
         if self.replicas.world_group is not None:
             marks = [self.schedule.mark(), *self.weights.marks()]
         with self.during("statistics"):
-            stats = gather_stats(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
+            stats = gather_stats(
+                self.replicas, self.weights.local, rows, compare=compare, marks=marks
+            )
         of_each = list(zip(*(stat.marks for stat in stats), strict=True))
         if of_each:
             self.schedule.check_marks(of_each[0])
@@ -225,13 +229,17 @@ class Cycles:
             yield
 
     @ranged("hdet.converge")
-    def _average(self, verdict: Verdict, losses: Sequence[float | None], *, are_equal: bool) -> None:
+    def _average(
+        self, verdict: Verdict, losses: Sequence[float | None], *, are_equal: bool
+    ) -> None:
         """Average the replicas, or restore the beginning of a cycle that is taken back."""
         with self.during("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row
                 if attempts >= self.divergence.attempts:
-                    raise self._all_diverged(f"{attempts} cycles in a row were taken back, and the next one diverged too")
+                    raise self._all_diverged(
+                        f"{attempts} cycles in a row were taken back, and the next one diverged too"
+                    )
                 self.weights.roll_back(attempts)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
@@ -253,7 +261,10 @@ class Cycles:
             self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
             return self.engine.roll_back(lower)
         self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
-        voting = {name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)] for name, rows in measured.items()}
+        voting = {
+            name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)]
+            for name, rows in measured.items()
+        }
         schedule = self.schedule
         outcome = self.engine.close(
             losses, voting, scheduled=schedule.values(), peak=[own[0] for own in schedule.peaks()],

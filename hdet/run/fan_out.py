@@ -67,7 +67,11 @@ class FanOut:
         rates = [knob for knob in self.knobs if knob.key == "lr"]
         self._rates = rates
         self._are_rates_bounded = self.is_fused and any(knob.scale.bounded for knob in rates)
-        self._in_step = [(k, knob) for k, knob in enumerate(self.knobs) if knob.acts == "step" and not (self.is_fused and knob.key == "lr")]
+        self._in_step = [
+            (k, knob)
+            for k, knob in enumerate(self.knobs)
+            if knob.acts == "step" and not (self.is_fused and knob.key == "lr")
+        ]
 
     def attach(self) -> None:
         """Let the optimizer's step be `step`."""
@@ -206,7 +210,9 @@ class FanOut:
         if self.explored is not None:
             if self.explored != place:
                 other = self._first + self.explored
-                raise ValueError(f"explore() was called inside that of replica {other}: leave it before the next `use`")
+                raise ValueError(
+                    f"explore() was called inside that of replica {other}: leave it before the next `use`"
+                )
             yield
             return
         self.explored = place
@@ -234,7 +240,10 @@ class FanOut:
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Inside, no hook is called before or after a step."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = type(before)(), type(after)()
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
+        type(before)(),
+        type(after)(),
+    )
     try:
         yield
     finally:

@@ -60,10 +60,22 @@ class ReplicaLost(RuntimeError):
     """
 
     def __init__(
-        self, message: str, phase: str = "", cycle: int = 0, step: int = 0, lost: Sequence[int] = (), late: Sequence[int] = ()
+        self,
+        message: str,
+        phase: str = "",
+        cycle: int = 0,
+        step: int = 0,
+        lost: Sequence[int] = (),
+        late: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
-        self.phase, self.cycle, self.step, self.lost, self.late = phase, cycle, step, tuple(lost), tuple(late)
+        self.phase, self.cycle, self.step, self.lost, self.late = (
+            phase,
+            cycle,
+            step,
+            tuple(lost),
+            tuple(late),
+        )
 
 
 @contextmanager
@@ -124,7 +136,9 @@ _BROKEN = re.compile(
     r"|pair closure|Connectivity to remote rank",
     re.IGNORECASE | re.DOTALL,
 )
-_NOT_LOST = re.compile(r"out of memory|invalid usage|invalid argument|duplicate gpu|mismatch", re.IGNORECASE)
+_NOT_LOST = re.compile(
+    r"out of memory|invalid usage|invalid argument|duplicate gpu|mismatch", re.IGNORECASE
+)
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -164,27 +178,49 @@ _Found = tuple[str, list[int], list[int]]
 
 def _call_roll(replicas: Replicas, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
-    ranks = [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
+    ranks = [rank for members in replicas.ranks for rank in members] or list(
+        range(dist.get_world_size())
+    )
     call = RollCall(store, dist.get_rank(), ranks, patience)
-    thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
+    thread = threading.Thread(
+        target=call.run, daemon=True
+    )  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
     if thread.is_alive():
         return _without_store(store, replicas, f"does not answer within {patience + 1:g} s")
     if call.error is not None:
         return _without_store(store, replicas, "is gone")
-    ended, running, unknown = ([one for one in call.absent if one.fate == fate] for fate in ("ended", "running", "unknown"))
+    ended, running, unknown = (
+        [one for one in call.absent if one.fate == fate] for fate in ("ended", "running", "unknown")
+    )
     sentences = [
         _sentence(ended, replicas, "gone", "ended: pid {}"),
         _sentence(unknown, replicas, "gone or late", f"no answer within {patience:g} s"),
-        _sentence(running, replicas, "late, or still waiting in the collective" if ended or unknown else "late", "still running: pid {}"),
+        _sentence(
+            running,
+            replicas,
+            "late, or still waiting in the collective" if ended or unknown else "late",
+            "still running: pid {}",
+        ),
     ]
     if call.tardy:
-        sentences.append(f"{_named(call.tardy, replicas)} came late, but within {patience:g} s after this rank")
+        sentences.append(
+            f"{_named(call.tardy, replicas)} came late, but within {patience:g} s after this rank"
+        )
     if call.behind > max(1.0, patience / 2):
-        sentences.append(f"the other ranks had given up {call.behind:.1f} s before this one came: it was late")
-    text = ", ".join(filter(None, sentences)) or "every rank still answers: one was late, or a connection between two of them broke"
-    return text, sorted(one.rank for one in ended + unknown), sorted([one.rank for one in running] + call.tardy)
+        sentences.append(
+            f"the other ranks had given up {call.behind:.1f} s before this one came: it was late"
+        )
+    text = (
+        ", ".join(filter(None, sentences))
+        or "every rank still answers: one was late, or a connection between two of them broke"
+    )
+    return (
+        text,
+        sorted(one.rank for one in ended + unknown),
+        sorted([one.rank for one in running] + call.tardy),
+    )
 
 
 def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason: str) -> str:
@@ -200,10 +236,18 @@ def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     place = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
-    if not place or dist.get_rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if (
+        not place
+        or dist.get_rank() == 0
+        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
         return f"the rendezvous store{place} {how}, so who is lost is not known", [], []
     text = f"{_named([0], replicas)} is gone: the rendezvous store{place}, which it holds, {how}; "
-    return text + "it may have ended because of an earlier loss, which its own message names then", [0], []
+    return (
+        text + "it may have ended because of an earlier loss, which its own message names then",
+        [0],
+        [],
+    )
 
 
 def _named(ranks: Iterable[int], replicas: Replicas) -> str:
@@ -216,7 +260,9 @@ def _named(ranks: Iterable[int], replicas: Replicas) -> str:
     for replica, members in list(found.items())[:_MOST]:
         listed = f"rank{'s' * (len(members) > 1)} {brief(members)}"
         names.append(listed if replica is None else f"replica {replica} ({listed})")
-    return " and ".join(names) + (f" and {len(found) - _MOST} more replicas" if len(found) > _MOST else "")
+    return " and ".join(names) + (
+        f" and {len(found) - _MOST} more replicas" if len(found) > _MOST else ""
+    )
 
 
 # -- the roll call -----------------------------------------------------------------------------------------------------
@@ -258,18 +304,24 @@ class RollCall:
     def _run(self) -> None:
         others = [rank for rank in self.ranks if rank != self.rank]
         if others and self.store.check(list(map(_answer, others))):
-            self.behind = time.time() - max(float(self.store.get(_answer(rank))) for rank in others[:_MOST])
+            self.behind = time.time() - max(
+                float(self.store.get(_answer(rank))) for rank in others[:_MOST]
+            )
         self.store.set(_answer(self.rank), repr(time.time()))
         slow = self.wait(others, self.patience / 2)
         missing = self.wait(slow, self.patience / 2)
         self.tardy = [rank for rank in slow if rank not in missing]
-        self.absent = [_fate(self.store, rank) for rank in missing[:_MOST]] + [_Absent(rank) for rank in missing[_MOST:]]
+        self.absent = [_fate(self.store, rank) for rank in missing[:_MOST]] + [
+            _Absent(rank) for rank in missing[_MOST:]
+        ]
 
     def wait(self, ranks: list[int], seconds: float) -> list[int]:
         """Those of ``ranks`` that have not answered after at most so long."""
         end, pause = time.monotonic() + seconds, 0.01
         self._last_question = end + 0.25
-        while ranks and not self.store.check(list(map(_answer, ranks))):  # one message, however many they are
+        while ranks and not self.store.check(
+            list(map(_answer, ranks))
+        ):  # one message, however many they are
             if time.monotonic() >= end:
                 return self._missing(ranks)
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
@@ -305,8 +357,12 @@ def _announce(replicas: Replicas) -> None:
         store = dist.distributed_c10d._get_default_store()
         if store not in _announced:
             _announced.add(store)
-            store.set(_here(dist.get_rank()), json.dumps([_host(), os.getpid(), _started(os.getpid())]))
-            store.delete_key(_answer(dist.get_rank()))  # a restart of the workers may find the same store
+            store.set(
+                _here(dist.get_rank()), json.dumps([_host(), os.getpid(), _started(os.getpid())])
+            )
+            store.delete_key(
+                _answer(dist.get_rank())
+            )  # a restart of the workers may find the same store
 
 
 def _here(rank: int) -> str:
@@ -331,7 +387,10 @@ def _fate(store: Any, rank: int) -> _Absent:
 def _host() -> list[str]:
     """Two processes with equal values see each other's process ids: one kernel, one namespace of ids."""
     with suppress(OSError):
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        return [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return [socket.gethostname(), str(os.getpid())]  # nobody's but its own
 
 

@@ -24,7 +24,9 @@ class Panel:
         during: is put, with a name, around what communicates.
     """
 
-    def __init__(self, engine: Engine, during: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, engine: Engine, during: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
         self._engine, self._during = engine, during
         controller = engine.controller
         self._all: Mapping[str, Measurement] = {} if controller is None else controller.measurements
@@ -68,7 +70,9 @@ class Panel:
         for _, measurement in self._used(self._engine.step + left):
             measurement.sample(position, position + left)
 
-    def rows(self, as_replica: Callable[[int], AbstractContextManager[Any]], places: int) -> list[torch.Tensor] | None:
+    def rows(
+        self, as_replica: Callable[[int], AbstractContextManager[Any]], places: int
+    ) -> list[torch.Tensor] | None:
         """At the cycle's end, one row for each local replica, ``as_replica(place)`` being it; None
         if nothing is measured."""
         used = list(self._used(self._engine.step))

@@ -45,11 +45,30 @@ class ReplicaWeights:
     ) -> None:
         self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
-        task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes, sync.gradients)
-        self.average: Averager = _CoresidentAverager(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        task = Task(
+            self.tensors,
+            replicas,
+            optimizer,
+            self.local[0].masters,
+            sync.every,
+            sync.bucket_bytes,
+            sync.gradients,
+        )
+        self.average: Averager = (
+            _CoresidentAverager(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        )
         self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
-        self._kind, self._tied, self._refresh, self.modules = sync.weights, list(sync.tied), sync.refresh, list(modules)
-        self._starts = None if divergence.rollback is None else CycleStarts(self.tensors, optimizer, divergence.rollback)
+        self._kind, self._tied, self._refresh, self.modules = (
+            sync.weights,
+            list(sync.tied),
+            sync.refresh,
+            list(modules),
+        )
+        self._starts = (
+            None
+            if divergence.rollback is None
+            else CycleStarts(self.tensors, optimizer, divergence.rollback)
+        )
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -65,7 +84,11 @@ class ReplicaWeights:
         if moments.must_be_compared:
             found.append(moments.digest())
         if moments.must_be_compared or moments.are_averaged or model is not None:
-            buffers = [] if model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+            buffers = (
+                []
+                if model is None
+                else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+            )
             found.append(float(digest((moments.structure(), buffers))))
         return found
 
@@ -81,7 +104,11 @@ class ReplicaWeights:
             raise ReplicaDisagreement(
                 "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
                 "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
-                + ("" if self.tensors.model is None else " (or the model's buffers differ, which are averaged too)")
+                + (
+                    ""
+                    if self.tensors.model is None
+                    else " (or the model's buffers differ, which are averaged too)"
+                )
             )
         if moments.must_be_compared:
             moments.differ = len(set(marks[0])) > 1
@@ -148,7 +175,11 @@ class ReplicaWeights:
         weights = [0.0] * len(losses)
         known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
         softmax = self._kind == "softmax" and len(known) == len(healthy)
-        for r, w in zip(healthy, softmax_weights(known, 0.1) if softmax else [1 / len(healthy)] * len(healthy), strict=True):
+        for r, w in zip(
+            healthy,
+            softmax_weights(known, 0.1) if softmax else [1 / len(healthy)] * len(healthy),
+            strict=True,
+        ):
             weights[r] = w
         return weights
 
@@ -157,7 +188,9 @@ class ReplicaWeights:
         """Parameters were written: whoever holds copies follows."""
         for tensor, group in self._tied:
             for part in [*self._with_master(tensor), *self.moments.tensors_of(tensor)]:
-                sent = part.reshape(-1).view(torch.uint8)  # no backend's business what it is, and gloo knows no int16
+                sent = part.reshape(-1).view(
+                    torch.uint8
+                )  # no backend's business what it is, and gloo knows no int16
                 dist.broadcast(sent, group_src=0, group=group)
                 if not part.is_contiguous():
                     part.copy_(sent.view(part.dtype).view(part.shape))
@@ -177,14 +210,24 @@ def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
     if not isinstance(tied, (list, tuple)):
         raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
     for i, pair in enumerate(tied):
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
-            raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
+        if not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)
+        ):
+            raise TypeError(
+                f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy"
+            )
         if not any(pair[0] is p for p in parameters):
-            raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
+            raise ValueError(
+                f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself"
+            )
         if pair[1] is None:
-            raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
+            raise ValueError(
+                f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy"
+            )
         if not isinstance(pair[1], dist.ProcessGroup):
-            raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
+            raise ValueError(
+                f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}"
+            )
 
 
 class _CoresidentAverager(Averager):

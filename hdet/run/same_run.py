@@ -48,19 +48,32 @@ class Agreement:
         """Before the first step: after it replicas may differ."""
         if not self.reached and self._values is None and self.replicas.world_group is not None:
             tensors = local_parts(self.parameters)
-            self._values = torch.stack([digest_of_tensors([t]).to(tensors[0].device) for t in tensors])
+            self._values = torch.stack(
+                [digest_of_tensors([t]).to(tensors[0].device) for t in tensors]
+            )
 
     def check(self, device: torch.device) -> None:
         """One all_gather. Raises on all ranks alike if they differ."""
         self.look()
         scheduler = self.schedule.scheduler
         state = {} if scheduler is None else _comparable(scheduler.state_dict())
-        state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
+        state.pop(
+            "lr_lambdas", None
+        )  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
         # Lists are by parameter group, of which a pipeline's stages may have different ones.
         lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
-        single = (_kind(scheduler), [(key, value) for key, value in state.items() if key not in lists])
-        orders = {} if self._values is None else {"the order of the parameters (digest of their values)": _in_order(self._values)}
-        self.replicas.require_agreement(self._common(single), self._by_member(lists), device, orders)
+        single = (
+            _kind(scheduler),
+            [(key, value) for key, value in state.items() if key not in lists],
+        )
+        orders = (
+            {}
+            if self._values is None
+            else {"the order of the parameters (digest of their values)": _in_order(self._values)}
+        )
+        self.replicas.require_agreement(
+            self._common(single), self._by_member(lists), device, orders
+        )
         self.reached, self._values = True, None
 
     def _common(self, scheduler: object) -> dict[str, int]:
@@ -74,9 +87,17 @@ class Agreement:
             "warmup_steps": clock.warmup_steps,
             "total_steps": -1 if clock.total_steps is None else clock.total_steps,
             **{name: value for name, value in self.settings.items() if isinstance(value, int)},
-            **{f"{name} (digest)": digest(value) for name, value in self.settings.items() if not isinstance(value, int)},
-            "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in self.engine.knobs]),
-            "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
+            **{
+                f"{name} (digest)": digest(value)
+                for name, value in self.settings.items()
+                if not isinstance(value, int)
+            },
+            "the knobs (digest)": digest(
+                [(knob.name, knob.spread, knob.scale) for knob in self.engine.knobs]
+            ),
+            "the controller and its settings (digest)": digest(
+                None if controller is None else (controller.name, _settings(controller))
+            ),
             "the state (digest)": digest(self.engine.state_dict()),
             "the scheduler's class and settings (digest)": digest(scheduler),
         }
@@ -87,24 +108,47 @@ class Agreement:
         # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
         known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
         groups = [
-            {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
+            {
+                key: value
+                for key, value in group.items()
+                if key not in _OF_THE_MACHINE and (known or key in _USUAL)
+            }
             for group in optimizer.param_groups
         ]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         fused = [getattr(optimizer, name, None) for name in _OF_FUSED]
         values = {
-            "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(self.parameters)],
+            "the parameters' shapes and dtypes": [
+                (tuple(p.shape), str(p.dtype)) for p in local_parts(self.parameters)
+            ],
             "the names of the parameters": _names(self.parameters, optimizer, self.modules),
-            "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in self.schedule.knobs],
+            "the scheduled rates": [
+                (knob.name, [float(value) for value in knob.scheduled])
+                for knob in self.schedule.knobs
+            ],
             "the scheduler's settings by parameter group": of_scheduler,
-            "the optimizer's class and settings": (_kind(optimizer), sizes, _comparable(groups), _comparable(fused)),
+            "the optimizer's class and settings": (
+                _kind(optimizer),
+                sizes,
+                _comparable(groups),
+                _comparable(fused),
+            ),
         }
         return {f"{name} (digest)": digest(value) for name, value in values.items()}
 
 
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
-_USUAL = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay", "maximize")
+_USUAL = (
+    "lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "nesterov",
+    "decoupled_weight_decay",
+    "maximize",
+)
 _OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
 """Settings that hdet's optimizers do not keep in their groups."""
 
@@ -115,13 +159,22 @@ def _in_order(digests: torch.Tensor) -> tuple[int, int]:
     return digest(sorted(rows)), digest(rows)
 
 
-def _names(parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[str | None]:
+def _names(
+    parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]
+) -> list[str | None]:
     """Of parameters and buffers, where a model or the optimizer knows them."""
     known: dict[int, str] = {}
     for group in optimizer.param_groups:
-        known.update((id(p), name) for p, name in zip(group["params"], group.get("param_names") or (), strict=False))
+        known.update(
+            (id(p), name)
+            for p, name in zip(group["params"], group.get("param_names") or (), strict=False)
+        )
     for module in modules:
-        known.update((id(tensor), name) for named in (module.named_parameters(), module.named_buffers()) for name, tensor in named)
+        known.update(
+            (id(tensor), name)
+            for named in (module.named_parameters(), module.named_buffers())
+            for name, tensor in named
+        )
     return [known.get(id(p)) for p in parameters]
 
 
@@ -134,19 +187,30 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): _comparable(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {
+            str(key): _comparable(item)
+            for key, item in sorted(value.items(), key=lambda item: str(item[0]))
+        }
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else _kind(value)
+    return (
+        value
+        if isinstance(value, (bool, int, float, str, type(None), torch.dtype))
+        else _kind(value)
+    )
 
 
-def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
+def check_gradients(
+    replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device
+) -> None:
     """Raises ValueError if gradients are to be shared, and differ; warns if they are to be local, and are the same on all replicas. ``norm``: of
     this rank's in the first step; None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One all_reduce,
     unless this process is alone."""
     if replicas.world_group is None:
         return
-    square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
+    square = (
+        torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
+    )
     norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
     if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
         return
@@ -171,9 +235,13 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
         for name, value in sorted(vars(controller).items())
         if not name.startswith("_") and (is_dataclass(value) or _is_plain(value))
     ]
-    parts = [value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)]
+    parts = [
+        value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)
+    ]
     return plain + [setting for part in parts for setting in _settings(part)]
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    return isinstance(value, (int, float, str, type(None))) or (
+        isinstance(value, tuple) and all(map(_is_plain, value))
+    )

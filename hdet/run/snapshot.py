@@ -28,7 +28,17 @@ __all__ = [
     "reset_moments",
 ]
 
-SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
+SETTINGS = {
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "momentum",
+    "weight_decay",
+    "eps",
+}
 """Numbers of a group that users, schedules and knobs write."""
 
 
@@ -50,7 +60,13 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
             continue
         found.append(one)
         for value in vars(one).values():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            held = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, (list, tuple))
+                else [value]
+            )
             waiting += [inner for inner in held if isinstance(inner, Optimizer)]
     return found
 
@@ -81,7 +97,11 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
         before = kept.get(key)
         if fused and parameter in state:
             _renew(state[parameter], parameter, before or {}, weights)
-        elif before is None and isinstance(inner_optimizer(optimizer), Adagrad) and state.get(parameter):
+        elif (
+            before is None
+            and isinstance(inner_optimizer(optimizer), Adagrad)
+            and state.get(parameter)
+        ):
             # made together with the optimizer, and never again
             state[parameter]["step"].zero_()
             local_parts([state[parameter]["sum"]])[0].fill_(group["initial_accumulator_value"])
@@ -91,7 +111,9 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
             state[parameter] = put(state.get(parameter), before)
 
 
-def _renew(state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool) -> None:
+def _renew(
+    state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool
+) -> None:
     """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros, replicas and masters as the model."""
     made = [key for key in state if key not in before]
     state.update({key: put(state.get(key), held) for key, held in before.items()})
@@ -112,7 +134,9 @@ def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
     """(key, whose state it is, its group): parameters by number, which survives a state that is loaded anew; then what is no parameter."""
     listed = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     own = {p for p, _ in listed}
-    return [(n, p, group) for n, (p, group) in enumerate(listed)] + [(key, key, {}) for key in [*optimizer.state] if key not in own]
+    return [(n, p, group) for n, (p, group) in enumerate(listed)] + [
+        (key, key, {}) for key in [*optimizer.state] if key not in own
+    ]
 
 
 class GroupNumbers:
@@ -122,14 +146,17 @@ class GroupNumbers:
     def __init__(self, optimizer: Optimizer) -> None:
         known = type(inner_optimizer(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
         groups = [] if known else optimizer.param_groups
-        self._groups = [(group, {key: keep(group[key]) for key in self._keys(group)}) for group in groups]
+        self._groups = [
+            (group, {key: keep(group[key]) for key in self._keys(group)}) for group in groups
+        ]
 
     @staticmethod
     def _keys(group: Mapping[str, Any]) -> set[str]:
         return {
             key
             for key, value in group.items()
-            if key not in {*SETTINGS, "params"} and (type(value) in (int, float) or next(tensors_in(value), None) is not None)
+            if key not in {*SETTINGS, "params"}
+            and (type(value) in (int, float) or next(tensors_in(value), None) is not None)
         }
 
     @torch.no_grad()
@@ -149,7 +176,13 @@ class Snapshot:
     host's, pinned for CUDA. `take` and `restore` are one pass over them each.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        optimizer: Optimizer,
+        place: str,
+        model: nn.Module | None = None,
+    ) -> None:
         self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
         self._buffers = None if model is None else BufferCopies(model, self._on_host)
         self._copies: list[Copy] = []
@@ -164,12 +197,16 @@ class Snapshot:
     def take(self) -> None:
         """Remember what is there now."""
         befores: list[Any] = [*self._copies] or [None] * len(self._tensors)
-        self._copies = [Copy(tensor, self._on_host, old) for tensor, old in zip(self._tensors, befores, strict=True)]
+        self._copies = [
+            Copy(tensor, self._on_host, old)
+            for tensor, old in zip(self._tensors, befores, strict=True)
+        ]
         if self._buffers is not None:
             self._buffers.take()
         before = {id(optimizer): state for optimizer, state, _ in self._states}
         self._states = [
-            (one, keep(_held(one), self._on_host, before.get(id(one))), GroupNumbers(one)) for one in optimizers_in(self._optimizer)
+            (one, keep(_held(one), self._on_host, before.get(id(one))), GroupNumbers(one))
+            for one in optimizers_in(self._optimizer)
         ]
         self.taken = True
 
@@ -189,7 +226,11 @@ class Snapshot:
 def _held(optimizer: Optimizer) -> dict[Any, Any]:
     """What an optimizer's state has, by `_owners`' keys."""
     state = optimizer.state
-    return {key: state[owner] for key, owner, _ in _owners(optimizer) if owner in state and state[owner] != {}}
+    return {
+        key: state[owner]
+        for key, owner, _ in _owners(optimizer)
+        if owner in state and state[owner] != {}
+    }
 
 
 class CycleStarts:
@@ -200,7 +241,9 @@ class CycleStarts:
     """
 
     def __init__(self, tensors: ReplicaTensors, optimizer: Optimizer, place: str) -> None:
-        self._now, self._before = (Snapshot(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
+        self._now, self._before = (
+            Snapshot(tensors.fixed, optimizer, place, tensors.model) for _ in range(2)
+        )
         self._went_back = False
 
     def advance(self) -> None:

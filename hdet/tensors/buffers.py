@@ -31,7 +31,12 @@ class ReplicaTensors(Sequence[torch.Tensor]):
         model: all buffers that it has at the time and that have an average.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], listed: Sequence[torch.Tensor] = (), model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        listed: Sequence[torch.Tensor] = (),
+        model: nn.Module | None = None,
+    ) -> None:
         self.parameters, self.model = list(parameters), model
         self.fixed = [*parameters, *listed]
         """All but the model's buffers."""
@@ -42,7 +47,10 @@ class ReplicaTensors(Sequence[torch.Tensor]):
         if self.model is None:
             return listed
         # Wide enough for arithmetic: weights in 8 bits are quantised, and stand still.
-        return [*listed, *(b for b in self.model.buffers() if b.is_floating_point() and b.element_size() > 1)]
+        return [
+            *listed,
+            *(b for b in self.model.buffers() if b.is_floating_point() and b.element_size() > 1),
+        ]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.parameters
@@ -61,7 +69,9 @@ class ReplicaTensors(Sequence[torch.Tensor]):
     def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:
         """Are the buffers those of then, and has nobody written to them? (Without looking at them.)"""
         now = self.marks()
-        return len(now) == len(marks) and all(a is b and x == y for (a, x), (b, y) in zip(now, marks, strict=True))
+        return len(now) == len(marks) and all(
+            a is b and x == y for (a, x), (b, y) in zip(now, marks, strict=True)
+        )
 
 
 class Copy:
@@ -76,13 +86,25 @@ class Copy:
         own = local_parts([tensor])[0]
         self.device, self._layout = own.device, tensor if is_sharded(tensor) else None
         room: torch.Tensor | None = before.values if isinstance(before, Copy) else None
-        if room is None or room.shape != own.shape or room.dtype != own.dtype or (room.device != own.device and not on_host):
+        if (
+            room is None
+            or room.shape != own.shape
+            or room.dtype != own.dtype
+            or (room.device != own.device and not on_host)
+        ):
             elsewhere = on_host and own.device.type != "cpu"
-            if type(own) not in (torch.Tensor, nn.Parameter):  # a subclass knows how to copy itself, and may have no empty_like
+            if type(own) not in (
+                torch.Tensor,
+                nn.Parameter,
+            ):  # a subclass knows how to copy itself, and may have no empty_like
                 room = own.detach().to("cpu", copy=True) if elsewhere else own.detach().clone()
             else:
                 # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours in memory
-                room = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
+                room = (
+                    torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                    if elsewhere
+                    else torch.empty_like(own)
+                )
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 
@@ -112,7 +134,11 @@ def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
         old = before if isinstance(before, dict) else {}
         return {key: keep(held, on_host, old.get(key)) for key, held in value.items()}
     if type(value) in (list, tuple):
-        olds = list(before) if type(before) is type(value) and len(before) == len(value) else [None] * len(value)
+        olds = (
+            list(before)
+            if type(before) is type(value) and len(before) == len(value)
+            else [None] * len(value)
+        )
         return type(value)(keep(held, on_host, old) for held, old in zip(value, olds, strict=True))
     return value
 
@@ -128,7 +154,11 @@ def put(current: Any, kept: Any) -> Any:
         values.update({key: put(values.get(key), held) for key, held in kept.items()})
         return values
     if type(kept) in (list, tuple):
-        olds = current if type(current) is type(kept) and len(current) == len(kept) else [None] * len(kept)
+        olds = (
+            current
+            if type(current) is type(kept) and len(current) == len(kept)
+            else [None] * len(kept)
+        )
         made = [put(old, held) for old, held in zip(olds, kept, strict=True)]
         if type(current) is list and type(kept) is list:
             current[:] = made
@@ -148,7 +178,8 @@ class BufferCopies:
     def take(self) -> None:
         before = self._kept or {}
         self._kept = {
-            (module, name): keep(buffer, self._on_host, before.get((module, name))) for module, name, buffer in places(self._model)
+            (module, name): keep(buffer, self._on_host, before.get((module, name)))
+            for module, name, buffer in places(self._model)
         }
 
     @torch.no_grad()

@@ -42,7 +42,9 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     dense = [g for g in gradients if g.numel()]
     if not dense:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
+    return torch.stack(
+        [norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]
+    ).norm()
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -58,8 +60,17 @@ def like(shard: Tensor, tensor: Tensor) -> Tensor:
     given: Any = tensor
     shard = shard.detach()
     if shard.device.type == given.device_mesh.device_type:
-        return DTensor.from_local(shard, given.device_mesh, given.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    made = torch.empty_like(given, dtype=shard.dtype)  # offloaded: from_local would move it to the mesh's device
+        return DTensor.from_local(
+            shard,
+            given.device_mesh,
+            given.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    made = torch.empty_like(
+        given, dtype=shard.dtype
+    )  # offloaded: from_local would move it to the mesh's device
     local(made).copy_(shard)
     return made
 
@@ -89,11 +100,17 @@ def alike(tensor: object, other: object) -> bool:
 def check_alike(tensor: Tensor, param: Tensor, name: str, remedy: str) -> None:
     """Raises ValueError unless `tensor` is laid out as the parameter."""
     if not alike(tensor, param):
-        raise ValueError(f"{name} is {described(tensor)}, the parameter {described(param)}: {remedy}")
+        raise ValueError(
+            f"{name} is {described(tensor)}, the parameter {described(param)}: {remedy}"
+        )
 
 
 def described(tensor: Any) -> str:
-    return f"a DTensor with {list(tensor.placements)} on {tensor.device_mesh}" if is_sharded(tensor) else "a plain tensor"
+    return (
+        f"a DTensor with {list(tensor.placements)} on {tensor.device_mesh}"
+        if is_sharded(tensor)
+        else "a plain tensor"
+    )
 
 
 def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -113,7 +130,10 @@ def state_like(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """What `local_state` undoes. What `is_plain` stays a plain tensor."""
     if not is_sharded(param):
         return dict(entries)
-    return {key: value if is_plain(key) else _mapped(value, lambda shard: like(shard, param)) for key, value in entries.items()}
+    return {
+        key: value if is_plain(key) else _mapped(value, lambda shard: like(shard, param))
+        for key, value in entries.items()
+    }
 
 
 def _mapped(value: Any, change: Any) -> Any:
@@ -148,7 +168,9 @@ class FullSums:
     the group that is given for a plain tensor. One all_reduce for each mesh and sharding dimension, whatever the number of tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None] | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None] | None = None
+    ) -> None:
         """Raises ValueError for a Partial tensor."""
         self._together: dict[tuple[Any, ...], list[int]] = {}
         for i, tensor in enumerate(tensors):
@@ -161,10 +183,14 @@ class FullSums:
     def __call__(self, values: Tensor) -> Tensor:
         """(n,) -> (n,), the same on all ranks of a mesh. The host does not wait for the device, from the second call on."""
         if not self._places:
-            self._places = [torch.tensor(places, device=values.device) for places in self._together.values()]
+            self._places = [
+                torch.tensor(places, device=values.device) for places in self._together.values()
+            ]
         for (mesh, *over), places in zip(self._together, self._places, strict=True):
             part = values[places]
-            summed = part if mesh is None else part.to(mesh.device_type)  # of shards that are offloaded
+            summed = (
+                part if mesh is None else part.to(mesh.device_type)
+            )  # of shards that are offloaded
             for dim in over:
                 dist.all_reduce(summed, group=dim if mesh is None else mesh.get_group(dim))
             values = values.index_copy(0, places, summed.to(values.device))
@@ -187,5 +213,9 @@ def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
         return ()
     given: Any = tensor
     if is_partial(tensor):
-        raise ValueError(f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to Replicate() or Shard() first")
-    return tuple(dim for dim, placement in enumerate(given.placements) if not placement.is_replicate())
+        raise ValueError(
+            f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to Replicate() or Shard() first"
+        )
+    return tuple(
+        dim for dim, placement in enumerate(given.placements) if not placement.is_replicate()
+    )

@@ -19,7 +19,10 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
     what they were."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
+    python_state, numpy_state = (
+        random.getstate(),
+        numpy_random.get_state() if numpy_random else None,
+    )
     try:
         with torch.random.fork_rng(devices=devices):
             yield
@@ -50,7 +53,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     # By name too: a module may put a new tensor in the place of a buffer.
     buffers, kept = list(places(model)), BufferCopies(model)
     kept.take()
-    written = {p: Copy(p) for module, _ in modes if _trains_by_itself(module) for p in module.parameters()}
+    written = {
+        p: Copy(p) for module, _ in modes if _trains_by_itself(module) for p in module.parameters()
+    }
     try:
         with ExitStack() as stack:
             stack.enter_context(random_states_kept(model))

@@ -30,7 +30,10 @@ def laid(tensor: Tensor, order: Order | None) -> Tensor:
 def laid_columns(columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Equally long lists of what belongs to the same parameters, which the first one has: each as that lies. None stays None."""
     orders = [memory_order(tensor) for tensor in columns[0]]
-    return [[None if t is None else laid(t, order) for t, order in zip(column, orders, strict=True)] for column in columns]
+    return [
+        [None if t is None else laid(t, order) for t, order in zip(column, orders, strict=True)]
+        for column in columns
+    ]
 
 
 def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -40,7 +43,11 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     def change(value: Any) -> Any:
         if isinstance(value, list):
             return [change(item) for item in value]
-        return laid(value, order) if isinstance(value, Tensor) and value.shape == param.shape else value
+        return (
+            laid(value, order)
+            if isinstance(value, Tensor) and value.shape == param.shape
+            else value
+        )
 
     return dict(state) if order is None else {key: change(value) for key, value in state.items()}
 
@@ -49,7 +56,14 @@ def alike(tensor: Tensor, like: Tensor) -> bool:
     """Do tensors of one shape lie in the same order? Of another shape: does it lie in its own order?"""
     if tensor.shape != like.shape:
         return tensor.is_contiguous()
-    return all(a == b for size, a, b in zip(like.shape, tensor.stride(), like.stride(), strict=True) if size != 1) or not like.numel()
+    return (
+        all(
+            a == b
+            for size, a, b in zip(like.shape, tensor.stride(), like.stride(), strict=True)
+            if size != 1
+        )
+        or not like.numel()
+    )
 
 
 def like(tensor: Tensor, param: Tensor) -> Tensor:
@@ -58,4 +72,9 @@ def like(tensor: Tensor, param: Tensor) -> Tensor:
         return tensor
     if tensor.shape != param.shape:
         return tensor.contiguous()
-    return torch.empty_like(param.detach(), dtype=tensor.dtype, device=tensor.device, memory_format=torch.preserve_format).copy_(tensor)
+    return torch.empty_like(
+        param.detach(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        memory_format=torch.preserve_format,
+    ).copy_(tensor)

@@ -54,7 +54,13 @@ def trial(examples: int, steps: int = 20) -> settings:
 def bits(value: Any) -> Any:
     """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself); of a DTensor this rank's part."""
     if isinstance(value, torch.Tensor):
-        flat = (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().contiguous().view(-1)
+        flat = (
+            (value.to_local() if isinstance(value, DTensor) else value)
+            .detach()
+            .cpu()
+            .contiguous()
+            .view(-1)
+        )
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
@@ -72,7 +78,28 @@ def tree(path: Path) -> Any:
     return path.read_bytes() if path.exists() else None
 
 
-JUNK: list[Any] = [None, True, -1, 0, 3, 10**30, 1.5, -0.0, math.nan, math.inf, -math.inf, "", "x", "1", [], [1], {}, {"x": 1}, b"x", ()]
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**30,
+    1.5,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "x",
+    "1",
+    [],
+    [1],
+    {},
+    {"x": 1},
+    b"x",
+    (),
+]
 """What may stand where something else belongs."""
 
 
@@ -102,6 +129,12 @@ def mutated(draw: st.DrawFn, value: Any, junk: list[Any] = JUNK) -> Any:
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield from _places(item, (*path, key))

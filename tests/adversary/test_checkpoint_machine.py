@@ -32,7 +32,19 @@ from .common import bits, quiet, tree, trial
 HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
 FOREIGN = ["step-00000002/", "step-00000004", "step-00000006/"]
 LINKS = ["step-00000003"]
-CALLS = ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir", "listdir", "link", "symlink")
+CALLS = (
+    "rename",
+    "replace",
+    "fsync",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "open",
+    "scandir",
+    "listdir",
+    "link",
+    "symlink",
+)
 
 
 class Killed(BaseException):
@@ -71,7 +83,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         if not hasattr(self, "saved"):
             return
         latest = checkpoint.latest(self.root)
-        if latest is not None and latest.name in self.foreign:  # it may be meant for a checkpoint: said aloud, never passed over silently
+        if (
+            latest is not None and latest.name in self.foreign
+        ):  # it may be meant for a checkpoint: said aloud, never passed over silently
             self.refused(self.root)
             return
         if not self.saved:
@@ -103,7 +117,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         for old in sorted(s for s in self.saved if s <= step)[:-keep]:
             del self.saved[old]
         mine = {entry.name for entry in self.root.iterdir()} - {LOCK, *self.foreign}
-        assert mine == {f"step-{s:08d}" for s in self.saved}  # no rubbish, and nothing kept too long
+        assert mine == {
+            f"step-{s:08d}" for s in self.saved
+        }  # no rubbish, and nothing kept too long
 
     @rule(call=st.integers(0, 60), kill=st.booleans(), keep=st.integers(1, 2))
     def save_that_ends_early(self, call: int, kill: bool, keep: int) -> None:
@@ -132,10 +148,18 @@ class CheckpointMachine(RuleBasedStateMachine):
     def found(self, allowed: dict[int, list[Any]]) -> dict[int, Any]:
         """What can be loaded now; each must be one of the states that were saved for its step."""
         states: dict[int, Any] = {}
-        names = {entry.name for entry in self.root.iterdir()} - set(self.foreign) if self.root.is_dir() else set()
+        names = (
+            {entry.name for entry in self.root.iterdir()} - set(self.foreign)
+            if self.root.is_dir()
+            else set()
+        )
         for name in sorted(names):
             final = name.removeprefix(".hdet-").removesuffix(".replaced")
-            if final.startswith("step-") and not final.endswith(".partial") and (name == final or final not in names):
+            if (
+                final.startswith("step-")
+                and not final.endswith(".partial")
+                and (name == final or final not in names)
+            ):
                 number, fresh = int(final[5:]), alone(self.make)
                 assert checkpoint.load(self.root / name, fresh.state) == number
                 facts = bits(fresh.facts())

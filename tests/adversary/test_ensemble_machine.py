@@ -98,13 +98,17 @@ def loss_of(net: nn.Module, number: int) -> torch.Tensor:
     return 1e-3 * (net(x) - x.sum(1, keepdim=True)).square().mean()  # small: rates become high
 
 
-def optimizer_of(net: nn.Module, setup: dict[str, Any], cls: Callable[[type], type] = lambda kind: kind) -> Any:
+def optimizer_of(
+    net: nn.Module, setup: dict[str, Any], cls: Callable[[type], type] = lambda kind: kind
+) -> Any:
     settings = {"momentum": 0.9} if setup["optimizer"].endswith("SGD") else {"weight_decay": 0.01}
     body, head = list(net[0].parameters()), list(net[2].parameters())
     if setup["frozen"]:
         for p in head:
             p.requires_grad_(False)
-    return cls(OPTIMIZERS[setup["optimizer"]]())([{"params": body}, {"params": head, "lr": RATE / 2}], lr=RATE, **settings)
+    return cls(OPTIMIZERS[setup["optimizer"]]())(
+        [{"params": body}, {"params": head, "lr": RATE / 2}], lr=RATE, **settings
+    )
 
 
 class Shadow:
@@ -121,9 +125,19 @@ class Shadow:
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
 
     def state(self) -> dict[str, Any]:
-        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "temperature")}
-        schedulers = {key: s and copy.deepcopy(s.state_dict()) for key, s in (("scheduler", self.scheduler), ("own", self.own))}
-        return {"plain": plain, "lr": [group["lr"] for group in self.optimizer.param_groups], **schedulers}
+        plain = {
+            key: getattr(self, key)
+            for key in ("step", "position", "cycle", "correction", "temperature")
+        }
+        schedulers = {
+            key: s and copy.deepcopy(s.state_dict())
+            for key, s in (("scheduler", self.scheduler), ("own", self.own))
+        }
+        return {
+            "plain": plain,
+            "lr": [group["lr"] for group in self.optimizer.param_groups],
+            **schedulers,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         for key, value in state["plain"].items():
@@ -139,7 +153,10 @@ class Shadow:
             scheduler.step()
 
     def base(self) -> list[float]:
-        return [group["lr"] * (self.correction if g in self.corrected else 1.0) for g, group in enumerate(self.optimizer.param_groups)]
+        return [
+            group["lr"] * (self.correction if g in self.corrected else 1.0)
+            for g, group in enumerate(self.optimizer.param_groups)
+        ]
 
     def ends(self) -> bool:
         return self.position >= self.setup["interval"]
@@ -154,7 +171,9 @@ SETUP = st.fixed_dictionaries(
     {
         "replicas": st.sampled_from([1, 1, 2, 3]),
         "optimizer": st.sampled_from(list(OPTIMIZERS)),
-        "schedulers": st.sampled_from([*((name, "none") for name in SCHEDULERS), *(("none", own) for own in OWN)]),
+        "schedulers": st.sampled_from(
+            [*((name, "none") for name in SCHEDULERS), *(("none", own) for own in OWN)]
+        ),
         "knob": st.sampled_from(["all", "first"]),
         "spread": st.sampled_from([0.0, 0.25, 0.25]),
         "interval": st.sampled_from([1, 2, 3]),
@@ -197,10 +216,25 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.drive()
 
     def drive(self) -> None:
-        knobs: list[Any] = [hdet.LearningRate(self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0])]
+        knobs: list[Any] = [
+            hdet.LearningRate(
+                self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0]
+            )
+        ]
         if self.setup["temperature"]:
-            settings = {"spread": 0.5 * self.setup["spread"], "valid_on_train_loss": True, "affects_eval_loss": True}
-            knobs.append(hdet.Scalar("temperature", lambda: self.temperature, lambda x: setattr(self, "temperature", x), **settings))
+            settings = {
+                "spread": 0.5 * self.setup["spread"],
+                "valid_on_train_loss": True,
+                "affects_eval_loss": True,
+            }
+            knobs.append(
+                hdet.Scalar(
+                    "temperature",
+                    lambda: self.temperature,
+                    lambda x: setattr(self, "temperature", x),
+                    **settings,
+                )
+            )
         # One replica plays another one's part, with this multiplier; no others are needed to see where it acts.
         alone = [self.setup["rho"]] * len(knobs) if self.replicas is None else None
         self.controller = Decides(self.script, alone)
@@ -248,7 +282,8 @@ class EnsembleMachine(RuleBasedStateMachine):
             {
                 "weights": [self.weights(k) for k in range(self.count)],
                 "optimizer": self.optimizer.state_dict(),
-                "own": self.own and {k: v for k, v in self.own.state_dict().items() if k != "lr_lambdas"},
+                "own": self.own
+                and {k: v for k, v in self.own.state_dict().items() if k != "lr_lambdas"},
                 "ensemble": state,
                 "multipliers": self.ensemble.multipliers,
                 "temperature": self.temperature,
@@ -270,16 +305,25 @@ class EnsembleMachine(RuleBasedStateMachine):
         assert torch.equal(torch.get_rng_state(), self.random)
 
     def base_values_at_rest(self) -> None:
-        assert self.rates() == pytest.approx(self.shadow.base(), rel=1e-12, abs=0), (self.rates(), self.shadow.base())
+        assert self.rates() == pytest.approx(self.shadow.base(), rel=1e-12, abs=0), (
+            self.rates(),
+            self.shadow.base(),
+        )
         if self.shadow.correction == 1:  # torch's own values, to the bit
             assert self.rates() == self.shadow.base()
         assert self.ensemble.values()[self.knob] == self.rates()[0]
-        temperature = self.shadow.temperature * (self.shadow.correction if self.setup["temperature"] else 1.0)
+        temperature = self.shadow.temperature * (
+            self.shadow.correction if self.setup["temperature"] else 1.0
+        )
         assert self.temperature == pytest.approx(temperature, rel=1e-12)
 
     def counts(self) -> None:
         engine, shadow = self.ensemble.engine, self.shadow
-        assert (engine.step, engine.position, self.ensemble.cycle) == (shadow.step, shadow.position, shadow.cycle)
+        assert (engine.step, engine.position, self.ensemble.cycle) == (
+            shadow.step,
+            shadow.position,
+            shadow.cycle,
+        )
         assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)
 
     def weights_are_the_twins(self) -> None:
@@ -311,7 +355,8 @@ class EnsembleMachine(RuleBasedStateMachine):
                 p.grad = None
             (loss_of(twin, 10 * self.number + k) / self.count).backward()
             shared = [
-                p.grad if total is None or p.grad is None else total + p.grad for total, p in zip(shared, twin.parameters(), strict=True)
+                p.grad if total is None or p.grad is None else total + p.grad
+                for total, p in zip(shared, twin.parameters(), strict=True)
             ]
         for twin in self.twins:
             for p, total in zip(twin.parameters(), shared, strict=True):
@@ -323,10 +368,15 @@ class EnsembleMachine(RuleBasedStateMachine):
     @rule(closure=st.booleans())
     def optimizer_step(self, closure: bool) -> None:
         multipliers = self.multipliers()
-        self.optimizer.step(lambda: torch.tensor(1.0)) if closure and self.count == 1 else self.optimizer.step()
+        self.optimizer.step(
+            lambda: torch.tensor(1.0)
+        ) if closure and self.count == 1 else self.optimizer.step()
         seen, stock = list(self.optimizer.seen), not self.setup["optimizer"].startswith("Fused")
         rho = multipliers[0] if stock else 1.0  # fused: multipliers are beside it
-        expected = [rate * (rho if g in self.shadow.corrected else 1.0) for g, rate in enumerate(self.shadow.base())]
+        expected = [
+            rate * (rho if g in self.shadow.corrected else 1.0)
+            for g, rate in enumerate(self.shadow.base())
+        ]
         assert seen == pytest.approx(expected, rel=1e-12, abs=0)
         self.base_values_at_rest()  # the multiplier is not there any more
         self.twin_step(seen, [1.0] if stock else multipliers)
@@ -391,7 +441,9 @@ class EnsembleMachine(RuleBasedStateMachine):
         if not stepped or not shadow.ends():
             assert failed is None and len(self.notes) == told
             return
-        self.average({k for k in range(self.count) if k not in self.broken_losses} or set(range(self.count)))
+        self.average(
+            {k for k in range(self.count) if k not in self.broken_losses} or set(range(self.count))
+        )
         acts = shadow.step - self.setup["interval"] >= self.setup["warmup"]
         if bomb == "controller" and acts:
             assert failed == "controller"
@@ -400,7 +452,11 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.broken_losses = set()
         assert failed == ("log" if bomb == "log" else None)
         record, step = self.notes[-1]
-        assert len(self.notes) == told + 1 and step == shadow.step and record["cycle"] == shadow.cycle - 1
+        assert (
+            len(self.notes) == told + 1
+            and step == shadow.step
+            and record["cycle"] == shadow.cycle - 1
+        )
         assert self.replicas is None or record["multipliers"][self.knob] == multipliers
         assert record["values"][self.knob] == pytest.approx(shadow.base()[0], rel=1e-12)
 
@@ -444,7 +500,11 @@ class EnsembleMachine(RuleBasedStateMachine):
         with torch.no_grad(), self.replica(self.count - 1), self.ensemble.explore():
             loss_of(self.net, 1)
             if self.setup["temperature"]:
-                assert self.temperature == rest * self.multipliers(1)[self.count - 1] == self.ensemble.value("temperature")
+                assert (
+                    self.temperature
+                    == rest * self.multipliers(1)[self.count - 1]
+                    == self.ensemble.value("temperature")
+                )
             assert self.ensemble.value(self.knob) == self.rates()[0]
             assert self.ensemble.multipliers[self.knob] == self.multipliers()[self.count - 1]
         self.net.train()
@@ -484,7 +544,9 @@ class EnsembleMachine(RuleBasedStateMachine):
         calls: list[Callable[[], Any]] = [
             lambda: self.ensemble.observe(torch.zeros(3), replica=0),
             lambda: self.ensemble.observe(1.0, weight=-1.0, replica=0),
-            lambda: self.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]}),
+            lambda: self.optimizer.add_param_group(
+                {"params": [torch.zeros(1, requires_grad=True)]}
+            ),
             lambda: hdet.Ensemble(self.optimizer, replicas=self.replicas),
             lambda: self.ensemble.load_state_dict(lacking),
             lambda: self.ensemble.load_state_dict({**state, "corrections": [float("nan")]}),
@@ -560,7 +622,11 @@ class EnsembleMachine(RuleBasedStateMachine):
                 call()
         self.optimizer.param_groups[group]["lr"] = rate
 
-    @precondition(lambda self: not self.setup["temperature"] and self.shadow.optimizer.param_groups[0]["lr"] > 0)
+    @precondition(
+        lambda self: (
+            not self.setup["temperature"] and self.shadow.optimizer.param_groups[0]["lr"] > 0
+        )
+    )
     @rule(factor=st.sampled_from([0.5, 0.75, 2.0]))
     def a_value_is_set(self, factor: float) -> None:
         """It is the base value, and the schedule goes on from there."""
@@ -598,7 +664,10 @@ class EnsembleMachine(RuleBasedStateMachine):
                     "model": self.net.state_dict(),
                     "own": self.own and self.own.state_dict(),
                     "shadow": self.shadow.state(),
-                    "twins": [(net.state_dict(), stepper.state_dict()) for net, stepper in zip(self.twins, self.steppers, strict=True)],
+                    "twins": [
+                        (net.state_dict(), stepper.state_dict())
+                        for net, stepper in zip(self.twins, self.steppers, strict=True)
+                    ],
                     "number": self.number,
                     "temperature": self.temperature,
                 }
@@ -629,11 +698,18 @@ class EnsembleMachine(RuleBasedStateMachine):
                 load()
         self.optimizer.zero_grad()
         self.shadow.load(saved["shadow"])
-        for net, stepper, (weights, moments) in zip(self.twins, self.steppers, saved["twins"], strict=True):
+        for net, stepper, (weights, moments) in zip(
+            self.twins, self.steppers, saved["twins"], strict=True
+        ):
             net.load_state_dict(weights)
             stepper.load_state_dict(moments)
             stepper.zero_grad()
-        self.number, self.gradient, self.stepped, self.broken_losses = saved["number"], False, False, set()
+        self.number, self.gradient, self.stepped, self.broken_losses = (
+            saved["number"],
+            False,
+            False,
+            set(),
+        )
 
     @precondition(lambda self: not self.gradient)
     @rule(go_on=st.booleans())
@@ -651,7 +727,11 @@ class EnsembleMachine(RuleBasedStateMachine):
                 self.ensemble.load_state_dict(state)
         else:
             shadow = self.shadow
-            shadow.step, shadow.position, shadow.cycle = getattr(self.scheduler, "last_epoch", 0), 0, 0
+            shadow.step, shadow.position, shadow.cycle = (
+                getattr(self.scheduler, "last_epoch", 0),
+                0,
+                0,
+            )
             shadow.correction, shadow.temperature = 1.0, self.temperature
             for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
                 group["lr"] = rate

@@ -23,7 +23,19 @@ from ..distributed import run_ranks
 from ..harness import Run
 from .common import LONGER, bits
 
-ACTIONS = ["step", "step", "step", "step", "converge", "save", "load", "broken loss", "broken weights", "slow", "state"]
+ACTIONS = [
+    "step",
+    "step",
+    "step",
+    "step",
+    "converge",
+    "save",
+    "load",
+    "broken loss",
+    "broken weights",
+    "slow",
+    "state",
+]
 SEQUENCES = 4
 
 
@@ -34,8 +46,12 @@ def equal(value: Any) -> bool:
     return all(row == rows[0] for row in rows)
 
 
-def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str, int]], float, bool]]) -> None:
-    warnings.simplefilter("ignore")  # of replicas that are left out, and of states in the middle of a cycle
+def play(
+    rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str, int]], float, bool]]
+) -> None:
+    warnings.simplefilter(
+        "ignore"
+    )  # of replicas that are left out, and of states in the middle of a cycle
     for number, (actions, spread, softmax) in enumerate(sequences):
         folder = Path(root, str(number))
         controller = hdet.SoftmaxController(decay=None, step_size=0.5 if softmax else 0.1)
@@ -59,7 +75,11 @@ def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str,
             elif action == "converge":
                 run.ensemble.converge()
             elif action == "save":
-                saved = checkpoint.save(folder, checkpoint.RunState(run.net, run.ensemble), place), facts(run), run.index
+                saved = (
+                    checkpoint.save(folder, checkpoint.RunState(run.net, run.ensemble), place),
+                    facts(run),
+                    run.index,
+                )
             elif action == "load" and saved is not None:
                 checkpoint.load(saved[0], checkpoint.RunState(run.net, run.ensemble))
                 assert facts(run) == saved[1], what
@@ -68,18 +88,35 @@ def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str,
                 state = copy.deepcopy(run.ensemble.state_dict())
                 assert equal(state), what
                 run.ensemble.load_state_dict(state)
-            averaged = run.ensemble.cycle > cycle or action in ("converge", "save", "broken weights")
+            averaged = run.ensemble.cycle > cycle or action in (
+                "converge",
+                "save",
+                "broken weights",
+            )
             assert run.ensemble.in_sync or not averaged, what
             if run.ensemble.in_sync:
                 assert equal(bits(run.weights())), what
             assert torch.isfinite(run.weights()).all(), what
-            assert equal(([group["lr"] for group in run.optimizer.param_groups], run.ensemble.values(), run.ensemble.corrections)), what
+            assert equal(
+                (
+                    [group["lr"] for group in run.optimizer.param_groups],
+                    run.ensemble.values(),
+                    run.ensemble.corrections,
+                )
+            ), what
         run.ensemble.close()
 
 
 def facts(run: Run) -> Any:
     state = run.optimizer.state_dict()
-    return bits([run.weights(), state["state"], [group["lr"] for group in state["param_groups"]], run.ensemble.state_dict()])
+    return bits(
+        [
+            run.weights(),
+            state["state"],
+            [group["lr"] for group in state["param_groups"]],
+            run.ensemble.state_dict(),
+        ]
+    )
 
 
 def sequence(seed: int) -> tuple[list[tuple[str, int]], float, bool]:
@@ -92,4 +129,10 @@ def sequence(seed: int) -> tuple[list[tuple[str, int]], float, bool]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_sequences(world: int, tmp_path: Path) -> None:
     """Hypothesis would play each of them again and again; processes are too slow for that. An error names sequence, place and action."""
-    run_ranks(play, world, str(tmp_path), [sequence(100 * world + i) for i in range(SEQUENCES * LONGER)], timeout=120 * LONGER)
+    run_ranks(
+        play,
+        world,
+        str(tmp_path),
+        [sequence(100 * world + i) for i in range(SEQUENCES * LONGER)],
+        timeout=120 * LONGER,
+    )

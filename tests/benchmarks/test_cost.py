@@ -49,7 +49,9 @@ def test_collectives_by_hand(traffic: Traffic, messages: float, sent: float) -> 
 
 
 @given(sizes, counts, links)
-def test_an_all_reduce_is_the_quicker_of_two_and_never_below_the_bandwidth_bound(size: float, ranks: int, link: Link) -> None:
+def test_an_all_reduce_is_the_quicker_of_two_and_never_below_the_bandwidth_bound(
+    size: float, ranks: int, link: Link
+) -> None:
     ring, tree = cost.ring_all_reduce(size, ranks), cost.tree_all_reduce(size, ranks)
     chosen = link.seconds(cost.all_reduce(size, ranks, link))
     assert chosen == min(link.seconds(ring), link.seconds(tree))
@@ -68,9 +70,16 @@ def test_plain_by_hand() -> None:
     """7e9 fp32 masters: eight replicas in a node at 350 GB/s; and divided by 8 between nodes at 45 GB/s."""
     still = {"across": Link(45e9, 0.0), "inside": Link(350e9, 0.0)}
     inside = by_name(Job(8, 7 * 10**9, **still))["plain"]
-    assert (inside.seconds, inside.sent, inside.sent_across) == (pytest.approx(0.14), pytest.approx(49e9), 0)
+    assert (inside.seconds, inside.sent, inside.sent_across) == (
+        pytest.approx(0.14),
+        pytest.approx(49e9),
+        0,
+    )
     across = by_name(Job(8, 7 * 10**9, shards=8, **still))["plain"]
-    assert (across.seconds, across.sent) == (pytest.approx(0.13611, rel=1e-4), pytest.approx(6.125e9))
+    assert (across.seconds, across.sent) == (
+        pytest.approx(0.13611, rel=1e-4),
+        pytest.approx(6.125e9),
+    )
     assert across.share == pytest.approx(0.13611e-3, rel=1e-4)  # T = 1 000 steps of a second
 
 
@@ -82,9 +91,13 @@ def test_what_holds_of_every_job(job: Job) -> None:
         assert 0 <= way.pause <= way.exposed <= way.seconds
         assert way.share == pytest.approx(way.exposed / (job.interval * job.step_seconds))
         assert 0 <= way.sent_across <= way.sent and way.memory > 0
-    assert plain.sent >= 2 * (job.replicas - 1) / job.replicas * job.own * job.value_bytes * (1 - 1e-9)
+    assert plain.sent >= 2 * (job.replicas - 1) / job.replicas * job.own * job.value_bytes * (
+        1 - 1e-9
+    )
     assert ways["streaming"].pause <= ways["streaming"].exposed / job.fragments * (1 + 1e-12)
-    assert ways["overlapped"].exposed == max(0.0, plain.seconds - job.overlap_steps * job.step_seconds)
+    assert ways["overlapped"].exposed == max(
+        0.0, plain.seconds - job.overlap_steps * job.step_seconds
+    )
     assert ways["exact local"].sent == 0
     if not job.crosses:
         assert all(way.sent_across == 0 for way in ways.values())
@@ -98,12 +111,22 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
     assert hdet.converge.Compressed("int8").block == 256  # which INT8_BYTES assumes
     # Buckets are filled before they are compressed, so there are as many; and each is exchanged in N - 1 messages, twice.
     slow = by_name(Job(64, 10**9, shards=8, across=Link(1e30, 1e-5)))
-    assert slow["compressed bf16"].seconds == slow["compressed int8"].seconds == pytest.approx(15 * 2 * 63 * 1e-5)
+    assert (
+        slow["compressed bf16"].seconds
+        == slow["compressed int8"].seconds
+        == pytest.approx(15 * 2 * 63 * 1e-5)
+    )
     assert slow["compressed int8"].memory == pytest.approx((8 + 4 / 64) * 10**9 / 8 + 32 * 2**20)
-    told = 3 * cost.all_reduce(8 * 64, 64 * 8, still).sent  # who is finite, before three of four fragments
+    told = (
+        3 * cost.all_reduce(8 * 64, 64 * 8, still).sent
+    )  # who is finite, before three of four fragments
     assert ways["streaming"].sent == pytest.approx(ways["plain"].sent + told, rel=1e-9)
-    assert slow["streaming"].seconds == pytest.approx(4 * slow["plain"].seconds + 3 * 2 * 9 * 1e-5)  # buckets a fourth as large
-    assert by_name(Job(64, 10**9, shards=16, across=still))["plain"].sent == pytest.approx(ways["plain"].sent / 2)
+    assert slow["streaming"].seconds == pytest.approx(
+        4 * slow["plain"].seconds + 3 * 2 * 9 * 1e-5
+    )  # buckets a fourth as large
+    assert by_name(Job(64, 10**9, shards=16, across=still))["plain"].sent == pytest.approx(
+        ways["plain"].sent / 2
+    )
 
 
 def test_thresholds_named_in_docs_scaling() -> None:

@@ -29,17 +29,23 @@ def test_what_takes_too_long_may_say_what_it_has(tmp_path: Path) -> None:
     handled = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = f"{handled}try: print('begun'); time.sleep(60)\nexcept KeyboardInterrupt: print('two tests have failed')"
     status, output = bounded(script, tmp_path)
-    assert status == 1 and "two tests have failed" in output and "stopped: no time was left" in output
+    assert (
+        status == 1 and "two tests have failed" in output and "stopped: no time was left" in output
+    )
 
 
 def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     script = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun')\ntime.sleep(60)\nprint('ended')"
     status, output = bounded(script, tmp_path)
-    assert status == 1 and "begun" in output and "ended" not in output and "left behind" not in output
+    assert (
+        status == 1 and "begun" in output and "ended" not in output and "left behind" not in output
+    )
 
 
-def test_every_prediction_has_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_prediction_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of docs/optimizers.md: formats of AdamW, moments in 8 bits, Muon."""
     monkeypatch.setattr(compare, "SHAPES", {"GPT-2 124M": lambda: [(1 << 19,), (8,)]})
     monkeypatch.setattr(muon, "SIZE", gpu.TINY_MUON)
@@ -59,13 +65,18 @@ def test_every_prediction_has_a_line(monkeypatch: pytest.MonkeyPatch, capsys: py
         "muon and adamw, a step": None,
     }
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()]  # as they come
-    assert all(made["muon and adamw, a step"][f"{part}_ms"] > 0 for part in ("hdet", "torch", "newton_schulz", "whole_products"))
+    assert all(
+        made["muon and adamw, a step"][f"{part}_ms"] > 0
+        for part in ("hdet", "torch", "newton_schulz", "whole_products")
+    )
 
 
 def test_figures_are_in_the_file_as_they_come(tmp_path: Path) -> None:
     records = gpu.Records(tmp_path / "records.jsonl")
     records.write('{"operation": "adamw"}\n{"operation":')
-    assert [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()] == [{"operation": "adamw"}]
+    assert [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()] == [
+        {"operation": "adamw"}
+    ]
     assert isinstance(records, io.TextIOBase) and records.records == [{"operation": "adamw"}]
 
 

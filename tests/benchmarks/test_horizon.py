@@ -53,12 +53,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- pages and commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, in_this_process: None) -> None:
+def test_pages_and_figures_are_made_of_lines(
+    tmp_path: Path, small: Any, in_this_process: None
+) -> None:
     """Of lines that the benchmarks wrote: whatever a table reads is in them."""
     file = tmp_path / "horizon.jsonl"
     horizon.main(["--quick", "--json", str(file)])
     lines = [json.loads(text) for text in file.read_text().splitlines()]
-    assert {line["benchmark"] for line in lines} == {"horizon"} and len({horizon.key(line) for line in lines}) == len(lines)
+    assert {line["benchmark"] for line in lines} == {"horizon"} and len(
+        {horizon.key(line) for line in lines}
+    ) == len(lines)
     assert "# The horizon" in report.page(lines)
     written = report.write(lines, tmp_path / "page")
     assert {path.name for path in written} == {"evidence.md", "horizon.png"}

@@ -52,17 +52,36 @@ def test_every_side_of_every_layout_averages_its_peers() -> None:
     assert run_ranks(agree, 4) == [[]] * 4
 
 
-def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(layouts, "spawn", lambda function, count, *arguments: run_ranks(layouts.measure, 4, *arguments)[0])
+def test_layouts_print_write_and_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        layouts,
+        "spawn",
+        lambda function, count, *arguments: run_ranks(layouts.measure, 4, *arguments)[0],
+    )
     path = tmp_path / "lines.jsonl"
     layouts.main(["--quick", "--json", str(path)])
-    assert "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out  # the 2 of --quick, though 4 ran
+    assert (
+        "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out
+    )  # the 2 of --quick, though 4 ran
 
-    records = {record["layout"]: record for record in map(json.loads, path.read_text().splitlines())}
-    norms, matrices = 4 * 4 * 4 * WIDTH, 4 * 4 * 12 * WIDTH * WIDTH  # 4 layers in fp32, of 4 vectors and 12 squares
+    records = {
+        record["layout"]: record for record in map(json.loads, path.read_text().splitlines())
+    }
+    norms, matrices = (
+        4 * 4 * 4 * WIDTH,
+        4 * 4 * 12 * WIDTH * WIDTH,
+    )  # 4 layers in fp32, of 4 vectors and 12 squares
     whole = norms + matrices
-    expected = {"DDP": (4, whole), "HSDP": (2, whole // 2), "tp x pp x dp": (2, norms + matrices // 2)}
-    assert {name: (record["replicas"], record["bytes"]) for name, record in records.items()} == expected
+    expected = {
+        "DDP": (4, whole),
+        "HSDP": (2, whole // 2),
+        "tp x pp x dp": (2, norms + matrices // 2),
+    }
+    assert {
+        name: (record["replicas"], record["bytes"]) for name, record in records.items()
+    } == expected
     for record in records.values():
         assert record["tensors"] == 32 and record["processes"] == 4
         for side, row in record["rows"].items():
@@ -72,18 +91,30 @@ def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert row["ratio"] > 0 and row["median_ms"] >= row["best_ms"] > 0
 
 
-def record(layout: str, processes: int, replicas: int, size: int, calls: int, link: tuple[float, float]) -> dict[str, Any]:
+def record(
+    layout: str, processes: int, replicas: int, size: int, calls: int, link: tuple[float, float]
+) -> dict[str, Any]:
     """A line as if the model were the truth: alpha + n / B, and two cores."""
     alpha, bandwidth = link
-    seconds = processes / 2 * (calls * 2 * (replicas - 1) * alpha + 2 * (replicas - 1) / replicas * size / bandwidth)
-    row = {"median_ms": 1e3 * seconds, "messages": calls * 2 * (replicas - 1), "sent": 2 * (replicas - 1) / replicas * size}
+    seconds = (
+        processes
+        / 2
+        * (calls * 2 * (replicas - 1) * alpha + 2 * (replicas - 1) / replicas * size / bandwidth)
+    )
+    row = {
+        "median_ms": 1e3 * seconds,
+        "messages": calls * 2 * (replicas - 1),
+        "sent": 2 * (replicas - 1) / replicas * size,
+    }
     return {
         "benchmark": "layouts", "layout": layout, "processes": processes, "replicas": replicas, "bytes": size,
         "rows": {"floor": row, "ours": row}, "on": {"cores": 2},
     }  # fmt: skip
 
 
-def test_the_fit_predicts_what_it_has_not_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fit_predicts_what_it_has_not_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     link = (1e-4, 2e9)
     lines = [record("DDP", n, n, size, 1, link) for n in (2, 4) for size in (10**5, 10**7)]
     lines += [record("HSDP", 8, 2, 10**6, 3, link), {"benchmark": "converge"}]
@@ -127,13 +158,17 @@ def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
 def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second a message and any bandwidth, the model's seconds are messages. Whether an all-reduce is a ring or a tree is for the
     library to choose; `counted` takes rings."""
-    monkeypatch.setattr(cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks))
+    monkeypatch.setattr(
+        cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks)
+    )
     slow = Link(1e30, 1.0)
     job = Job(
         ranks, TENSORS * SIZE, converge.INTERVAL, across=slow, inside=slow, bucket_bytes=BUCKET,
         ranks_per_node=ranks // 2, fragments=2, overlap_steps=3,
     )  # fmt: skip
-    expected = {way.name: (pytest.approx(way.seconds), pytest.approx(way.sent)) for way in cost.ways(job)}
+    expected = {
+        way.name: (pytest.approx(way.seconds), pytest.approx(way.sent)) for way in cost.ways(job)
+    }
     expected["exact local"] = (0, 0)  # its seconds are spent in memory
     assert run_ranks(count, ranks) == [expected] * ranks
 
@@ -141,9 +176,18 @@ def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.Mon
 def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["controller.py", "--replicas", "16", "--repeats", "2"])
     controller.main()
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [(line["controller"], line["knobs"]) for line in lines] == [("probe", 1), ("probe", 4), ("softmax", 1), ("softmax", 4)]
-    assert [line["statistics_bytes"] for line in lines] == [16 * 13 * 8] * 2 + [16 * 3 * 8] * 2  # with the mark of the schedule's values
+    lines = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
+    assert [(line["controller"], line["knobs"]) for line in lines] == [
+        ("probe", 1),
+        ("probe", 4),
+        ("softmax", 1),
+        ("softmax", 4),
+    ]
+    assert [line["statistics_bytes"] for line in lines] == [16 * 13 * 8] * 2 + [
+        16 * 3 * 8
+    ] * 2  # with the mark of the schedule's values
 
 
 # -- what make gpu leaves behind where the machine or a test does not last ---------------------------------------------------
@@ -163,9 +207,13 @@ def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> 
             raise ValueError("too late for the others")
 
     records = gpu.Records(path)
-    reason = gpu.run_benchmark(Benchmark, gpu.compare.Options("cpu", "auto", True, False), 60.0, records)
+    reason = gpu.run_benchmark(
+        Benchmark, gpu.compare.Options("cpu", "auto", True, False), 60.0, records
+    )
     assert reason == "ValueError: too late for the others"
-    assert seen == [[0], [0, 1], [0, 1, 2]] and [record["number"] for record in records.records] == [0, 1, 2]
+    assert seen == [[0], [0, 1], [0, 1, 2]] and [
+        record["number"] for record in records.records
+    ] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("killable", [True, False], ids=["killed", "in the driver"])
@@ -182,7 +230,9 @@ def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
     monkeypatch.setattr(gpu.os, "killpg", killpg)
     monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
     with log.open("ab") as file:
-        hangs = "sleep 600 & echo $!; wait" if killable else "trap '' INT; sleep 600 & echo $!; wait"
+        hangs = (
+            "sleep 600 & echo $!; wait" if killable else "trap '' INT; sleep 600 & echo $!; wait"
+        )
         assert gpu.run_bounded(["sh", "-c", hangs], file, 1.0) == 1
     text = log.read_text()
     assert "stopped: no time was left" in text and ("was left behind" in text) != killable
@@ -195,9 +245,15 @@ def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
         time.sleep(0.01)
 
 
-def test_what_counts_time_runs_after_the_others_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_time_runs_after_the_others_and_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
-    monkeypatch.setattr(gpu, "run_pytest", lambda arguments, budget, log: (runs.append(arguments), (0, "3 passed"))[1])
+    monkeypatch.setattr(
+        gpu,
+        "run_pytest",
+        lambda arguments, budget, log: (runs.append(arguments), (0, "3 passed"))[1],
+    )
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
     assert gpu.run_tests("cuda", gpu.Budget(1), tmp_path / "tests.log")["counts"] == {"passed": 6}
     assert [arguments[0] for arguments in runs] == ["gpu and not alone", "gpu and alone"]

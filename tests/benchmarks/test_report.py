@@ -37,7 +37,9 @@ def test_sensitivity_is_over_starts_even_in_the_logarithm() -> None:
     assert found.sensitivity(0.4) == pytest.approx(mean - 0.4)
     assert (found.best, found.worst, found.lowest) == (0, 4, 0.5)
     # A denser grid of the same function is the same.
-    assert curve({-2: [1.0], -1: [0.75], 0: [0.5], 4: [3.0]}).sensitivity(0.5) == pytest.approx(mean - 0.5)
+    assert curve({-2: [1.0], -1: [0.75], 0: [0.5], 4: [3.0]}).sensitivity(0.5) == pytest.approx(
+        mean - 0.5
+    )
     assert curve({0: [0.7]}).sensitivity(0.5) == pytest.approx(0.2)
 
 
@@ -47,7 +49,9 @@ def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
     found = curves(records)["cnn-digits"]["onecycle"]
     assert found.scores(0) == [0.5, 2.5, 2.0] and found.mean(0) == pytest.approx(5 / 3)
     assert found.failed == 2
-    assert standard_error(found.scores(0)) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
+    assert standard_error(found.scores(0)) == pytest.approx(
+        1.0408 / 3**0.5, rel=1e-3
+    )  # standard deviation of three over the root of three
 
 
 # -- what belongs together ------------------------------------------------------------------------------------------------------
@@ -57,7 +61,15 @@ def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
     short = lines("onecycle", {0: [0.1], 3: [0.1]}, steps=40)
     old = [{**line, "rate": line["rate"] * 2} for line in lines("onecycle", {0: [0.2], 2: [0.2]})]
     again = lines("onecycle", {0: [0.3]})
-    found = curves([*short, *old, *again, *lines("onecycle", {0: [0.4, 0.6]}), *lines("wsd", {0: [0.7]}, steps=40)])["cnn-digits"]
+    found = curves(
+        [
+            *short,
+            *old,
+            *again,
+            *lines("onecycle", {0: [0.4, 0.6]}),
+            *lines("wsd", {0: [0.7]}, steps=40),
+        ]
+    )["cnn-digits"]
     assert list(found) == ["onecycle"]
     assert {e: found["onecycle"].scores(e) for e in found["onecycle"].starts} == {0: [0.4, 0.6]}
 
@@ -71,8 +83,13 @@ def write(path: Path, records: list[Record], tail: str = "") -> str:
 
 
 def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "cnn-digits"}, {"benchmark": "weather"}]
-    first = write(tmp_path / "a.jsonl", records, tail='{"benchmark": "her')  # a benchmark is just writing
+    records = lines("wsd", {0: [0.5]}) + [
+        {"benchmark": "hero-find", "problem": "cnn-digits"},
+        {"benchmark": "weather"},
+    ]
+    first = write(
+        tmp_path / "a.jsonl", records, tail='{"benchmark": "her'
+    )  # a benchmark is just writing
     second = write(tmp_path / "b.jsonl", lines("hdet-softmax", {0: [0.4]}))
     main([first, second])
     page = capsys.readouterr().out

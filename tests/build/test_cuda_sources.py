@@ -44,12 +44,25 @@ def ptx() -> dict[str, str]:
 
 def compiles(source: Path, *flags: str) -> None:
     """As far as PTX, without a warning."""
-    given = ["-std=c++17", "-arch=compute_90", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra", *flags]
-    built = subprocess.run([str(nvcc()), *given, "-ptx", "-o", os.devnull, str(source)], capture_output=True, text=True, check=False)
+    given = [
+        "-std=c++17",
+        "-arch=compute_90",
+        "-Werror=all-warnings",
+        "-Xcompiler=-Wall,-Wextra",
+        *flags,
+    ]
+    built = subprocess.run(
+        [str(nvcc()), *given, "-ptx", "-o", os.devnull, str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
 
 
-@pytest.mark.parametrize("source", [name for name in KERNELS if name not in ("step.cu", "coded.cu")])
+@pytest.mark.parametrize(
+    "source", [name for name in KERNELS if name not in ("step.cu", "coded.cu")]
+)
 def test_no_source_has_a_warning(source: str) -> None:
     """The two that take long are in the programs below."""
     compiles(SOURCES / source, "-fmad=false")
@@ -74,7 +87,11 @@ def test_no_kernel_spills_or_has_a_stack() -> None:
     for arch in _C.cuda_archs.split():
         used = compiled.resources(arch)
         assert len(used) == sum(KERNELS.values())
-        assert not {name: one for name, one in used.items() if one.stack or one.local or one.registers > compiled.REGISTERS // 512}
+        assert not {
+            name: one
+            for name, one in used.items()
+            if one.stack or one.local or one.registers > compiled.REGISTERS // 512
+        }
 
 
 @needs_tools
@@ -96,11 +113,17 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: dict[str, str]) -> Non
         accesses = re.findall(r"^\s*(?:@%p\d+ )?((?:ld|st)\.[\w.]+)", code, re.MULTILINE)
         assert not [access for access in accesses if ".local" in access], name
         vectors = [access for access in accesses if ".v4." in access or ".v2." in access]
-        assert all(".global" in access or ".param" in access or ".shared" in access for access in vectors), f"{name}: generic vectors"
+        assert all(
+            ".global" in access or ".param" in access or ".shared" in access for access in vectors
+        ), f"{name}: generic vectors"
         if "derive" in name or "total_kernel" in name:
             continue
         loads, stores = (
-            [a for a in accesses if a.startswith(f"{kind}.global") and a.endswith((".v4.u32", ".v4.b32", ".v4.f32"))]
+            [
+                a
+                for a in accesses
+                if a.startswith(f"{kind}.global") and a.endswith((".v4.u32", ".v4.b32", ".v4.f32"))
+            ]
             for kind in ("ld", "st")
         )
         assert len(loads) >= 2, f"{name}: loads of 16 bytes: {loads}"
@@ -110,11 +133,15 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: dict[str, str]) -> Non
 @pytest.mark.parametrize("rule", RULES)
 def test_a_float_step_streams_gradient_and_moments(ptx: dict[str, str], rule: str) -> None:
     """Two vectors a turn of each stream, plain accesses, and all loads before the first store."""
-    kernel = re.compile(rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE)  # of SgdRule for sgd
+    kernel = re.compile(
+        rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE
+    )  # of SgdRule for sgd
     (code,) = [code for name, code in ptx.items() if kernel.search(name)]
     moments = len(RULES[rule].moments)
     before, stores = code[: code.index("st.global.v4")], code[code.index("st.global.v4") :]
-    assert len(re.findall(r"ld\.global\.v4\.u32", before)) == 2 * (2 + moments) + 1, "of each stream, and the chunk"
+    assert len(re.findall(r"ld\.global\.v4\.u32", before)) == 2 * (2 + moments) + 1, (
+        "of each stream, and the chunk"
+    )
     assert not re.findall(r"ld\.global\.v4", stores)
     assert len(re.findall(r"st\.global\.v4", stores)) == 2 * (2 + moments)
     assert not re.findall(r"\.global\.cs", code)

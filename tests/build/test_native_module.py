@@ -33,7 +33,12 @@ def test_build_info_is_complete() -> None:
     assert re.match(r"\w+ \d+\.\d+", info["compiler"])
     assert info["isa"][-1] == "baseline"
     assert isinstance(info["openmp"], bool)
-    assert info["cuda"] == bool(info["cuda_archs"]) == bool(info["cuda_compiler"]) == (not info["cuda_note"])
+    assert (
+        info["cuda"]
+        == bool(info["cuda_archs"])
+        == bool(info["cuda_compiler"])
+        == (not info["cuda_note"])
+    )
 
 
 def test_cuda_is_compiled_where_nvcc_is_found() -> None:
@@ -49,24 +54,35 @@ def test_the_module_loads_without_a_driver_and_needs_no_cuda_library() -> None:
     code = "from hdet import _C; print([line.split()[-1] for line in open('/proc/self/maps') if 'cuda' in line.split()[-1].rsplit('/', 1)[-1]])"
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
     assert found == "[]"
 
 
 def test_torch_and_hdet_share_one_openmp_runtime() -> None:
     if not _C.openmp or not Path("/proc/self/maps").exists():
         pytest.skip("built without OpenMP, or no /proc")
-    found = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
     assert found[0] == found[1], f"threads before and after a parallel region of hdet's: {found}"
 
 
-@pytest.mark.skipif(compiler() is None or shutil.which("nm") is None, reason="needs a C++ compiler and nm")
-@pytest.mark.parametrize("source", ["step.cpp", "rank_one.cpp", "average.cpp", "pair.cpp", "norm.cpp"])
+@pytest.mark.skipif(
+    compiler() is None or shutil.which("nm") is None, reason="needs a C++ compiler and nm"
+)
+@pytest.mark.parametrize(
+    "source", ["step.cpp", "rank_one.cpp", "average.cpp", "pair.cpp", "norm.cpp"]
+)
 def test_loops_share_no_function_between_instruction_sets(source: str, tmp_path: Path) -> None:
     """A weak symbol could be taken from the AVX-512 object by a processor without it. -O0 inlines nothing that need not be."""
     result = tmp_path / "loop.o"
     flags = ["-std=c++17", "-O0", "-DHDET_ISA=baseline"]
-    subprocess.run([str(compiler()), *flags, "-c", str(SOURCES / "cpu" / source), "-o", str(result)], check=True)
+    subprocess.run(
+        [str(compiler()), *flags, "-c", str(SOURCES / "cpu" / source), "-o", str(result)],
+        check=True,
+    )
     symbols = subprocess.run(["nm", str(result)], capture_output=True, text=True, check=True).stdout
     assert "_baseline" in symbols
     assert not re.findall(r" [WVu] .*", symbols)

@@ -44,10 +44,15 @@ def nvcc_in(folder: Path) -> str:
 
 
 def test_without_nvcc_the_reason_is_recorded(bare: Path) -> None:
-    assert setup_module().cuda_options() == ["-DHDET_CUDA=OFF", "-DHDET_CUDA_NOTE=nvcc was not found when hdet was built"]
+    assert setup_module().cuda_options() == [
+        "-DHDET_CUDA=OFF",
+        "-DHDET_CUDA_NOTE=nvcc was not found when hdet was built",
+    ]
 
 
-def test_nvcc_is_found_on_path_and_in_cuda_home_first(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_is_found_on_path_and_in_cuda_home_first(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_path = nvcc_in(bare)
     assert setup_module().find_nvcc() == on_path
     at_home = nvcc_in(tmp_path / "toolkit" / "bin")
@@ -72,11 +77,16 @@ def test_architectures(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         choose(nvcc)
 
 
-def test_cuda_can_be_skipped_and_wrong_values_are_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_can_be_skipped_and_wrong_values_are_refused(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvcc_in(bare)
     assert setup_module().cuda_options()[:2] == ["-DHDET_CUDA=ON", "-DHDET_CUDA_ARCHS=80;90;100"]
     monkeypatch.setenv("HDET_CUDA", "0")
-    assert setup_module().cuda_options() == ["-DHDET_CUDA=OFF", "-DHDET_CUDA_NOTE=hdet was built with HDET_CUDA=0"]
+    assert setup_module().cuda_options() == [
+        "-DHDET_CUDA=OFF",
+        "-DHDET_CUDA_NOTE=hdet was built with HDET_CUDA=0",
+    ]
     monkeypatch.setenv("HDET_CUDA", "yes")
     with pytest.raises(SystemExit, match="HDET_CUDA=yes is not understood; use 0"):
         setup_module().cuda_options()
@@ -87,12 +97,24 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what the build reads."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+    ):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in ("hdet", "triton_kernels"):  # and the link from one into the other
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+        )
     return folder
 
 
@@ -119,7 +141,10 @@ def build(checkout: Path, *command: str, **environment: str) -> subprocess.Compl
 def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -> None:
     result = build(checkout, HDET_CUDA="1")
     assert result.returncode != 0
-    assert "HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda" in result.stderr
+    assert (
+        "HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda"
+        in result.stderr
+    )
     assert not list(checkout.glob("hdet/_C*.so"))
 
 
@@ -139,7 +164,10 @@ def test_a_rule_that_a_switch_leaves_out_does_not_build(checkout: Path) -> None:
     header.write_text(re.sub(r"(enum class Rule .*) \};", r"\1, forgotten };", header.read_text()))
     result = build(checkout, HDET_CUDA="0", HDET_WERROR="0")
     assert result.returncode != 0
-    assert "forgotten" in result.stdout + result.stderr and "-Werror=switch" in result.stdout + result.stderr
+    assert (
+        "forgotten" in result.stdout + result.stderr
+        and "-Werror=switch" in result.stdout + result.stderr
+    )
 
 
 def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> None:
@@ -151,22 +179,44 @@ def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> Non
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
-    assert {"CMakeLists.txt", "setup.py", "hdet/py.typed", "hdet/_C.pyi", "hdet/triton_kernels/step.py", *sources} <= names
+    assert {
+        "CMakeLists.txt",
+        "setup.py",
+        "hdet/py.typed",
+        "hdet/_C.pyi",
+        "hdet/triton_kernels/step.py",
+        *sources,
+    } <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
-def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: Path, tmp_path: Path) -> None:
+def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(
+    checkout: Path, tmp_path: Path
+) -> None:
     """As it is packed, but for the native module, which takes minutes."""
     for folder in ("benchmarks", "examples", "tests"):
-        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
+        shutil.copytree(
+            ROOT / folder,
+            checkout / folder,
+            ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"),
+        )
     result = build(checkout, "build_py", "bdist_wheel", "--skip-build")
     assert result.returncode == 0, result.stderr
     (archive,) = (checkout / "dist").glob("*.whl")
     names = zipfile.ZipFile(archive).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
-    kernels = {f"hdet/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
-    assert {"hdet/__init__.py", "hdet/py.typed", "hdet/triton_kernels/__init__.py", *kernels} <= set(names)
-    assert not [name for name in names if name.endswith("/cost.py") or "recsys" in name], "what only our own measurements use"
+    kernels = {
+        f"hdet/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")
+    }
+    assert {
+        "hdet/__init__.py",
+        "hdet/py.typed",
+        "hdet/triton_kernels/__init__.py",
+        *kernels,
+    } <= set(names)
+    assert not [name for name in names if name.endswith("/cost.py") or "recsys" in name], (
+        "what only our own measurements use"
+    )
     (unpacked := tmp_path / "unpacked").mkdir()
     zipfile.ZipFile(archive).extractall(unpacked)
     assert triton_kernels(tmp_path, unpacked) == unpacked / "hdet" / "triton_kernels"
@@ -174,17 +224,36 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: 
 
 def triton_kernels(cwd: Path, path: Path, site: Path | None = None) -> Path:
     """The folder in which a process finds hdet.triton_kernels, with `path` as PYTHONPATH, and `site` as a folder of installed packages."""
-    code = (
-        "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import hdet.triton_kernels.chunks as m; print(m.__file__)"
+    code = "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import hdet.triton_kernels.chunks as m; print(m.__file__)"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (path, site or path, sysconfig.get_paths()["purelib"]))
+        ),
+    }
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        code,
+        *([str(site)] if site else []),
+    ]  # -S: without the hdet that these tests run with
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, site or path, sysconfig.get_paths()["purelib"])))}
-    command = [sys.executable, "-S", "-c", code, *([str(site)] if site else [])]  # -S: without the hdet that these tests run with
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return (cwd / done.stdout.strip()).parent
 
 
-def test_an_editable_install_and_pythonpath_find_the_triton_kernels(checkout: Path, tmp_path: Path) -> None:
+def test_an_editable_install_and_pythonpath_find_the_triton_kernels(
+    checkout: Path, tmp_path: Path
+) -> None:
     """They lie beside hdet/, where a link in it leads to."""
     assert (checkout / "hdet" / "triton_kernels").is_symlink()
     place = checkout / "hdet" / "triton_kernels"
@@ -197,7 +266,9 @@ def test_an_editable_install_and_pythonpath_find_the_triton_kernels(checkout: Pa
         "--dist-dir",
         str(tmp_path),
     ]  # no native module
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=HANG_S)
+    done = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.whl")
     (site := tmp_path / "site").mkdir()

@@ -16,7 +16,12 @@ from tests.harness import batch
 from .runs import run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "controllers"
-NAMES = {"softmax": "PublishedSoftmax", "plateau": "PlateauHalver", "slope": "Slope", "hypergradient": "Hypergradient"}
+NAMES = {
+    "softmax": "PublishedSoftmax",
+    "plateau": "PlateauHalver",
+    "slope": "Slope",
+    "hypergradient": "Hypergradient",
+}
 
 
 def made(file: str, **settings: Any) -> hdet.Controller:
@@ -33,10 +38,19 @@ def test_it_is_short_and_uses_public_names_alone(file: str) -> None:
     text = (FOLDER / f"{file}.py").read_text()
     assert len(text.splitlines()) <= 80
     tree = ast.parse(text)
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     imports += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert set(imports) <= {"__future__", "hdet", "hdet.measure", "math", "torch", "typing"}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "hdet"}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "hdet"
+    }
     assert used <= set(hdet.__all__)
 
 
@@ -48,37 +62,74 @@ def test_the_published_controller_follows_the_replicas_with_lower_losses() -> No
     """From a rate that is far too low higher ones have lower losses; sigma is small enough for their differences to count."""
     theirs = run(lambda m: made("softmax", temperature=1e-3), constant=True, lr=1e-4).steps()
     ours = run(lambda m: hdet.SoftmaxController(1e-3, decay=None), constant=True, lr=1e-4).steps()
-    assert theirs.ensemble.corrections["lr"] == pytest.approx(ours.ensemble.corrections["lr"], rel=1e-9)
+    assert theirs.ensemble.corrections["lr"] == pytest.approx(
+        ours.ensemble.corrections["lr"], rel=1e-9
+    )
     assert theirs.ensemble.corrections["lr"] != 1
 
 
 @pytest.mark.parametrize(("file", "together"), [("slope", 4), ("hypergradient", 1)])
 def test_a_rate_that_is_far_too_low_is_left(file: str, together: int) -> None:
     ran = run(
-        lambda m: made(file, freeze_after=0.5), together=together, constant=True, lr=1e-4, total=400, spread=0.5, data=lambda key: batch(0)
+        lambda m: made(file, freeze_after=0.5),
+        together=together,
+        constant=True,
+        lr=1e-4,
+        total=400,
+        spread=0.5,
+        data=lambda key: batch(0),
     )
     assert ran.steps().ensemble.corrections["lr"] > 3 and ran.controller.idle
     ran.ensemble.close()
 
 
 def test_a_plateau_halves_the_rate_and_freezes() -> None:
-    ran = run(lambda m: made("plateau", patience=2, least=0.2, freeze_after=100), together=1, constant=True, lr=1e-3).steps()
-    moves = [record["record"]["decisions"][0]["factor"] for record in ran.records if record["record"]["decisions"]]
+    ran = run(
+        lambda m: made("plateau", patience=2, least=0.2, freeze_after=100),
+        together=1,
+        constant=True,
+        lr=1e-3,
+    ).steps()
+    moves = [
+        record["record"]["decisions"][0]["factor"]
+        for record in ran.records
+        if record["record"]["decisions"]
+    ]
     assert moves.count(0.5) >= 2 and ran.ensemble.corrections["lr"] == 0.5 ** moves.count(0.5)
     assert set(moves[10:]) == {1.0}, "nothing moves after step 100"
 
 
-def two_ranks(rank: int, world: int, file: str, settings: dict[str, Any]) -> tuple[list[float], list[float], float]:
+def two_ranks(
+    rank: int, world: int, file: str, settings: dict[str, Any]
+) -> tuple[list[float], list[float], float]:
     """Local gradients, so that replicas differ by more than their values: (weights, corrections by cycle, loss)."""
     controller = made(file, **settings)
-    ran = run(lambda m: controller, together=1, rank=rank, ddp=False, constant=True, total=120, gradients="local", moments="reset").steps()
+    ran = run(
+        lambda m: controller,
+        together=1,
+        rank=rank,
+        ddp=False,
+        constant=True,
+        total=120,
+        gradients="local",
+        moments="reset",
+    ).steps()
     ran.ensemble.converge()
-    return ran.weights().tolist(), [record["corrections"]["lr"] for record in ran.records], ran.validation()
+    return (
+        ran.weights().tolist(),
+        [record["corrections"]["lr"] for record in ran.records],
+        ran.validation(),
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "settings"),
-    [("softmax", {"temperature": 0.01}), ("plateau", {"patience": 2, "least": 0.1}), ("slope", {"dead": 0.0}), ("hypergradient", {})],
+    [
+        ("softmax", {"temperature": 0.01}),
+        ("plateau", {"patience": 2, "least": 0.1}),
+        ("slope", {"dead": 0.0}),
+        ("hypergradient", {}),
+    ],
 )
 def test_two_processes_decide_alike_and_end_alike(file: str, settings: dict[str, Any]) -> None:
     one, two = run_ranks(two_ranks, 2, file, settings)

@@ -47,7 +47,12 @@ def test_a_recorded_run_is_decided_again_bitwise(name: str) -> None:
 
     assert sum(record["evidence"] is not None for record in records) >= 10 and differences() == []
     assert any(record["rolled_back"] for record in records) or "taken back" not in name
-    moved = [decision for record in records for decision in record["decisions"] if decision["factor"] != 1]
+    moved = [
+        decision
+        for record in records
+        for decision in record["decisions"]
+        if decision["factor"] != 1
+    ]
     if moved:
         moved[0]["factor"] *= 1 + 2**-52
         assert len(differences()) == 1
@@ -88,8 +93,12 @@ def test_the_run_is_bitwise_the_one_without_it(name: str) -> None:
     alone = run(lambda model: None, **plain)
     assert [float(ours.step()) for _ in range(120)] == [float(alone.step()) for _ in range(120)]
     assert all(map(torch.equal, ours.all_weights(), alone.all_weights()))
-    assert ours.ensemble.values() == alone.ensemble.values() and ours.ensemble.corrections == {"lr": 1.0}
-    assert [record["cycle"] for record in ours.records] == [record["cycle"] for record in alone.records]
+    assert ours.ensemble.values() == alone.ensemble.values() and ours.ensemble.corrections == {
+        "lr": 1.0
+    }
+    assert [record["cycle"] for record in ours.records] == [
+        record["cycle"] for record in alone.records
+    ]
 
 
 def test_what_it_would_have_decided_is_in_the_record() -> None:

@@ -57,21 +57,45 @@ def bowl(
     over its peak, at each part of the run; ``spoil``: what becomes of the training losses; ``tail``: more noise of a replica's loss.
     """
     draw = random.Random(seed)
-    engine = Engine([KnobSpec(f"k{i}", spread) for i in range(len(starts))], replicas, Clock(1, 0, cycles), controller, seed)
+    engine = Engine(
+        [KnobSpec(f"k{i}", spread) for i in range(len(starts))],
+        replicas,
+        Clock(1, 0, cycles),
+        controller,
+        seed,
+    )
     for cycle in range(cycles):
         engine.tick()
         level, wrong = draw.gauss(0, 1), draw.gauss(0, shared)
         rows, shifts = engine.multipliers(), [draw.gauss(0, 0.3) for _ in range(CHUNKS)]
         at_peak = [start * c for start, c in zip(starts, engine.corrections, strict=True)]
-        points = [[math.log(value * row[r]) for value, row in zip(at_peak, rows, strict=True)] for r in range(replicas)]
+        points = [
+            [math.log(value * row[r]) for value, row in zip(at_peak, rows, strict=True)]
+            for r in range(replicas)
+        ]
         losses: list[float | None] = [
-            level + depth * sum(x * x for x in point) + wrong * sum(math.log(row[r]) for row in rows) + draw.gauss(0, noise) + tail(draw)
+            level
+            + depth * sum(x * x for x in point)
+            + wrong * sum(math.log(row[r]) for row in rows)
+            + draw.gauss(0, noise)
+            + tail(draw)
             for r, point in enumerate(points)
         ]
-        probes = [[depth * sum((x - shift) ** 2 for x in point) for shift in shifts] for point in points]
+        probes = [
+            [depth * sum((x - shift) ** 2 for x in point) for shift in shifts] for point in points
+        ]
         now = phase((cycle + 1) / cycles)
-        outcome = engine.close(spoil(cycle, losses), {PROBE: probes}, scheduled=[s * now for s in starts], peak=list(starts))
-        yield engine, outcome, [start * c for start, c in zip(starts, engine.corrections, strict=True)]
+        outcome = engine.close(
+            spoil(cycle, losses),
+            {PROBE: probes},
+            scheduled=[s * now for s in starts],
+            peak=list(starts),
+        )
+        yield (
+            engine,
+            outcome,
+            [start * c for start, c in zip(starts, engine.corrections, strict=True)],
+        )
 
 
 def end_of(run: Iterator[tuple[Engine, CycleOutcome, list[float]]]) -> list[float]:

@@ -9,9 +9,15 @@ from hdet.core.clock import Clock
 
 @pytest.mark.parametrize(
     ("name", "least", "wrong"),
-    [("sync_interval", 1, (0, -1, 2.5, True, "50", None)), ("warmup_steps", 0, (-1, 1.5, None)), ("total_steps", 1, (0, -5, 1.5))],
+    [
+        ("sync_interval", 1, (0, -1, 2.5, True, "50", None)),
+        ("warmup_steps", 0, (-1, 1.5, None)),
+        ("total_steps", 1, (0, -5, 1.5)),
+    ],
 )
-def test_what_is_no_number_of_steps_is_refused(name: str, least: int, wrong: tuple[Any, ...]) -> None:
+def test_what_is_no_number_of_steps_is_refused(
+    name: str, least: int, wrong: tuple[Any, ...]
+) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match=f"{name} must be a whole number of steps >= {least}"):
             Clock(**{"sync_interval": 10, name: value})

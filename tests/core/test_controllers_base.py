@@ -34,7 +34,9 @@ PEAKED = [name for name in ALL if name != "softmax"]
 
 @pytest.mark.parametrize("freeze_after", [15, 0.5])
 @pytest.mark.parametrize("name", ALL)
-def test_after_freeze_after_nothing_moves_and_the_spread_rests(name: str, freeze_after: float) -> None:
+def test_after_freeze_after_nothing_moves_and_the_spread_rests(
+    name: str, freeze_after: float
+) -> None:
     history = list(bowl(ALL[name](freeze_after=freeze_after), [30.0], cycles=30))
     moved = [engine_outcome.decisions[0].factor != 1.0 for _, engine_outcome, _ in history]
     assert any(moved[:15]) and not any(moved[15:])
@@ -50,13 +52,26 @@ def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
     probes = [[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho]
     for step in range(1, 13):
         losses = [(1 + 0.01 * math.sin(step)) * math.log(x) for x in rho]
-        one, other = (decide(controller, evidence(step=step, losses=losses, probes=probes))[0] for controller in (frozen, free))
+        one, other = (
+            decide(controller, evidence(step=step, losses=losses, probes=probes))[0]
+            for controller in (frozen, free)
+        )
     assert one.factor == 1.0 and other.factor < 1.0
-    assert (one.slope, one.error, one.t) == (other.slope, other.error, other.t) and one.t is not None and one.t > 2
+    assert (
+        (one.slope, one.error, one.t) == (other.slope, other.error, other.t)
+        and one.t is not None
+        and one.t > 2
+    )
 
 
-def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> None:
-    rule, early, last = ProbeRule(freeze_after=10), ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
+def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> (
+    None
+):
+    rule, early, last = (
+        ProbeRule(freeze_after=10),
+        ProbeRule(freeze_after=25),
+        ProbeRule(freeze_after=1.0),
+    )
     rows = [[math.log(rho) * (1 + c / 10) for c in range(8)] for rho in (0.7, 0.9, 1.1, 1.3)]
     assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0 and rule.idle
     assert decide(rule, evidence(step=11, probes=rows))[0].factor == 1.0
@@ -74,11 +89,18 @@ def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
         engine, found = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 10), controller), []
         for _ in range(10):
             engine.tick()
-            engine.close([slope * math.log(rho) for rho in engine.multipliers()[0]], scheduled=[1.0], floor=[0.1])
+            engine.close(
+                [slope * math.log(rho) for rho in engine.multipliers()[0]],
+                scheduled=[1.0],
+                floor=[0.1],
+            )
             found.append(engine.value(0, 1.0))
         return found
 
-    neutral, frozen = values(SoftmaxController(), 0.0), values(SoftmaxController(freeze_after=2), -1.0)
+    neutral, frozen = (
+        values(SoftmaxController(), 0.0),
+        values(SoftmaxController(freeze_after=2), -1.0),
+    )
     assert frozen[1] > neutral[1], "it has learned before"
     factor = neutral[5] / neutral[4]
     assert factor < 1 and [b / a for a, b in pairwise(frozen[1:])] == pytest.approx([factor] * 8)
@@ -112,7 +134,10 @@ def test_a_state_continues_exactly_also_through_json(name: str) -> None:
     resumed = []
     for engine, _, values in cycles():
         assert engine.controller is not None
-        state, engine.controller = json.loads(json.dumps(engine.controller.state_dict())), ALL[name](freeze_after=0.9)
+        state, engine.controller = (
+            json.loads(json.dumps(engine.controller.state_dict())),
+            ALL[name](freeze_after=0.9),
+        )
         engine.controller.load_state_dict(state)
         resumed.append(values)
     assert resumed == [values for _, _, values in cycles()]
@@ -192,11 +217,16 @@ def test_what_is_not_one_decision_for_each_knob_is_refused_by_name(said: Any) ->
         def decide(self, evidence: Evidence) -> Any:
             return said
 
-    with pytest.raises(ValueError, match="controller 'bare' has decided .*a list of 1, a hdet.Decision for each knob"):
+    with pytest.raises(
+        ValueError,
+        match="controller 'bare' has decided .*a list of 1, a hdet.Decision for each knob",
+    ):
         list(bowl(Says(), [30.0], cycles=1))
 
 
-@pytest.mark.parametrize("said", [{"factor": torch.tensor(0.5)}, {"value": torch.tensor(0.5)}, {"factor": "0.5"}])
+@pytest.mark.parametrize(
+    "said", [{"factor": torch.tensor(0.5)}, {"value": torch.tensor(0.5)}, {"factor": "0.5"}]
+)
 def test_a_decision_is_made_of_numbers(said: dict[str, Any]) -> None:
     """A tensor would become the correction, and a part of records and states."""
     with pytest.raises(ValueError, match="and an int or a float, got"):
@@ -209,7 +239,9 @@ def test_what_is_no_decision_is_refused_by_name(said: Any) -> None:
         def decide(self, evidence: Evidence) -> Any:
             return [said]
 
-    with pytest.raises(TypeError, match=f"controller 'bare' has decided {said}: each decision is a hdet.Decision"):
+    with pytest.raises(
+        TypeError, match=f"controller 'bare' has decided {said}: each decision is a hdet.Decision"
+    ):
         list(bowl(Says(), [30.0], cycles=1))
 
 
@@ -217,7 +249,10 @@ def test_what_is_no_decision_is_refused_by_name(said: Any) -> None:
     ("planned", "message"),
     [
         (None, "controller 'bare' has planned None: plan must return a hdet.Plan"),
-        (Plan(measures="norm"), r"plans measures='norm', but it is a tuple of names: write \('norm',\)"),
+        (
+            Plan(measures="norm"),
+            r"plans measures='norm', but it is a tuple of names: write \('norm',\)",
+        ),
         (Plan(measures=["norm"]), "measures 'norm', and has no measurement of that name"),
     ],
 )
@@ -232,7 +267,9 @@ def test_what_is_no_plan_is_refused_by_name(planned: Any, message: str) -> None:
 
 def test_a_name_without_its_comma_is_refused_with_the_class() -> None:
     """Its letters would be taken for names."""
-    with pytest.raises(TypeError, match=r"state_keys of Listed is 'best', .*write state_keys = \('best',\)"):
+    with pytest.raises(
+        TypeError, match=r"state_keys of Listed is 'best', .*write state_keys = \('best',\)"
+    ):
         type("Listed", (Bare,), {"state_keys": "best"})
 
 
@@ -260,7 +297,12 @@ def test_a_state_that_is_no_number_is_refused_by_name(value: Any) -> None:
     seed=st.integers(0, 10_000),
     start=st.floats(-8, 8).map(math.exp),
     spoiled=st.lists(
-        st.tuples(st.integers(0, 19), st.integers(0, 3), st.sampled_from([None, math.nan, math.inf, -math.inf, 1e30])), max_size=40
+        st.tuples(
+            st.integers(0, 19),
+            st.integers(0, 3),
+            st.sampled_from([None, math.nan, math.inf, -math.inf, 1e30]),
+        ),
+        max_size=40,
     ),
 )
 def test_whatever_the_losses_are_values_stay_finite_and_within_the_bound(
@@ -275,4 +317,9 @@ def test_whatever_the_losses_are_values_stay_finite_and_within_the_bound(
         assert math.isfinite(values[0]) and values[0] > 0
         if limit:
             assert 0.2 * 0.999 <= values[0] / start <= 5.0 * 1.001
-        assert all(math.isfinite(x) for d in outcome.decisions for x in (d.slope, d.error, d.t) if x is not None)
+        assert all(
+            math.isfinite(x)
+            for d in outcome.decisions
+            for x in (d.slope, d.error, d.t)
+            if x is not None
+        )

@@ -28,7 +28,10 @@ def test_it_is_harmless_at_the_best_value(name: str) -> None:
 @pytest.mark.parametrize("name", PEAKED)
 def test_noise_alone_moves_it_little(name: str) -> None:
     """120 cycles of a loss that does not depend on the value."""
-    ends = sorted(abs(math.log(end_of(bowl(ALL[name](), depth=0.0, cycles=120, seed=seed))[0])) for seed in range(8))
+    ends = sorted(
+        abs(math.log(end_of(bowl(ALL[name](), depth=0.0, cycles=120, seed=seed))[0]))
+        for seed in range(8)
+    )
     assert ends[4] < 0.3 and ends[-1] < 1.0
 
 
@@ -65,7 +68,9 @@ def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests(name: str)
     engine, *_ = next(bowl(resumed := ALL[name](), [1 / 30], cycles=60))
     assert engine.explores
     engine.load_state_dict(history[-1][0].state_dict())
-    assert resumed.idle and engine.multipliers() == [[1.0] * 4], "a state that is loaded leaves it at rest"
+    assert resumed.idle and engine.multipliers() == [[1.0] * 4], (
+        "a state that is loaded leaves it at rest"
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,15 @@ def test_a_multiple_of_four_is_balanced_and_exactly_orthogonal(count: int) -> No
         (range(7, 44, 4), 1, (1, 1), {-1, 1}),  # the least for odd lengths
     ],
 )  # fmt: skip
-def test_other_numbers_have_the_least_sums_and_products(counts: range, put_aside: int, least: tuple[int, int], levels: set[int]) -> None:
+def test_other_numbers_have_the_least_sums_and_products(
+    counts: range, put_aside: int, least: tuple[int, int], levels: set[int]
+) -> None:
     for count in counts:
         design = columns(count, count - put_aside)
         assert worst(design) == least, count
-        assert all(set(column) == levels and column.count(0) == (0 in levels) for column in design), count
+        assert all(
+            set(column) == levels and column.count(0) == (0 in levels) for column in design
+        ), count
 
 
 @pytest.mark.parametrize("count", [52, 53, 54, 92])
@@ -67,9 +71,14 @@ def test_as_many_knobs_as_there_can_be_are_told_apart(count: int) -> None:
     for knobs in range(1, count):
         truth = [random.Random(k).gauss(0, 1) for k in range(knobs)]
         levels = columns(count, knobs)
-        rows = [[sum(b * column[r] for b, column in zip(truth, levels, strict=True))] for r in range(count)]
+        rows = [
+            [sum(b * column[r] for b, column in zip(truth, levels, strict=True))]
+            for r in range(count)
+        ]
         # ln rho = level / 10, as levels lie evenly
-        found = slopes([[2.718281828459045 ** (level / 10) for level in column] for column in levels], rows)
+        found = slopes(
+            [[2.718281828459045 ** (level / 10) for level in column] for column in levels], rows
+        )
         assert found is not None
         assert [one[0] / 10 for one in found] == pytest.approx(truth, abs=1e-6)
 
@@ -85,7 +94,9 @@ seeds, pairs = st.integers(0, 2**31), st.integers(0, 1000)
 
 
 @given(seeds, pairs, counts, st.data())
-def test_the_second_cycle_of_a_pair_is_folded_over(seed: int, pair: int, count: int, data: st.DataObject) -> None:
+def test_the_second_cycle_of_a_pair_is_folded_over(
+    seed: int, pair: int, count: int, data: st.DataObject
+) -> None:
     knobs = KNOBS[: data.draw(st.integers(1, count - 1))]
     first, second = (orthogonal(seed, 2 * pair + i, knobs, count) for i in range(2))
     assert second == [[-level for level in row] for row in first]
@@ -125,7 +136,9 @@ def test_every_order_comes_up_equally_often() -> None:
 
 
 def test_the_engine_gives_each_knob_its_own_two_levels() -> None:
-    engine = Engine([KnobSpec("a", 0.2), KnobSpec("b", 0.5)], 4, Clock(1), seed=5, design="orthogonal")
+    engine = Engine(
+        [KnobSpec("a", 0.2), KnobSpec("b", 0.5)], 4, Clock(1), seed=5, design="orthogonal"
+    )
     a, b = engine.multipliers()
     assert sorted(a) == [0.8, 0.8, 1.2, 1.2] and sorted(b) == [0.5, 0.5, 1.5, 1.5]
     assert sum((x - 1) * (y - 1) for x, y in zip(a, b, strict=True)) == pytest.approx(0)
@@ -149,7 +162,12 @@ def test_the_controller_sees_the_multipliers_that_acted_and_corrections_end_at_t
 
 
 def test_a_value_on_a_linear_scale_is_reported_as_such() -> None:
-    engine = Engine([KnobSpec("a", 0.5, Scale("linear", unit=0.1))], 2, Clock(1), Scripted(Decision(factor=2.718281828459045)))
+    engine = Engine(
+        [KnobSpec("a", 0.5, Scale("linear", unit=0.1))],
+        2,
+        Clock(1),
+        Scripted(Decision(factor=2.718281828459045)),
+    )
     engine.tick()
     engine.close([1.0, 2.0], scheduled=[0.3])
     assert engine.value(0, 0.3) == pytest.approx(0.4)

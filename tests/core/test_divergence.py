@@ -12,7 +12,12 @@ from hdet.core.divergence import Divergence, judge
 ALL = [True] * 4
 
 
-def verdict(losses: list[float | None], before: float | None = 1.0, finite: list[bool] = ALL, **settings: Any) -> Any:
+def verdict(
+    losses: list[float | None],
+    before: float | None = 1.0,
+    finite: list[bool] = ALL,
+    **settings: Any,
+) -> Any:
     return judge(Divergence(**settings), finite, losses, before)
 
 
@@ -44,7 +49,9 @@ ODD, FALLING = [0.1, 4.2, 0.1, 0.1], [-4.0, -1.0, -4.0, -4.0]
         ([1.0, 9.0], {"finite": [True] * 2}, [True, False]),  # two are judged by each other
     ],
 )  # fmt: skip
-def test_who_is_averaged(losses: list[float | None], settings: dict[str, Any], healthy: list[bool]) -> None:
+def test_who_is_averaged(
+    losses: list[float | None], settings: dict[str, Any], healthy: list[bool]
+) -> None:
     assert verdict(losses, **settings).healthy == [r for r, good in enumerate(healthy) if good]
 
 
@@ -66,7 +73,14 @@ def test_a_cycle_that_rose_or_broke_as_a_whole_is_taken_back_with_a_snapshot(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"peer_bound": 1.0}, {"peer_bound": math.nan}, {"rise_bound": 0.5}, {"rollback": "disk"}, {"lower": 1.0}, {"attempts": 0}],
+    [
+        {"peer_bound": 1.0},
+        {"peer_bound": math.nan},
+        {"rise_bound": 0.5},
+        {"rollback": "disk"},
+        {"lower": 1.0},
+        {"attempts": 0},
+    ],
 )
 def test_settings_are_validated(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):

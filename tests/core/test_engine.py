@@ -43,8 +43,13 @@ def test_a_loss_that_is_not_finite_never_reaches_the_controller(bad: float | Non
     assert outcome.left_out == [1] and "replica 1" in outcome.notes[0]
 
 
-@pytest.mark.parametrize("row", [[1.0, math.nan], [math.inf, -math.inf], [1.0, -math.inf], [1e308, 1e308], [1e308, -1e308]])
-def test_one_bad_chunk_leaves_the_whole_probe_row_out_and_large_numbers_do_not(row: list[float]) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [[1.0, math.nan], [math.inf, -math.inf], [1.0, -math.inf], [1e308, 1e308], [1e308, -1e308]],
+)
+def test_one_bad_chunk_leaves_the_whole_probe_row_out_and_large_numbers_do_not(
+    row: list[float],
+) -> None:
     controller, bad = Scripted(Decision()), not all(map(math.isfinite, row))
     engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(1), controller)
     outcome = run_cycle(engine, [1.0, 1.0], measured={"probe": [[1.0, 2.0], row]})
@@ -64,7 +69,12 @@ def test_what_a_replica_is_left_out_for_is_what_the_controller_reads() -> None:
 
 @pytest.mark.parametrize("decay", ["floor", "printed"])
 def test_a_cycle_that_is_taken_back_stays_lower_under_the_softmax_controller(decay: str) -> None:
-    engine = Engine([KnobSpec("lr", 0.2, rate=True)], 2, Clock(1, total_steps=100), SoftmaxController(decay=decay))
+    engine = Engine(
+        [KnobSpec("lr", 0.2, rate=True)],
+        2,
+        Clock(1, total_steps=100),
+        SoftmaxController(decay=decay),
+    )
 
     def cycle() -> float:
         run_cycle(engine, [1.0, 1.0], floor=[1e-4], peak=[1.0])
@@ -87,7 +97,10 @@ def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:
     other.load_state_dict(engine.state_dict())
     assert other.multipliers() == table
     engine.tick()
-    assert engine.close([1.0] * 8, scheduled=[1.0]).multipliers is table and engine.multipliers() != table
+    assert (
+        engine.close([1.0] * 8, scheduled=[1.0]).multipliers is table
+        and engine.multipliers() != table
+    )
 
 
 def test_a_runaway_correction_is_held_and_noted() -> None:
@@ -97,7 +110,10 @@ def test_a_runaway_correction_is_held_and_noted() -> None:
     assert "held at" in notes[1][0] or "held at" in notes[2][0]
 
 
-@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}])
+@pytest.mark.parametrize(
+    "decision",
+    [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}],
+)
 def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="finite and positive"):
         Decision(**decision)
@@ -125,7 +141,9 @@ def test_state_is_plain_and_loads_with_another_number_of_replicas() -> None:
         (lambda s: s["controller_state"].pop("velocities"), "velocities"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(damage: Any, message: str) -> None:
+def test_a_state_of_something_else_is_refused_and_changes_nothing(
+    damage: Any, message: str
+) -> None:
     def fresh() -> Engine:
         return Engine([KnobSpec("lr", 0.3)], 2, Clock(2), SoftmaxController(decay=None))
 

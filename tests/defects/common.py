@@ -20,7 +20,9 @@ def parameter(size: int = 6, fill: float = 1.0, dtype: torch.dtype = torch.float
 
 def shared_gradient(step: int, like: torch.Tensor) -> torch.Tensor:
     """The same numbers on every rank; torch's global generator is not used."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(like.dtype)
+    return torch.randn(
+        like.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    ).to(like.dtype)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -31,14 +33,22 @@ def optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def drop_in(
-    params: Iterable[torch.Tensor] | list[dict[str, Any]], total: int = 40, interval: int = 5, **arguments: Any
+    params: Iterable[torch.Tensor] | list[dict[str, Any]],
+    total: int = 40,
+    interval: int = 5,
+    **arguments: Any,
 ) -> hdet.OneCycleAutoLR:
     """AdamW under the published class's name; the optimizer is `.optimizer` of what is returned."""
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.0)
     return hdet.OneCycleAutoLR(optimizer, 0.05, total, model_sync_interval=interval, **arguments)
 
 
-def train(scheduler: hdet.OneCycleAutoLR, steps: int, loss: Callable[[int], Any] = lambda step: None, start: int = 0) -> None:
+def train(
+    scheduler: hdet.OneCycleAutoLR,
+    steps: int,
+    loss: Callable[[int], Any] = lambda step: None,
+    start: int = 0,
+) -> None:
     for step in range(start, start + steps):
         optimizer_step(scheduler.optimizer, step)
         scheduler.step(loss(step))
@@ -55,6 +65,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.collectives.append(func.name())
-        if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+            or func is torch.ops.aten.equal.default
+        ):
             self.host_reads += 1
         return func(*args, **(kwargs or {}))

@@ -36,7 +36,11 @@ GRID = method.multipliers(4, 0.3)
 
 
 def _multipliers(rank, world, arguments):
-    scheduler = drop_in([parameter()], ensemble_lr_spread_ratio=0.3, **{k: v if v != "own" else rank for k, v in arguments.items()})
+    scheduler = drop_in(
+        [parameter()],
+        ensemble_lr_spread_ratio=0.3,
+        **{k: v if v != "own" else rank for k, v in arguments.items()},
+    )
     return scheduler.ensemble.multipliers["lr"]
 
 
@@ -50,12 +54,16 @@ def _contradiction(rank, world, arguments):
 
 def test_02_spread_depends_on_the_group_alone():
     spreads = [
-        run_ranks(_multipliers, 4, arguments) for arguments in ({}, {"world_size": 4}, {"rank": "own"}, {"rank": "own", "world_size": 4})
+        run_ranks(_multipliers, 4, arguments)
+        for arguments in ({}, {"world_size": 4}, {"rank": "own"}, {"rank": "own", "world_size": 4})
     ]
     assert sorted(spreads[0]) == pytest.approx(GRID)
     assert spreads[1:] == [spreads[0]] * 3
     for size in (1, 8):
-        assert all("world_size" in message and str(size) in message for message in run_ranks(_contradiction, 4, {"world_size": size}))
+        assert all(
+            "world_size" in message and str(size) in message
+            for message in run_ranks(_contradiction, 4, {"world_size": size})
+        )
     wrong_rank = run_ranks(_contradiction, 2, {"rank": 1})
     assert "rank" in wrong_rank[0]
     assert wrong_rank[1] == "accepted"
@@ -64,7 +72,12 @@ def test_02_spread_depends_on_the_group_alone():
 @pytest.mark.parametrize("decay, end", [("floor", 9e-4 / 250_000), ("printed", 9e-4 * 400)])
 def test_05_decay_over_the_papers_run(decay, end):
     """S = 200 000, S_warm = 100 000, T = 1000: the corrected gamma ends at the floor; the printed one, asked for by name, grows 400 times."""
-    engine = Engine([KnobSpec("lr", 1 / 9)], 8, Clock(1000, 100_000, 200_000), hdet.SoftmaxController(decay=decay))
+    engine = Engine(
+        [KnobSpec("lr", 1 / 9)],
+        8,
+        Clock(1000, 100_000, 200_000),
+        hdet.SoftmaxController(decay=decay),
+    )
     for _ in range(200):
         engine.step += 999
         engine.position = 999
@@ -78,7 +91,9 @@ def _noise_then_constructor(rank, world):
     hdet.warm_noise_([weights], nu=0.01, seed=5)
     noisy = weights.detach().clone()
     with Watch() as watch:
-        scheduler = drop_in([weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
+        scheduler = drop_in(
+            [weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
+        )
     assert torch.equal(weights, noisy)
     train(scheduler, 5, lambda step: 1.0)
     return noisy, watch.collectives, weights.detach().clone()
@@ -98,11 +113,15 @@ def _random_states(rank, world):
     torch.manual_seed(rank)
     seeds = []
     for name in ("manual_seed", "seed"):
-        setattr(torch.cuda, name, lambda *_: seeds.append("cuda"))  # there may be no GPU here: the call itself would be the defect
+        setattr(
+            torch.cuda, name, lambda *_: seeds.append("cuda")
+        )  # there may be no GPU here: the call itself would be the defect
     states = [(torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist())]
     weights = parameter(50)
     hdet.warm_noise_([weights], seed=3)
-    scheduler = drop_in([weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
+    scheduler = drop_in(
+        [weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
+    )
     train(scheduler, 12, lambda step: 1.0 + rank)
     scheduler.load_state_dict(_quiet_state(scheduler))
     scheduler.converge()
@@ -124,7 +143,9 @@ def test_09_random_states_are_never_touched():
 def _multipliers_with_skewed_generators(rank, world):
     random.seed(rank)
     torch.manual_seed(100 + rank)
-    scheduler = drop_in([{"params": [parameter()]}, {"params": [parameter()]}], 60, ensemble_lr_spread_ratio=0.3)
+    scheduler = drop_in(
+        [{"params": [parameter()]}, {"params": [parameter()]}], 60, ensemble_lr_spread_ratio=0.3
+    )
     seen = []
     for cycle in range(12):
         seen.append(dict(scheduler.ensemble.multipliers))
@@ -148,26 +169,39 @@ def test_10_multipliers_are_a_permutation_whatever_the_generators_do():
 
 
 def _rate_types(rank, world, tensor):
-    groups = [{"params": [parameter()], "lr": torch.tensor(0.1) if tensor else 0.1} for _ in range(2)]
-    scheduler = drop_in(groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
+    groups = [
+        {"params": [parameter()], "lr": torch.tensor(0.1) if tensor else 0.1} for _ in range(2)
+    ]
+    scheduler = drop_in(
+        groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
+    )
     rates = [group["lr"] for group in groups] if tensor else None
     types, same = set(), True
     for step in range(12):
         train(scheduler, 1, lambda _: 3.0 - scheduler.ensemble.multipliers["lr/0"], start=step)
         types |= {type(group["lr"]).__name__ for group in scheduler.optimizer.param_groups}
-        same = same and (rates is None or all(a is g["lr"] for a, g in zip(rates, scheduler.optimizer.param_groups, strict=True)))
+        same = same and (
+            rates is None
+            or all(
+                a is g["lr"] for a, g in zip(rates, scheduler.optimizer.param_groups, strict=True)
+            )
+        )
     return types, same, scheduler.ensemble.corrections["lr/0"] != 1.0
 
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_13_a_rate_keeps_its_type(tensor):
-    assert run_ranks(_rate_types, 2, tensor) == [({"Tensor" if tensor else "float"}, True, True)] * 2
+    assert (
+        run_ranks(_rate_types, 2, tensor) == [({"Tensor" if tensor else "float"}, True, True)] * 2
+    )
 
 
 def _warnings(rank, world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scheduler = drop_in([parameter()], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=5)
+        scheduler = drop_in(
+            [parameter()], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=5
+        )
         train(scheduler, 15, lambda step: torch.tensor(1.0, requires_grad=True) * 2)
         scheduler.load_state_dict(scheduler.state_dict())
         scheduler.get_last_lr()
@@ -192,8 +226,12 @@ def test_15_a_rank_outside_the_group_is_told():
 
 def _traffic(rank, world, tensor):
     weights = [parameter(50, dtype=torch.float32) for _ in range(300)]
-    groups = [{"params": weights[i::2], "lr": torch.tensor(0.1) if tensor else 0.1} for i in range(2)]
-    scheduler = drop_in(groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
+    groups = [
+        {"params": weights[i::2], "lr": torch.tensor(0.1) if tensor else 0.1} for i in range(2)
+    ]
+    scheduler = drop_in(
+        groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
+    )
     collectives, host_reads = [], []
     for step in range(15):
         optimizer_step(scheduler.optimizer, step)
@@ -225,7 +263,11 @@ def _half_values(rank):
 def _average_half(rank, world, dtype):
     weights = _half_values(rank).to(dtype).requires_grad_()
     buffer = torch.full((3,), float(rank), dtype=torch.float32)
-    ensemble = hdet.Ensemble(torch.optim.SGD([weights], lr=0.1), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1, buffers=[buffer]))
+    ensemble = hdet.Ensemble(
+        torch.optim.SGD([weights], lr=0.1),
+        knobs=[hdet.LearningRate(0.3)],
+        sync=hdet.Sync(1, buffers=[buffer]),
+    )
     own = weights.detach().clone()
     weights.grad = torch.zeros_like(weights)
     ensemble.optimizer.step()
@@ -250,7 +292,9 @@ def test_17_half_precision_is_averaged_in_fp32_and_rounded_once(dtype):
 @pytest.mark.parametrize("decay", [None, "floor", "printed"])
 def test_18_constant_signal_never_breaks_the_base_value(decay, spread, sign):
     """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread 1) under a constant "lower"."""
-    engine = Engine([KnobSpec("lr", spread)], 8, Clock(1, 0, 400), hdet.SoftmaxController(0.1, 0.5, 0.9, decay))
+    engine = Engine(
+        [KnobSpec("lr", spread)], 8, Clock(1, 0, 400), hdet.SoftmaxController(0.1, 0.5, 0.9, decay)
+    )
     floor, peak = 4e-9, 9e-4
     for _ in range(400):
         losses = [100 * sign * rho for rho in engine.multipliers()[0]]
@@ -267,22 +311,51 @@ def test_18_constant_signal_never_breaks_the_base_value(decay, spread, sign):
 
 def test_19_defaults_are_the_papers():
     for made, published in (
-        (hdet.OneCycleAutoLR, {"loss_scale": 0.1, "lr_of_lr": 0.5, "momentum_of_lr": 0.9, "auto_lr_warmup_steps": 100_000}),
-        (hdet.OneCycleAutoLR, {"model_sync_interval": 1000, "ensemble_lr_spread_ratio": 0.0, "enable_auto_lr": False}),
-        (hdet.SoftmaxController, {"temperature": 0.1, "step_size": 0.5, "momentum": 0.9, "decay": "floor"}),
+        (
+            hdet.OneCycleAutoLR,
+            {
+                "loss_scale": 0.1,
+                "lr_of_lr": 0.5,
+                "momentum_of_lr": 0.9,
+                "auto_lr_warmup_steps": 100_000,
+            },
+        ),
+        (
+            hdet.OneCycleAutoLR,
+            {"model_sync_interval": 1000, "ensemble_lr_spread_ratio": 0.0, "enable_auto_lr": False},
+        ),
+        (
+            hdet.SoftmaxController,
+            {"temperature": 0.1, "step_size": 0.5, "momentum": 0.9, "decay": "floor"},
+        ),
         (hdet.LearningRate, {"spread": 1 / 9}),
     ):
         defaults = inspect.signature(made).parameters
         assert {name: defaults[name].default for name in published} == published
-    acts = {"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "replicas": hdet.Replicas(0, 2, None)}
+    acts = {
+        "enable_auto_lr": True,
+        "auto_lr_warmup_steps": 0,
+        "replicas": hdet.Replicas(0, 2, None),
+    }
     scheduler = drop_in([parameter()], **acts, loss_scale=0.2, lr_of_lr=0.4, momentum_of_lr=0.8)
     controller = scheduler.ensemble.engine.controller
-    assert (controller.temperature, controller.step_size, controller.momentum, controller.decay) == (0.2, 0.4, 0.8, None)
+    assert (
+        controller.temperature,
+        controller.step_size,
+        controller.momentum,
+        controller.decay,
+    ) == (0.2, 0.4, 0.8, None)
 
 
 def _uneven(rank, world):
     """Rank 0 has a loss in some steps only, with weights; rank 1 in every step; the controller acts from step 8 on."""
-    scheduler = drop_in([parameter()], interval=4, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=8)
+    scheduler = drop_in(
+        [parameter()],
+        interval=4,
+        ensemble_lr_spread_ratio=0.3,
+        enable_auto_lr=True,
+        auto_lr_warmup_steps=8,
+    )
     records = []
     for step in range(16):
         optimizer_step(scheduler.optimizer, step)
@@ -308,7 +381,12 @@ def test_20_mean_of_what_was_observed_in_this_cycle():
 def _noise(rank, world):
     """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor parallelism), ranks (2, 3) of replica 1's."""
     peers = hdet.Replicas.from_group([dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2])
-    tensors = [torch.full((40_000,), 2.0), torch.linspace(-1, 1, 30_000).reshape(300, 100), torch.zeros(7), torch.ones(64)]
+    tensors = [
+        torch.full((40_000,), 2.0),
+        torch.linspace(-1, 1, 30_000).reshape(300, 100),
+        torch.zeros(7),
+        torch.ones(64),
+    ]
     before = [t.clone() for t in tensors]
     hdet.warm_noise_(tensors, nu=0.01, seed=1, replicas=peers)
     noise = [t - b for t, b in zip(tensors, before, strict=True)]
@@ -316,7 +394,11 @@ def _noise(rank, world):
     hdet.warm_noise_(again, nu=0.01, seed=1, replicas=peers)
     other = [b.clone() for b in before]
     hdet.warm_noise_(other, nu=0.01, seed=2, replicas=peers)
-    return noise, all(torch.equal(a, t) for a, t in zip(again, tensors, strict=True)), torch.equal(other[0], tensors[0])
+    return (
+        noise,
+        all(torch.equal(a, t) for a, t in zip(again, tensors, strict=True)),
+        torch.equal(other[0], tensors[0]),
+    )
 
 
 def test_22_warm_noise():
@@ -326,11 +408,15 @@ def test_22_warm_noise():
         assert not seed_ignored
         for k, theta in ((0, [2.0] * 40_000), (1, torch.linspace(-1, 1, 30_000).tolist())):
             flat = noise[k].double().flatten()
-            assert flat.var().item() == pytest.approx(method.warm_noise_variance(theta, 0.01), rel=0.05)
+            assert flat.var().item() == pytest.approx(
+                method.warm_noise_variance(theta, 0.01), rel=0.05
+            )
             assert abs(flat.mean().item()) < 5 * (flat.std() / math.sqrt(flat.numel())).item()
         assert noise[2].abs().max() == 0  # a tensor of zeros has no norm
         a, b = noise[0][:30_000].double(), noise[1].flatten().double()
-        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03  # tensors get noise of their own
+        assert (
+            abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03
+        )  # tensors get noise of their own
     for k in range(4):
         assert torch.equal(ranks[0][0][k], ranks[1][0][k])  # copies inside a replica stay copies
         assert torch.equal(ranks[2][0][k], ranks[3][0][k])
@@ -374,7 +460,12 @@ def _accelerate(rank, world, skip):
 
 def test_23_cycles_count_optimizer_steps_and_not_those_that_were_skipped():
     for converged, epochs, cycle, losses in run_ranks(_accelerate, 4, (1, 2)):
-        assert epochs == [4, 4, 4, *range(8, 48, 4)]  # the schedule advances as it would with torch's class
+        assert epochs == [
+            4,
+            4,
+            4,
+            *range(8, 48, 4),
+        ]  # the schedule advances as it would with torch's class
         assert [step for step in range(13) if converged[step]] == [5, 9]
         assert cycle == 2
         assert losses == [1.0, 2.0, 3.0, 4.0]
@@ -396,7 +487,9 @@ def test_24_knobs_are_uncorrelated_over_cycles(replicas):
     tables = _tables(replicas, knobs, cycles)
     assert tables.sum(2).abs().max() < 1e-12  # every cycle, every knob: the mean multiplier is 1
     columns = tables.transpose(0, 1).reshape(len(knobs), -1)
-    bound = 4.5 / math.sqrt(cycles * (replicas - 1))  # of a correlation of independent permutations: 4.5 standard deviations
+    bound = 4.5 / math.sqrt(
+        cycles * (replicas - 1)
+    )  # of a correlation of independent permutations: 4.5 standard deviations
     off_diagonal = torch.corrcoef(columns) - torch.eye(len(knobs))
     assert off_diagonal.abs().max() < bound
     later = tables[1:].transpose(0, 1).reshape(len(knobs), -1)
@@ -413,5 +506,7 @@ def test_24_every_replica_visits_every_multiplier(replicas):
     places = ((tables / 0.3 + 1) / 2 * (replicas - 1)).round().long()
     for replica in range(replicas):
         share = torch.bincount(places[:, replica], minlength=replicas) / cycles
-        assert (share - 1 / replicas).abs().max() < 4.5 * math.sqrt((1 - 1 / replicas) / replicas / cycles)
+        assert (share - 1 / replicas).abs().max() < 4.5 * math.sqrt(
+            (1 - 1 / replicas) / replicas / cycles
+        )
         assert len(set(places[: 12 * replicas, replica].tolist())) == replicas

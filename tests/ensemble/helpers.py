@@ -16,7 +16,19 @@ from hdet.measure.batch_losses import BatchLosses
 from hdet.measure.measurement import Watched
 from tests.harness import batch, loss_of
 
-STOCK = ["AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD", "Adafactor", "SGD"]
+STOCK = [
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "Rprop",
+    "RMSprop",
+    "ASGD",
+    "Adafactor",
+    "SGD",
+]
 
 
 def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Watched:
@@ -29,7 +41,12 @@ def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     )  # fmt: skip
 
 
-def watching(net: nn.Module, loss_fn: Any = loss_of, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> BatchLosses:
+def watching(
+    net: nn.Module,
+    loss_fn: Any = loss_of,
+    optimizer: torch.optim.Optimizer | None = None,
+    **settings: Any,
+) -> BatchLosses:
     losses = BatchLosses(loss_fn, [batch(i) for i in range(8)], 8, net, **settings)
     losses.watch(watched(net, optimizer))
     return losses

@@ -21,9 +21,20 @@ from .helpers import told
 Made = tuple[torch.optim.Optimizer, Any, dict[str, Any]]
 
 
-def plain(*, kind: Any = torch.optim.AdamW, lr: float = 1e-2, total_steps: int | None = None, options: Any = None, **settings: Any) -> Made:
+def plain(
+    *,
+    kind: Any = torch.optim.AdamW,
+    lr: float = 1e-2,
+    total_steps: int | None = None,
+    options: Any = None,
+    **settings: Any,
+) -> Made:
     """``options`` are the optimizer's, ``settings`` the Ensemble's."""
-    return kind(model().parameters(), lr=lr, **(options or {})), None, {"total_steps": total_steps, **settings}
+    return (
+        kind(model().parameters(), lr=lr, **(options or {})),
+        None,
+        {"total_steps": total_steps, **settings},
+    )
 
 
 def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> Made:
@@ -43,7 +54,12 @@ def two_layers(rank: int, *, by: str, swapped: bool = True) -> Made:
     layers = list(net)[:: -1 if rank == 1 and swapped else 1]
     if by == "param_names":
         names = dict(net.named_parameters())
-        listed = [(name, names[name]) for layer in layers for name in names if names[name] in set(layer.parameters())]
+        listed = [
+            (name, names[name])
+            for layer in layers
+            for name in names
+            if names[name] in set(layer.parameters())
+        ]
         return torch.optim.SGD(listed, lr=0.1), None, {}
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
     if by == "buffers":
@@ -74,37 +90,76 @@ SCHEDULER, BY_GROUP, OPTIMIZER = (
 )
 ORDER, NAMES = "order of the parameters", "names of the parameters"
 CASES: dict[str, tuple[str | None, Callable[[int, bool], Made]]] = {
-    "T_max": (SCHEDULER, lambda r, odd: scheduled(lambda o: torchs.CosineAnnealingLR(o, 30 + 10 * odd))),
-    "gamma": (SCHEDULER, lambda r, odd: scheduled(lambda o: torchs.ExponentialLR(o, 0.9 + 0.01 * odd))),
+    "T_max": (
+        SCHEDULER,
+        lambda r, odd: scheduled(lambda o: torchs.CosineAnnealingLR(o, 30 + 10 * odd)),
+    ),
+    "gamma": (
+        SCHEDULER,
+        lambda r, odd: scheduled(lambda o: torchs.ExponentialLR(o, 0.9 + 0.01 * odd)),
+    ),
     "class of the scheduler": (
         SCHEDULER,
-        lambda r, odd: scheduled(lambda o: torchs.StepLR(o, 10) if odd else torchs.ExponentialLR(o, 0.9)),
+        lambda r, odd: scheduled(
+            lambda o: torchs.StepLR(o, 10) if odd else torchs.ExponentialLR(o, 0.9)
+        ),
     ),
-    "a scheduler on one rank only": (SCHEDULER, lambda r, odd: scheduled(lambda o: None if odd else torchs.StepLR(o, 10))),
-    "pct_start": (BY_GROUP, lambda r, odd: scheduled(lambda o: torchs.OneCycleLR(o, 0.1, 40, pct_start=0.3 + 0.1 * odd))),
+    "a scheduler on one rank only": (
+        SCHEDULER,
+        lambda r, odd: scheduled(lambda o: None if odd else torchs.StepLR(o, 10)),
+    ),
+    "pct_start": (
+        BY_GROUP,
+        lambda r, odd: scheduled(
+            lambda o: torchs.OneCycleLR(o, 0.1, 40, pct_start=0.3 + 0.1 * odd)
+        ),
+    ),
     "inside of a SequentialLR": (
         BY_GROUP,
-        lambda r, odd: scheduled(lambda o: torchs.SequentialLR(o, [torchs.ConstantLR(o, total_iters=5), torchs.StepLR(o, 10 + odd)], [5])),
+        lambda r, odd: scheduled(
+            lambda o: torchs.SequentialLR(
+                o, [torchs.ConstantLR(o, total_iters=5), torchs.StepLR(o, 10 + odd)], [5]
+            )
+        ),
     ),
     "betas": (OPTIMIZER, lambda r, odd: plain(options={"betas": (0.9, 0.99 + 0.001 * odd)})),
     "decay": (OPTIMIZER, lambda r, odd: plain(options={"weight_decay": 0.1 * odd})),
     "eps": (OPTIMIZER, lambda r, odd: plain(options={"eps": 1e-8 * (1 + odd)})),
-    "momentum": (OPTIMIZER, lambda r, odd: plain(kind=torch.optim.SGD, options={"momentum": 0.9 * odd})),
-    "class": (OPTIMIZER, lambda r, odd: plain(kind=torch.optim.Adam if odd else torch.optim.AdamW, options={"weight_decay": 0.0})),
-    "clipping": (OPTIMIZER, lambda r, odd: plain(kind=hdet.FusedAdamW, options={"max_grad_norm": 1.0 + odd})),
+    "momentum": (
+        OPTIMIZER,
+        lambda r, odd: plain(kind=torch.optim.SGD, options={"momentum": 0.9 * odd}),
+    ),
+    "class": (
+        OPTIMIZER,
+        lambda r, odd: plain(
+            kind=torch.optim.Adam if odd else torch.optim.AdamW, options={"weight_decay": 0.0}
+        ),
+    ),
+    "clipping": (
+        OPTIMIZER,
+        lambda r, odd: plain(kind=hdet.FusedAdamW, options={"max_grad_norm": 1.0 + odd}),
+    ),
     "order": (ORDER, lambda r, odd: two_vectors((0.0, 10.0), swapped=odd)),
     "order, by param_names": (NAMES, lambda r, odd: two_layers(r, by="param_names")),
     "order, by the buffers' module": (NAMES, lambda r, odd: two_layers(r, by="buffers")),
     "order, by the controller's model": (NAMES, lambda r, odd: two_layers(r, by="controller")),
     "total_steps": ("total_steps", lambda r, odd: plain(total_steps=40 + odd)),
     "warmup_steps": ("warmup_steps", lambda r, odd: plain(total_steps=40, warmup_steps=2 * odd)),
-    "controller": ("controller", lambda r, odd: plain(total_steps=40, controller=hdet.SoftmaxController(1.0 + odd, decay=None))),
+    "controller": (
+        "controller",
+        lambda r, odd: plain(
+            total_steps=40, controller=hdet.SoftmaxController(1.0 + odd, decay=None)
+        ),
+    ),
     "weights": ("weights", lambda r, odd: plain(weights="softmax" if odd else "mean")),
     "bucket_bytes": ("bucket_bytes", lambda r, odd: plain(bucket_bytes=4096 * (1 + odd))),
     "scheduled rates": ("scheduled rates", lambda r, odd: plain(lr=1e-3 * (1 + odd))),
     "seed": ("seed", lambda r, odd: plain(seed=int(odd))),
     "sync_interval": ("sync_interval", lambda r, odd: plain(every=5 + odd)),
-    "shapes": ("shapes", lambda r, odd: (torch.optim.SGD([nn.Parameter(torch.zeros(3 + odd))], lr=0.1), None, {})),
+    "shapes": (
+        "shapes",
+        lambda r, odd: (torch.optim.SGD([nn.Parameter(torch.zeros(3 + odd))], lr=0.1), None, {}),
+    ),
     "version": ("version of hdet", lambda r, odd: plain()),
     "knobs": ("knobs", lambda r, odd: plain(knobs=[hdet.LearningRate(0.1 + 0.1 * odd)])),
     # what may differ
@@ -119,7 +174,9 @@ def trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def steps(optimizer: torch.optim.Optimizer, ensemble: hdet.Ensemble, count: int, loss: float | None = 1.0) -> list[torch.Tensor]:
+def steps(
+    optimizer: torch.optim.Optimizer, ensemble: hdet.Ensemble, count: int, loss: float | None = 1.0
+) -> list[torch.Tensor]:
     """The weights after the last step of the optimizer, in which something may then be averaged."""
     for _ in range(count):
         for p in trained(optimizer):
@@ -133,11 +190,17 @@ def steps(optimizer: torch.optim.Optimizer, ensemble: hdet.Ensemble, count: int,
 def start(rank: int, world: int, case: str) -> str:
     differ, make = CASES[case]
     optimizer, scheduler, settings = make(rank, rank == 1)
-    ensemble = hdet.Ensemble(optimizer, scheduler, **policies(**{"every": 5 if differ else 2, **settings}))
+    ensemble = hdet.Ensemble(
+        optimizer, scheduler, **policies(**{"every": 5 if differ else 2, **settings})
+    )
     stepped: list[torch.Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: stepped.extend(p.detach().clone() for p in trained(optimizer)))
+    optimizer.register_step_post_hook(
+        lambda *_: stepped.extend(p.detach().clone() for p in trained(optimizer))
+    )
     try:
-        with mock.patch.object(same_run, "version", f"0.{rank % 2}" if case == "version" else same_run.version):
+        with mock.patch.object(
+            same_run, "version", f"0.{rank % 2}" if case == "version" else same_run.version
+        ):
             steps(optimizer, ensemble, 1 if differ else 4)
     except hdet.ReplicaDisagreement as error:
         assert all(map(torch.equal, stepped, trained(optimizer))), "nothing was averaged"
@@ -156,10 +219,19 @@ def said() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", [case for case, (differ, _) in CASES.items() if differ])
-def test_what_differs_is_named_before_anything_is_averaged(said: list[dict[str, str]], case: str) -> None:
+def test_what_differs_is_named_before_anything_is_averaged(
+    said: list[dict[str, str]], case: str
+) -> None:
     messages, differ = [messages[case] for messages in said], CASES[case][0]
-    assert len(set(messages)) == 1 and differ is not None and differ in messages[0] and "differ" in messages[0]
-    assert "ranks 0,2" in messages[0] or "ranks 0 and 2" in messages[0] or "0, 2" in messages[0], messages[0]
+    assert (
+        len(set(messages)) == 1
+        and differ is not None
+        and differ in messages[0]
+        and "differ" in messages[0]
+    )
+    assert "ranks 0,2" in messages[0] or "ranks 0 and 2" in messages[0] or "0, 2" in messages[0], (
+        messages[0]
+    )
     assert "\n" not in messages[0] and len(messages[0]) < 600
 
 
@@ -175,15 +247,25 @@ def stages(rank: int, world: int, broken: bool) -> str:
     replicas = hdet.Replicas.from_layout(pp=2)
     groups = [{"params": list(nn.Linear(3, 3).parameters())} for _ in range(1 + stage)]
     momentum = 0.5 if broken and rank == 3 else 0.9
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=momentum) if stage else torch.optim.AdamW(groups, lr=0.1)
-    ensemble = hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 3), replicas=replicas, sync=hdet.Sync(2))
+    optimizer = (
+        torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+        if stage
+        else torch.optim.AdamW(groups, lr=0.1)
+    )
+    ensemble = hdet.Ensemble(
+        optimizer, torchs.StepLR(optimizer, 3), replicas=replicas, sync=hdet.Sync(2)
+    )
     return told(lambda: steps(optimizer, ensemble, 4, 1.0 if stage else None))
 
 
 def test_stages_of_a_pipeline_have_settings_of_their_own() -> None:
     assert run_ranks(stages, 4, False) == ["no error"] * 4
     messages = run_ranks(stages, 4, True)
-    assert len(set(messages)) == 1 and "optimizer's class and settings" in messages[0] and "rank 3" in messages[0]
+    assert (
+        len(set(messages)) == 1
+        and "optimizer's class and settings" in messages[0]
+        and "rank 3" in messages[0]
+    )
 
 
 # -- in the course of a run ----------------------------------------------------------------------------------------------------
@@ -194,8 +276,16 @@ def drifting(rank: int, world: int, how: str) -> Any:
     optimizer = torch.optim.SGD(model().parameters(), lr=1e-2)
     # Two lambdas look alike from outside, and so does a scheduler that the user steps.
     drifts = rank == 1
-    scheduler = torchs.LambdaLR(optimizer, lambda step: 1.0 if step < 7 or not drifts else 0.5) if how == "lambda" else None
-    own = torchs.ExponentialLR(optimizer, 0.99 if drifts else 0.98) if how == "the user's own" else None
+    scheduler = (
+        torchs.LambdaLR(optimizer, lambda step: 1.0 if step < 7 or not drifts else 0.5)
+        if how == "lambda"
+        else None
+    )
+    own = (
+        torchs.ExponentialLR(optimizer, 0.99 if drifts else 0.98)
+        if how == "the user's own"
+        else None
+    )
     ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(5 if how != "converge" else 50))
     for step in range(1, 21):
         if how in ("by hand", "converge") and drifts and step == 7:
@@ -211,7 +301,9 @@ def drifting(rank: int, world: int, how: str) -> Any:
     return message
 
 
-@pytest.mark.parametrize(("how", "at"), [("lambda", 10), ("the user's own", 5), ("by hand", 10), ("converge", 10)])
+@pytest.mark.parametrize(
+    ("how", "at"), [("lambda", 10), ("the user's own", 5), ("by hand", 10), ("converge", 10)]
+)
 def test_values_that_part_are_noticed_at_the_end_of_the_cycle(how: str, at: int) -> None:
     found = run_ranks(drifting, 3, how)
     assert len(set(found)) == 1 and found[0][0] == at, found

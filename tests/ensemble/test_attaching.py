@@ -19,7 +19,9 @@ def test_a_run_goes_on_with_new_replicas_after_close() -> None:
     converged = run.all_weights()[0]
     run.ensemble.close()
     run.replicas = hdet.CoresidentReplicas(run.net, 3)
-    run.ensemble = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5))
+    run.ensemble = hdet.Ensemble(
+        run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5)
+    )
     assert all(torch.equal(w, converged) for w in run.all_weights())
     run.steps(4)
     assert len({w.numpy().tobytes() for w in run.all_weights()}) == 3
@@ -43,11 +45,15 @@ def test_a_state_from_before_the_first_step_is_of_the_model_as_it_is() -> None:
             next(run.net.parameters()).fill_(0.25)
     resumed = Run(together=2).loaded(first.saved()).steps(3)
     other.steps(3)
-    assert all(torch.equal(a, b) for a, b in zip(resumed.all_weights(), other.all_weights(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(resumed.all_weights(), other.all_weights(), strict=True)
+    )
 
 
 def test_a_state_with_a_parameter_that_never_had_a_gradient_loads_into_torchs_optimizer() -> None:
-    net = torch.nn.ModuleList([torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False)])
+    net = torch.nn.ModuleList(
+        [torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False)]
+    )
     optimizer = hdet.FusedAdamW(net.parameters())
     hdet.CoresidentReplicas(net, 2).attach(optimizer)
     net[0].weight.sum().backward()
@@ -68,7 +74,9 @@ def test_a_group_is_refused_while_an_ensemble_drives_the_optimizer(fused: bool) 
     layers = [torch.nn.Linear(2, 1) for _ in range(2)]
     optimizer = (hdet.FusedAdamW if fused else torch.optim.AdamW)(layers[0].parameters())
     ensemble = hdet.Ensemble(optimizer)
-    with pytest.raises(ValueError, match="driven by an Ensemble, which would not average the new group"):
+    with pytest.raises(
+        ValueError, match="driven by an Ensemble, which would not average the new group"
+    ):
         optimizer.add_param_group({"params": layers[1].parameters()})
     assert len(optimizer.param_groups) == 1
     ensemble.close()
@@ -99,9 +107,17 @@ def test_a_model_that_was_cast_afterwards_is_refused_by_name() -> None:
     run = Run(together=2).steps(1)
     run.net.bfloat16()
     own = list(run.net.parameters())
-    with pytest.raises(ValueError, match=r"bfloat16 on cpu now, its copy for replica 1 torch.float32 on cpu"), run.replicas.use(1):
+    with (
+        pytest.raises(
+            ValueError, match=r"bfloat16 on cpu now, its copy for replica 1 torch.float32 on cpu"
+        ),
+        run.replicas.use(1),
+    ):
         pass
-    assert all(one is other for one, other in zip(run.net.parameters(), own, strict=True)) and not run.replicas.in_use
+    assert (
+        all(one is other for one, other in zip(run.net.parameters(), own, strict=True))
+        and not run.replicas.in_use
+    )
 
 
 def test_a_parameter_in_a_nested_list_is_found() -> None:

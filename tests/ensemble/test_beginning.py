@@ -35,7 +35,15 @@ class Short(Run):
 
 def short(net: nn.Module, **settings: Any) -> Run:
     buffers = {"buffers": net} if any(True for _ in net.buffers()) else {}
-    defaults = {"lr": 1e-2, "total": 400, "every": 4, "spread": 0.0, "ddp": False, "data": lambda key: taught(key // 100), **buffers}
+    defaults = {
+        "lr": 1e-2,
+        "total": 400,
+        "every": 4,
+        "spread": 0.0,
+        "ddp": False,
+        "data": lambda key: taught(key // 100),
+        **buffers,
+    }
     return Short(net=net, divergence=hdet.Divergence(rollback="device"), **{**defaults, **settings})
 
 
@@ -82,9 +90,17 @@ def load(net: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("make", "before"),
-    [(batch_norm, []), (batch_norm, [load]), (batch_norm, [nn.Module.double]), (Counting, []), (Normaliser, [])],
+    [
+        (batch_norm, []),
+        (batch_norm, [load]),
+        (batch_norm, [nn.Module.double]),
+        (Counting, []),
+        (Normaliser, []),
+    ],
 )
-def test_a_restart_goes_back_to_what_its_first_step_found(make: Callable[[], nn.Module], before: list[Any]) -> None:
+def test_a_restart_goes_back_to_what_its_first_step_found(
+    make: Callable[[], nn.Module], before: list[Any]
+) -> None:
     """Buffers are those after the first forward pass, which comes before that step."""
     net = make()
     run = short(net)
@@ -124,7 +140,11 @@ def test_copies_of_the_parameters_in_an_optimizer_are_followed() -> None:
         for p, q in zip(net.parameters(), copied, strict=True):
             q.grad, p.grad = p.grad, None
 
-    run = short(net, optimizer=lambda *_, **settings: torch.optim.AdamW(copied.parameters(), **settings), refresh=refresh)
+    run = short(
+        net,
+        optimizer=lambda *_, **settings: torch.optim.AdamW(copied.parameters(), **settings),
+        refresh=refresh,
+    )
     run.optimizer.register_step_pre_hook(gradients)
     run.optimizer.register_step_post_hook(lambda *_: refresh())
     begin = state_of(net)
@@ -148,7 +168,11 @@ OPTIMIZERS: dict[str, Any] = {
 
 def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """By parameter."""
-    return [copy.deepcopy(dict(optimizer.state.get(p, {}))) for group in optimizer.param_groups for p in group["params"]]
+    return [
+        copy.deepcopy(dict(optimizer.state.get(p, {})))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -159,7 +183,9 @@ def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
     def build(net: nn.Module) -> Any:
         optimizer = OPTIMIZERS[name](net.parameters(), lr=1e-2)
         if loaded:
-            optimizer.load_state_dict(copy.deepcopy({**state, "param_groups": optimizer.state_dict()["param_groups"]}))
+            optimizer.load_state_dict(
+                copy.deepcopy({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+            )
         return optimizer
 
     dtype = torch.bfloat16 if name in ("fp32", "split") else torch.float32
@@ -191,7 +217,14 @@ def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
 def averaged(rank: int, **settings: Any) -> Run:
     """Each rank has seen data of its own."""
     net = Normaliser()
-    settings = {"scheduler": None, "spread": 0.0, "every": 2, "gradients": "local", "moments": "average", **settings}
+    settings = {
+        "scheduler": None,
+        "spread": 0.0,
+        "every": 2,
+        "gradients": "local",
+        "moments": "average",
+        **settings,
+    }
     return Run(rank, net=net, ddp=False, buffers=net, **settings)
 
 
@@ -213,8 +246,14 @@ def replaced(rank: int, world: int, converge: Any) -> Any:
     return seen, moved, on_all_ranks(run.net.mean), run.ensemble.in_sync
 
 
-@pytest.mark.parametrize("converge", [hdet.converge.Plain(), hdet.converge.Streaming(2), hdet.converge.Compressed("bf16")], ids=repr)
-def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true(converge: Any) -> None:
+@pytest.mark.parametrize(
+    "converge",
+    [hdet.converge.Plain(), hdet.converge.Streaming(2), hdet.converge.Compressed("bf16")],
+    ids=repr,
+)
+def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true(
+    converge: Any,
+) -> None:
     for seen, moved, equal, converged in run_ranks(replaced, 2, converge):
         if isinstance(converge, hdet.converge.Plain):
             assert seen == [(step % 2 == 1, step % 2 == 1, False) for step in range(4)]
@@ -236,7 +275,15 @@ def test_buffers_that_not_all_replicas_have_are_refused() -> None:
 
 def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     net = batch_norm()
-    run = Run(net=net, lr=1e-3, total=100, every=2, buffers=net, data=taught, divergence=hdet.Divergence(rollback="device")).steps(4)
+    run = Run(
+        net=net,
+        lr=1e-3,
+        total=100,
+        every=2,
+        buffers=net,
+        data=taught,
+        divergence=hdet.Divergence(rollback="device"),
+    ).steps(4)
     x, _ = taught(run.index)
     net(x)  # the next step's forward pass comes before its anchor
     begin = state_of(net)
@@ -265,12 +312,24 @@ def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize(
     ("dtype", "masters"),
-    [(torch.float32, None), (torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+    [
+        (torch.float32, None),
+        (torch.float64, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "fp32"),
+        (torch.bfloat16, "split"),
+    ],
 )
-def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(dtype: torch.dtype, masters: str | None, place: str) -> None:
+def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(
+    dtype: torch.dtype, masters: str | None, place: str
+) -> None:
     """After a cycle: masters are beside their weights by then."""
-    optimizer = functools.partial(hdet.FusedAdamW, master_weights=masters) if masters else torch.optim.AdamW
-    run = Run(lr=1e-2, dtype=dtype, optimizer=optimizer, divergence=hdet.Divergence(rollback=place)).steps(5)
+    optimizer = (
+        functools.partial(hdet.FusedAdamW, master_weights=masters) if masters else torch.optim.AdamW
+    )
+    run = Run(
+        lr=1e-2, dtype=dtype, optimizer=optimizer, divergence=hdet.Divergence(rollback=place)
+    ).steps(5)
     held = bits([run.weights(), run.optimizer.state_dict()["state"]])
     for _ in range(4):
         run.step(report=math.nan)

@@ -56,7 +56,9 @@ def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind:
     if way == "compiled" and kind is not torch.optim.SGD:
         pytest.skip("kernels are not compiled")
     net, optimizer = net_and_optimizer(kind)
-    step = functools.partial(kind.step, optimizer) if way == "of the class" else WAYS[way](optimizer)
+    step = (
+        functools.partial(kind.step, optimizer) if way == "of the class" else WAYS[way](optimizer)
+    )
     ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3))
     with pytest.raises(RuntimeError, match=PAST):
         train(net, optimizer, ensemble, step)
@@ -70,7 +72,9 @@ def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_is_captured_after_the_ensemble_is_counted(way: str) -> None:
     net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3), knobs=[hdet.LearningRate(0.5)])
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3), knobs=[hdet.LearningRate(0.5)]
+    )
     seen: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
     step = WAYS[way](optimizer)
@@ -133,7 +137,11 @@ class AcceleratesOptimizer:
     """What accelerate does with a scaler: the step that it finds when it is built is put back after each of its own."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.original, self.scaler = optimizer, optimizer.step, torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.optimizer, self.original, self.scaler = (
+            optimizer,
+            optimizer.step,
+            torch.amp.GradScaler("cpu", init_scale=4.0),
+        )
         original = self.original
 
         def patched(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +160,10 @@ class AcceleratesOptimizer:
 def test_a_wrapper_that_puts_the_step_back_which_it_found(first: str) -> None:
     net, optimizer = net_and_optimizer()
     made: dict[str, Any] = {}
-    build = {"ensemble": lambda: hdet.Ensemble(optimizer), "accelerate": lambda: AcceleratesOptimizer(optimizer)}
+    build = {
+        "ensemble": lambda: hdet.Ensemble(optimizer),
+        "accelerate": lambda: AcceleratesOptimizer(optimizer),
+    }
     for name in sorted(build, key=lambda name: name != first):
         made[name] = build[name]()
 
@@ -211,7 +222,9 @@ def make_with_a_scheduler_on_top(optimizer: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("make", [make_ensemble, make_drop_in, make_with_a_scheduler_on_top])
-def test_an_optimizer_outlives_any_number_of_ensembles(make: Callable[[Any], Callable[[], None]]) -> None:
+def test_an_optimizer_outlives_any_number_of_ensembles(
+    make: Callable[[Any], Callable[[], None]],
+) -> None:
     net, optimizer = net_and_optimizer()
     deepest = 0
     for _ in range(50):

@@ -55,9 +55,15 @@ def test_inside_of_use_the_model_is_that_replica_and_outside_it_is_itself() -> N
             assert replicas.index == k and replicas.in_use
             place = [p.data_ptr() for p in net.parameters()]
             assert places.setdefault(k, place) == place, "switching copies nothing"
-            assert [torch.equal(p, b + k) for p, b in zip(net.parameters(), before, strict=True)] == [True] * 4
+            assert [
+                torch.equal(p, b + k) for p, b in zip(net.parameters(), before, strict=True)
+            ] == [True] * 4
             assert list(net.state_dict()) == keys
-        assert all(a is b for a, b in zip(net.parameters(), own, strict=True)) and not replicas.in_use and replicas.index == 0
+        assert (
+            all(a is b for a, b in zip(net.parameters(), own, strict=True))
+            and not replicas.in_use
+            and replicas.index == 0
+        )
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before, strict=True))
 
@@ -152,7 +158,9 @@ def test_gradients_of_all_replicas_add_up_in_the_models_own(where: str, zeros: b
     for p, total in zip(net.parameters(), by_hand(model, 3), strict=True):
         assert torch.equal(p.grad, total)
     if zeros:
-        assert all(p.grad is h for p, h in zip(net.parameters(), held, strict=True)), "added up in place"
+        assert all(p.grad is h for p, h in zip(net.parameters(), held, strict=True)), (
+            "added up in place"
+        )
     for tensors in replicas.sets(list(net.parameters()))[1:]:
         assert all(t.grad is None for t in tensors), "one gradient, not K"
 
@@ -172,7 +180,11 @@ def test_frozen_parameters_and_buffers_are_shared() -> None:
     replicas = hdet.CoresidentReplicas(net, 2)
     frozen, mean = net.first.weight, net.norm.running_mean
     with replicas.use(1):
-        assert net.first.weight is frozen and net.norm.running_mean is mean and net.first.bias is not None
+        assert (
+            net.first.weight is frozen
+            and net.norm.running_mean is mean
+            and net.first.bias is not None
+        )
         net(batch(0)[0])
     with replicas.use(0):
         net(batch(1)[0])
@@ -218,13 +230,17 @@ def test_warm_noise_is_each_replicas_own() -> None:
         other = model()
         hdet.warm_noise_(other.parameters(), nu=0.1, replicas=hdet.Replicas(k, 3, None))
         with replicas.use(k):
-            assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True)
+            )
 
 
 # -- compiled models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["model.compile()", "torch.compile(model)", "CoresidentReplicas(torch.compile(model))"])
+@pytest.mark.parametrize(
+    "way", ["model.compile()", "torch.compile(model)", "CoresidentReplicas(torch.compile(model))"]
+)
 def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
     torch.compiler.reset()
     graphs = []
@@ -293,9 +309,19 @@ def sharded() -> nn.Module:
         (lambda: nn.Linear(2, 2), 1, ValueError, "num_replicas must be a whole number >= 2, got 1"),
         (lambda: nn.Linear(2, 2), 2.0, ValueError, "num_replicas"),
         (lambda: [nn.Linear(2, 2)], 2, TypeError, "model must be a torch.nn.Module, got list"),
-        (lambda: nn.Linear(2, 2).requires_grad_(False), 2, ValueError, "no parameter that is trained"),
+        (
+            lambda: nn.Linear(2, 2).requires_grad_(False),
+            2,
+            ValueError,
+            "no parameter that is trained",
+        ),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), 2, ValueError, "wrapped in DataParallel"),
-        (lambda: nn.Sequential(FullyShardedDataParallel(2, 2)), 2, ValueError, "module '0' is wrapped in FullyShardedDataParallel"),
+        (
+            lambda: nn.Sequential(FullyShardedDataParallel(2, 2)),
+            2,
+            ValueError,
+            "module '0' is wrapped in FullyShardedDataParallel",
+        ),
         (lambda: torch.jit.script(nn.Linear(2, 2)), 2, ValueError, "scripted"),
         (lambda: nn.LazyLinear(2), 2, ValueError, "'weight' is not initialised"),
         (Hidden, 2, ValueError, "keeps a parameter in the plain attribute 'all'"),
@@ -304,7 +330,9 @@ def sharded() -> nn.Module:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:`torch.jit")
-def test_models_that_cannot_be_switched_are_refused_by_name(make: Any, count: Any, kind: type[Exception], message: str) -> None:
+def test_models_that_cannot_be_switched_are_refused_by_name(
+    make: Any, count: Any, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         hdet.CoresidentReplicas(make(), count)
 

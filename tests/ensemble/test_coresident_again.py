@@ -25,7 +25,11 @@ class Blocks(nn.Module):
     def __init__(self, reentrant: bool | None, first_too: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        )
         self.last = nn.Linear(8, 1)
         self.reentrant, self.first_too = reentrant, first_too
 
@@ -52,13 +56,18 @@ def plain() -> nn.Module:
 
 @BOTH
 @pytest.mark.parametrize("first_too", [False, True])
-def test_inside_of_use_gradients_are_those_of_training_by_hand(reentrant: bool, first_too: bool) -> None:
+def test_inside_of_use_gradients_are_those_of_training_by_hand(
+    reentrant: bool, first_too: bool
+) -> None:
     net = Blocks(reentrant, first_too)
     replicas = apart(net)
     for k in range(3):
         with replicas.use(k):
             (loss_at(net, k) / 3).backward()
-    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True))
+    assert all(
+        torch.equal(p.grad, total)
+        for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True)
+    )
 
 
 @BOTH
@@ -80,7 +89,12 @@ def test_inside_of_another_use_it_is_too(reentrant: bool, k: int, j: int) -> Non
     replicas = apart(net)
     with replicas.use(k):
         loss = loss_at(net, k)
-    with pytest.raises(ValueError, match=f"replica {k}'s backward .* those of replica {j}: {REMEDY}"), replicas.use(j):
+    with (
+        pytest.raises(
+            ValueError, match=f"replica {k}'s backward .* those of replica {j}: {REMEDY}"
+        ),
+        replicas.use(j),
+    ):
         loss.backward()
 
 
@@ -124,7 +138,10 @@ def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> Non
     for k in range(3):
         with replicas.use(k):
             (loss_at(run, k) / 3).backward()
-    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True))
+    assert all(
+        torch.allclose(p.grad, total, rtol=1e-4)
+        for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True)
+    )
     if way == "blocks":
         with replicas.use(1):
             loss = loss_at(run, 1)
@@ -141,12 +158,19 @@ def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:
     file.seek(0)
     for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
         loss_at(other, 0).backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), by_hand(plain, 1), strict=True))
+        assert all(
+            torch.equal(p.grad, g)
+            for p, g in zip(other.parameters(), by_hand(plain, 1), strict=True)
+        )
 
 
 @BOTH
 def test_whole_runs_are_those_without_checkpointing_to_the_bit(reentrant: bool) -> None:
     ends = []
     for net in (Blocks(None), Blocks(reentrant, first_too=True)):
-        ends.append(Run(net=net, together=3, lr=1e-2, every=3, scheduler=None, data=differentiable).steps(6).all_weights())
+        ends.append(
+            Run(net=net, together=3, lr=1e-2, every=3, scheduler=None, data=differentiable)
+            .steps(6)
+            .all_weights()
+        )
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

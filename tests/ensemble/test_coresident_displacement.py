@@ -22,7 +22,9 @@ CASES = {
 
 
 def pair(settings: dict[str, Any], count: int = 3, **stored: Any) -> tuple[Run, Run]:
-    return Run(together=count, **settings, storage="displacement"), Run(together=count, **{**settings, **stored})
+    return Run(together=count, **settings, storage="displacement"), Run(
+        together=count, **{**settings, **stored}
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,7 +57,9 @@ def test_bfloat16_is_the_run_with_masters(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype, attempts: int) -> None:
+def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(
+    dtype: torch.dtype, attempts: int
+) -> None:
     settings = {"optimizer": ADAMW, "weight_decay": 0.1, "dtype": dtype, "storage": "displacement"}
     run = Run(together=3, divergence=hdet.Divergence(rollback="device"), **settings).steps(10)
     twin = Run(together=3, **settings).steps(10)
@@ -63,8 +67,12 @@ def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype
         for _ in range(5):
             run.step({k: float("nan") for k in range(3)})
     if attempts == 1:
-        assert run.ensemble.history is not None and any("taken back" in note for note in run.ensemble.history["notes"])
-        assert all(torch.equal(a, b) for a, b in zip(run.all_weights(), twin.all_weights(), strict=True))
+        assert run.ensemble.history is not None and any(
+            "taken back" in note for note in run.ensemble.history["notes"]
+        )
+        assert all(
+            torch.equal(a, b) for a, b in zip(run.all_weights(), twin.all_weights(), strict=True)
+        )
         for param, other in zip(run.net.parameters(), twin.net.parameters(), strict=True):
             state, expected = run.optimizer.state[param], twin.optimizer.state[other]
             for key in ("base", "displacement", "scale", "exp_avg", "step"):
@@ -76,12 +84,17 @@ def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": hdet.FusedAdamW, "weight_decay": 0.1}, "construct the optimizer with decay_at='base'"),
+        (
+            {"optimizer": hdet.FusedAdamW, "weight_decay": 0.1},
+            "construct the optimizer with decay_at='base'",
+        ),
         ({"optimizer": partial(ADAMW, master_weights="fp32")}, "without master_weights='fp32'"),
         ({"optimizer": hdet.FusedSGD, "weight_decay": 0.1}, "set it to 0"),
     ],
 )
-def test_what_would_leave_the_line_is_refused_when_the_ensemble_is_made(settings: dict[str, Any], message: str) -> None:
+def test_what_would_leave_the_line_is_refused_when_the_ensemble_is_made(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Run(together=2, storage="displacement", **settings)
 
@@ -91,17 +104,32 @@ def test_bounds_and_unknown_storage_are_refused() -> None:
     with pytest.raises(ValueError, match="storage='line' is unknown"):
         hdet.CoresidentReplicas(net, 2, storage="line")
     replicas = hdet.CoresidentReplicas(net, 2, storage="displacement")
-    assert repr(replicas) == "CoresidentReplicas(Sequential, num_replicas=2, storage='displacement')"
+    assert (
+        repr(replicas) == "CoresidentReplicas(Sequential, num_replicas=2, storage='displacement')"
+    )
     with pytest.raises(ValueError, match="has bounds"):
-        hdet.Ensemble(ADAMW(net.parameters()), knobs=[hdet.LearningRate(0.3, bounds=(1e-9, 1.0))], replicas=replicas)
+        hdet.Ensemble(
+            ADAMW(net.parameters()),
+            knobs=[hdet.LearningRate(0.3, bounds=(1e-9, 1.0))],
+            replicas=replicas,
+        )
 
 
 def test_the_probe_sees_the_value_behind_rounded_parameters() -> None:
     """At a tiny rate the parameters stand still."""
     run = Run(
-        together=2, optimizer=ADAMW, dtype=torch.bfloat16, lr=1e-7, storage="displacement", controller=partial(probe, average_every=1)
+        together=2,
+        optimizer=ADAMW,
+        dtype=torch.bfloat16,
+        lr=1e-7,
+        storage="displacement",
+        controller=partial(probe, average_every=1),
     ).steps(3)
     for k in range(2):
         values = run.optimizer.masters(list(run.net.parameters()), k)
         for value, param in zip(values, run.net.parameters(), strict=True):
-            assert value is not None and not torch.equal(value, param.float()) and torch.equal(value.bfloat16(), param)
+            assert (
+                value is not None
+                and not torch.equal(value, param.float())
+                and torch.equal(value.bfloat16(), param)
+            )

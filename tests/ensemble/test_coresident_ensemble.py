@@ -21,10 +21,23 @@ TIMES = ("converge_ms", "probe_ms")
 def traced(steps: int, settings: dict[str, Any], **more: Any) -> Any:
     """Weights of each replica here after every step, records, values, the state. The probe samples an average three times in a cycle of five
     steps."""
-    controllers = {"softmax": hdet.SoftmaxController(1e-3, decay=None), "probe": partial(probe, average_every=2), None: None}
-    run = Run(**{"optimizer": hdet.FusedAdamW, **settings, **more, "controller": controllers[settings.get("controller")]})
+    controllers = {
+        "softmax": hdet.SoftmaxController(1e-3, decay=None),
+        "probe": partial(probe, average_every=2),
+        None: None,
+    }
+    run = Run(
+        **{
+            "optimizer": hdet.FusedAdamW,
+            **settings,
+            **more,
+            "controller": controllers[settings.get("controller")],
+        }
+    )
     weights = [run.steps(1).all_weights() for _ in range(steps)]
-    records = [{key: value for key, value in record.items() if key not in TIMES} for record in run.records]
+    records = [
+        {key: value for key, value in record.items() if key not in TIMES} for record in run.records
+    ]
     return weights, records, run.ensemble.values(), run.ensemble.state_dict()
 
 
@@ -43,11 +56,21 @@ CASES = {
     "Lion": {"optimizer": hdet.FusedLion, "lr": 1e-4},
     "clipped": {"optimizer": partial(hdet.FusedAdamW, max_grad_norm=0.5)},
     "bfloat16": {"dtype": torch.bfloat16},
-    "bfloat16, float32 masters": {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-4},
-    "bfloat16, split": {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="split"), "controller": "probe"},
+    "bfloat16, float32 masters": {
+        "dtype": torch.bfloat16,
+        "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"),
+        "lr": 1e-4,
+    },
+    "bfloat16, split": {
+        "dtype": torch.bfloat16,
+        "optimizer": partial(hdet.FusedAdamW, master_weights="split"),
+        "controller": "probe",
+    },
     "bfloat16, stochastic": {
         "dtype": torch.bfloat16,
-        "optimizer": partial(hdet.FusedAdamW, stochastic_rounding=True, moment_dtype=torch.bfloat16),
+        "optimizer": partial(
+            hdet.FusedAdamW, stochastic_rounding=True, moment_dtype=torch.bfloat16
+        ),
     },
 }
 
@@ -82,7 +105,10 @@ def test_four_replicas_are_four_processes_up_to_the_order_of_a_sum() -> None:
     ours = traced(20, settings, together=4)
     for step in range(20):
         for k in range(4):
-            assert torch.allclose(ours[0][step][k], ranks[k][0][step][0], rtol=1e-6, atol=1e-6), (step, k)
+            assert torch.allclose(ours[0][step][k], ranks[k][0][step][0], rtol=1e-6, atol=1e-6), (
+                step,
+                k,
+            )
     assert nearly(ours[1], ranks[0][1])
 
 
@@ -110,7 +136,9 @@ def check_spread(rhos: list[float], weights: list[torch.Tensor], in_sync: bool, 
     if not end:
         mean = torch.stack(weights).mean(0)
         s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
-        assert s[0].abs().max() > 1e-5 and all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
+        assert s[0].abs().max() > 1e-5 and all(
+            torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s
+        )
 
 
 def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
@@ -172,7 +200,11 @@ def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
     assert all(torch.equal(w, before) for w in run.all_weights())
 
 
-TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-7}
+TINY = {
+    "dtype": torch.bfloat16,
+    "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"),
+    "lr": 1e-7,
+}
 
 
 def masters_after_converge(rank: int, world: int) -> Any:
@@ -190,7 +222,9 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
     run = Run(together=2, **TINY).steps(3)
     run.ensemble.converge()
     state = run.optimizer.state[run.net[0].weight]
-    assert torch.equal(state["master_param"], ranks[0][2]) and torch.equal(state["replica_masters"][0], ranks[0][2])
+    assert torch.equal(state["master_param"], ranks[0][2]) and torch.equal(
+        state["replica_masters"][0], ranks[0][2]
+    )
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------------
@@ -199,23 +233,42 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
 ORDERS = [("net", "optimizer", "ensemble"), ("ensemble", "optimizer", "net")]
 
 
-ON_A_LINE = {"optimizer": partial(hdet.FusedAdamW, decay_at="base"), "weight_decay": 0.1, "storage": "displacement"}
+ON_A_LINE = {
+    "optimizer": partial(hdet.FusedAdamW, decay_at="base"),
+    "weight_decay": 0.1,
+    "storage": "displacement",
+}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("settings", [{}, ON_A_LINE, {**ON_A_LINE, "dtype": torch.bfloat16}], ids=["stored", "line", "line of bfloat16"])
-@pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
-def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, settings: dict[str, Any], order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, ON_A_LINE, {**ON_A_LINE, "dtype": torch.bfloat16}],
+    ids=["stored", "line", "line of bfloat16"],
+)
+@pytest.mark.parametrize(
+    ("at", "controller"),
+    [(20, "probe"), (18, None)],
+    ids=["at the end of a cycle", "in the middle"],
+)
+def test_a_resumed_run_is_the_same_run(
+    at: int, controller: str | None, settings: dict[str, Any], order: tuple[str, ...]
+) -> None:
     straight = Run(together=3, controller=controller, **settings).steps(at)
     state = straight.saved()
     straight.steps(12)
     resumed = Run(together=3, controller=controller, **settings).loaded(state, order).steps(12)
-    assert all(torch.equal(a, b) for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True)
+    )
     assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_state_without_other_replicas_makes_all_equal_to_the_model(order: tuple[str, ...]) -> None:
+def test_a_state_without_other_replicas_makes_all_equal_to_the_model(
+    order: tuple[str, ...],
+) -> None:
     """A checkpoint of a process run, loaded into replicas that had already parted."""
     first = Run(0, optimizer=hdet.FusedAdamW).steps(20)
     run = Run(together=3).steps(3).loaded(first.saved(), order)

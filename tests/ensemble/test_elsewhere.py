@@ -23,14 +23,29 @@ def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize(("gradients", "moments"), [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)])
-def test_replicas_that_part_have_to_average_the_weights_in_its_state(gradients: str, moments: str | None) -> None:
-    with pytest.raises(ValueError, match="AdamWScheduleFree keeps weights of its own beside the parameters.*pass moments='average'"):
-        hdet.Ensemble(free(NET.parameters(), 1e-3), replicas=TwoReplicas(), sync=hdet.Sync(gradients=gradients, moments=moments))
+@pytest.mark.parametrize(
+    ("gradients", "moments"),
+    [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)],
+)
+def test_replicas_that_part_have_to_average_the_weights_in_its_state(
+    gradients: str, moments: str | None
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match="AdamWScheduleFree keeps weights of its own beside the parameters.*pass moments='average'",
+    ):
+        hdet.Ensemble(
+            free(NET.parameters(), 1e-3),
+            replicas=TwoReplicas(),
+            sync=hdet.Sync(gradients=gradients, moments=moments),
+        )
 
 
 def test_where_they_cannot_part_nothing_is_asked() -> None:
-    for settings in ({"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]}, {"replicas": hdet.Replicas(0, 1)}):
+    for settings in (
+        {"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]},
+        {"replicas": hdet.Replicas(0, 1)},
+    ):
         hdet.Ensemble(free(NET.parameters(), 1e-3), **policies(**settings)).close()
 
 
@@ -58,7 +73,9 @@ def test_a_wrapper_is_what_it_wraps() -> None:
     optimizer.optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     reset_moments(optimizer)
-    assert [state["exp_avg"] for state in optimizer.state.values()] == moments and not any(m.any() for m in moments), "in place"
+    assert [state["exp_avg"] for state in optimizer.state.values()] == moments and not any(
+        m.any() for m in moments
+    ), "in place"
 
 
 def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

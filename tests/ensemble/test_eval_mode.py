@@ -67,7 +67,9 @@ def facts(net: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("evaluated", [(), (0,), (3,), (0, 2, 3), "all"])
-def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(evaluated: Any) -> None:
+def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
+    evaluated: Any,
+) -> None:
     net = adapted()
     if evaluated == "all":
         net.eval()
@@ -81,7 +83,9 @@ def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
                 raise ArithmeticError
         assert facts(net) == before
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
-    assert net[4].weight._version == version, "a module without a train() of its own is not written to"
+    assert net[4].weight._version == version, (
+        "a module without a train() of its own is not written to"
+    )
 
 
 class Frozen(nn.Module):
@@ -138,14 +142,27 @@ def test_adapters_are_trained_by_a_trial_and_scored_under_a_probe() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 1))
     weights = [net[0].weight.clone(), net[2].weight.clone()]
-    run = Run(net=net, controller=hdet.AutoLR(net), closure=True, scheduler=None, lr=3e-3, total=1000, data=taught, spread=0.0).steps(60)
+    run = Run(
+        net=net,
+        controller=hdet.AutoLR(net),
+        closure=True,
+        scheduler=None,
+        lr=3e-3,
+        total=1000,
+        data=taught,
+        spread=0.0,
+    ).steps(60)
     for layer, weight in zip((net[0], net[2]), weights, strict=True):
         assert isinstance(layer, Adapted)
-        assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
+        assert (
+            layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
+        )
         assert torch.equal(layer.weight, weight)
     assert any("learning rate 0.003" in note for note in run.notes())
 
     losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
     losses.watch(watched(net))
     losses.measure(0)
-    assert not net[0].merged and all(torch.equal(layer.weight, w) for layer, w in zip((net[0], net[2]), weights, strict=True))
+    assert not net[0].merged and all(
+        torch.equal(layer.weight, w) for layer, w in zip((net[0], net[2]), weights, strict=True)
+    )

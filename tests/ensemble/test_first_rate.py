@@ -21,20 +21,30 @@ T, TOTAL = 5, 20
 class Loop:
     """AdamW and a warm-up from ``first`` / 4 of the rate, or from 0; ``theirs``: the user steps the scheduler inside rescheduling, before the Ensemble's step."""
 
-    def __init__(self, first: float = 0.0, *, rank: int = 0, theirs: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, first: float = 0.0, *, rank: int = 0, theirs: bool = False, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.net, self.rank = nn.Linear(3, 1), rank
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, max(0.0, (step + first) / 4)))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, max(0.0, (step + first) / 4))
+        )
         self.theirs = theirs
         self.ensemble = hdet.Ensemble(
-            self.optimizer, None if theirs else self.scheduler, total_steps=TOTAL, knobs=[hdet.LearningRate(0.3)], **settings
+            self.optimizer,
+            None if theirs else self.scheduler,
+            total_steps=TOTAL,
+            knobs=[hdet.LearningRate(0.3)],
+            **settings,
         )
         self.done = 0
 
     def train(self, steps: int) -> Loop:
         for _ in range(steps):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * self.done + self.rank))
+            x = torch.randn(
+                4, 3, generator=torch.Generator().manual_seed(100 * self.done + self.rank)
+            )
             self.optimizer.zero_grad()
             loss = (self.net(x).squeeze(1) - x.sum(1)).square().mean()
             loss.backward()
@@ -49,10 +59,18 @@ class Loop:
 
 @pytest.mark.parametrize("theirs", [False, True])
 @pytest.mark.parametrize("first", [-2.0, 0.0, 1.0])
-def test_cycles_end_at_multiples_of_t_and_the_last_one_at_the_end(first: float, theirs: bool) -> None:
+def test_cycles_end_at_multiples_of_t_and_the_last_one_at_the_end(
+    first: float, theirs: bool
+) -> None:
     ends: list[int] = []
-    loop = Loop(first, theirs=theirs, sync=hdet.Sync(T), log=lambda record, step: ends.append(step)).train(TOTAL)
-    assert ends == [5, 10, 15, 20] and loop.ensemble.engine.step == TOTAL and loop.ensemble.history["step"] == TOTAL
+    loop = Loop(
+        first, theirs=theirs, sync=hdet.Sync(T), log=lambda record, step: ends.append(step)
+    ).train(TOTAL)
+    assert (
+        ends == [5, 10, 15, 20]
+        and loop.ensemble.engine.step == TOTAL
+        and loop.ensemble.history["step"] == TOTAL
+    )
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
@@ -78,7 +96,10 @@ def test_a_run_that_was_saved_after_its_first_step_goes_on_bit_for_bit() -> None
     again.done = 1
     whole.train(TOTAL - 1)
     again.train(TOTAL - 1)
-    assert all(map(torch.equal, whole.net.parameters(), again.net.parameters())) and again.ensemble.engine.step == TOTAL
+    assert (
+        all(map(torch.equal, whole.net.parameters(), again.net.parameters()))
+        and again.ensemble.engine.step == TOTAL
+    )
 
 
 def _on_ranks(rank: int, world: int, gradients: str) -> Any:
@@ -98,7 +119,10 @@ def _on_ranks(rank: int, world: int, gradients: str) -> Any:
 
 def test_local_replicas_are_equal_at_multiples_of_t() -> None:
     # In the first step, of rate 0, nobody has moved.
-    assert run_ranks(_on_ranks, 2, "local") == [([step in (1, T, 2 * T) for step in range(1, 2 * T + 1)], 2 * T)] * 2
+    assert (
+        run_ranks(_on_ranks, 2, "local")
+        == [([step in (1, T, 2 * T) for step in range(1, 2 * T + 1)], 2 * T)] * 2
+    )
 
 
 def test_gradients_that_differ_are_noticed_in_a_first_step_of_rate_0() -> None:

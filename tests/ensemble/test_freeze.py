@@ -22,9 +22,18 @@ def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None
         return loss_of(m, data)
 
     def controller(net: torch.nn.Module) -> hdet.Controller:
-        return hdet.ProbeController(counting, [batch(i) for i in range(8)], model=net, freeze_after=0.5)
+        return hdet.ProbeController(
+            counting, [batch(i) for i in range(8)], model=net, freeze_after=0.5
+        )
 
-    run = Run(together=2, optimizer=hdet.FusedSGD, lr=1e-4, total=60, scheduler=None, controller=controller)
+    run = Run(
+        together=2,
+        optimizer=hdet.FusedSGD,
+        lr=1e-4,
+        total=60,
+        scheduler=None,
+        controller=controller,
+    )
     corrections = [run.ensemble.corrections["lr"] for _ in range(60) if run.steps(1)]
     assert sorted(set(scored)) == [5, 10, 15, 20, 25, 30]
     assert corrections[29] != 1.0 and set(corrections[29:]) == {corrections[29]}
@@ -33,7 +42,9 @@ def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None
 
 def drop_in(**settings: Any) -> tuple[torch.optim.Optimizer, hdet.OneCycleAutoLR]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    return optimizer, hdet.OneCycleAutoLR(optimizer, 0.1, 40, auto_lr_warmup_steps=0, model_sync_interval=5, **policies(**settings))
+    return optimizer, hdet.OneCycleAutoLR(
+        optimizer, 0.1, 40, auto_lr_warmup_steps=0, model_sync_interval=5, **policies(**settings)
+    )
 
 
 def test_the_drop_in_passes_it_on() -> None:
@@ -57,7 +68,9 @@ def test_freeze_after_without_somebody_to_freeze_is_refused() -> None:
         hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=model(), freeze_after=0.5),
     ],
 )  # fmt: skip
-def test_a_part_of_a_run_of_unknown_length_is_refused_before_anything_is_touched(controller: Any) -> None:
+def test_a_part_of_a_run_of_unknown_length_is_refused_before_anything_is_touched(
+    controller: Any,
+) -> None:
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"freeze_after=0\.5.*total_steps"):
         hdet.Ensemble(optimizer, controller=controller)
@@ -90,13 +103,28 @@ CONTROLLERS: dict[str, Callable[[nn.Module], hdet.Controller]] = {
 
 def run(name: str, optimizer: Any = torch.optim.SGD) -> Run:
     total = 1000 if "auto" in name else 200
-    return Run(net=Large(), controller=CONTROLLERS[name], optimizer=optimizer, lr=1e-3, total=total, every=2, data=taught, closure=True)
+    return Run(
+        net=Large(),
+        controller=CONTROLLERS[name],
+        optimizer=optimizer,
+        lr=1e-3,
+        total=total,
+        every=2,
+        data=taught,
+        closure=True,
+    )
 
 
 def copies(run: Run) -> int:
     run.optimizer.zero_grad()
     gc.collect()
-    return len({x.data_ptr() for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.numel() == SIZE})
+    return len(
+        {
+            x.data_ptr()
+            for x in gc.get_objects()
+            if issubclass(type(x), torch.Tensor) and x.numel() == SIZE
+        }
+    )
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
@@ -104,7 +132,9 @@ def copies(run: Run) -> int:
 def test_copies_are_kept_while_they_are_needed(name: str) -> None:
     ran = run(name).steps(7)
     needed = copies(ran)
-    expected = {"probe": 3}.get(name, 8)  # of a trial: the run and its copy, its beginning and five arms
+    expected = {"probe": 3}.get(
+        name, 8
+    )  # of a trial: the run and its copy, its beginning and five arms
     assert needed == expected, "the parameters are one; what has to wait for another has none yet"
     ran.ensemble.close()
     assert copies(ran) == 1

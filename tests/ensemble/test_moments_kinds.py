@@ -36,7 +36,11 @@ class Coded(Stepping):
     def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         scale = p.grad.abs().max().clamp(min=1e-12)
         codes = (p.grad / scale * 127 + 128).to(torch.uint8)
-        self.state[p] = {"step": self.state[p].get("step", 0) + 1, "state1": codes, "absmax1": scale.reshape(1)}
+        self.state[p] = {
+            "step": self.state[p].get("step", 0) + 1,
+            "state1": codes,
+            "absmax1": scale.reshape(1),
+        }
 
 
 class Masked(Stepping):
@@ -54,7 +58,13 @@ class Wandering(Stepping):
         group["distance"] = max(group.get("distance", 0.0), float(norm))
         group["radii"] = [norm.clone(), torch.stack([norm, norm])]
         group["steps"] = group.get("steps", 0) + 1
-        self.state[p] = {"step": 3, "norm": norm.clone(), "last": float(norm), "list": [p.clone()], "inner": {"past": p.clone()}}
+        self.state[p] = {
+            "step": 3,
+            "norm": norm.clone(),
+            "last": float(norm),
+            "list": [p.clone()],
+            "inner": {"past": p.clone()},
+        }
 
 
 def elsewhere(package: str, name: str, **settings: Any) -> Any:
@@ -101,9 +111,15 @@ def trained(rank: int, world: int, name: str, gradients: str, moments: str | Non
     make = make() if isinstance(make, partial) else make
     local = gradients == "local"
     settings = {"gradients": gradients, "moments": moments} if local or moments else {}
-    run = Run(rank, optimizer=make, lr=0.1, scheduler=None, every=3, ddp=not local, spread=0.5, **settings)
+    run = Run(
+        rank, optimizer=make, lr=0.1, scheduler=None, every=3, ddp=not local, spread=0.5, **settings
+    )
     seen = []
-    for steps in (2, 1, 5):  # within a cycle, at its end, and within another one that `converge` ends
+    for steps in (
+        2,
+        1,
+        5,
+    ):  # within a cycle, at its end, and within another one that `converge` ends
         run.steps(steps)
         seen.append((run.weights(), flat_state(run.optimizer)))
     run.ensemble.converge()
@@ -115,7 +131,9 @@ CASES = [("shared", None), ("local", "average")]
 
 @pytest.mark.parametrize(("gradients", "moments"), CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradients: str, moments: str | None) -> None:
+def test_in_sync_means_that_nothing_of_the_optimizer_differs(
+    name: str, gradients: str, moments: str | None
+) -> None:
     """Else replicas would go on with numbers of their own for good, and nobody would know."""
     if name == "AdamWScheduleFree":
         moments = "average"  # which it needs, also with shared gradients
@@ -124,7 +142,10 @@ def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradient
     for moment, ((weights, state), (others, theirs)) in enumerate(zip(one, two, strict=True)):
         equal = moment in (1, 3)
         assert torch.equal(weights, others) == equal
-        assert (state == theirs) == equal, (moment, [(a, b) for a, b in zip(state, theirs, strict=True) if a != b][:5])
+        assert (state == theirs) == equal, (
+            moment,
+            [(a, b) for a, b in zip(state, theirs, strict=True) if a != b][:5],
+        )
 
 
 def test_a_reset_puts_numbers_of_groups_back() -> None:
@@ -150,14 +171,35 @@ def test_state_that_follows_from_gradients_alone_is_left_as_it_is() -> None:
         assert torch.equal(known[0], own[0]) and known[1] == own[1]
 
 
-@pytest.mark.parametrize(("kind", "key", "dtype"), [(Coded, "state1", "uint8"), (Masked, "inner", "bool")])
-def test_state_that_would_be_averaged_in_part_is_refused_at_the_first_step(kind: Any, key: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key", "dtype"), [(Coded, "state1", "uint8"), (Masked, "inner", "bool")]
+)
+def test_state_that_would_be_averaged_in_part_is_refused_at_the_first_step(
+    kind: Any, key: str, dtype: str
+) -> None:
     net = model()
-    run = Run(net=net, optimizer=kind, scheduler=None, replicas=hdet.Replicas(0, 2, None), gradients="local", moments="average")
-    with pytest.raises(ValueError, match=f"{kind.__name__} keeps '{key}' of parameter 0 in torch.{dtype}.*pass moments='reset'.*'keep'"):
+    run = Run(
+        net=net,
+        optimizer=kind,
+        scheduler=None,
+        replicas=hdet.Replicas(0, 2, None),
+        gradients="local",
+        moments="average",
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"{kind.__name__} keeps '{key}' of parameter 0 in torch.{dtype}.*pass moments='reset'.*'keep'",
+    ):
         run.step()
     for moments in ("keep", "reset"):
-        Run(net=net, optimizer=kind, scheduler=None, replicas=hdet.Replicas(0, 2, None), gradients="local", moments=moments).step()
+        Run(
+            net=net,
+            optimizer=kind,
+            scheduler=None,
+            replicas=hdet.Replicas(0, 2, None),
+            gradients="local",
+            moments=moments,
+        ).step()
 
 
 class Uneven(Coded):

@@ -92,11 +92,25 @@ def test_converge_between_the_optimizers_step_and_the_ensembles() -> None:
 
 def warm_restarts(rank: int, world: int) -> Any:
     schedule = partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=8)
-    run = Run(rank, optimizer=torch.optim.SGD, lr=0.05, scheduler=schedule, total=24, every=2, controller="probe")
-    return [(run.ensemble.in_sync, on_all_ranks(run.weights()), run.ensemble.multipliers["lr"]) for _ in range(24) if run.steps(1)]
+    run = Run(
+        rank,
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+        scheduler=schedule,
+        total=24,
+        every=2,
+        controller="probe",
+    )
+    return [
+        (run.ensemble.in_sync, on_all_ranks(run.weights()), run.ensemble.multipliers["lr"])
+        for _ in range(24)
+        if run.steps(1)
+    ]
 
 
-def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> None:
+def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> (
+    None
+):
     ranks = run_ranks(warm_restarts, 2)
     rested = [step for step in range(24) if ranks[0][step][2] == 1.0]
     assert 0 < len(rested) < 24, "the case should have both"
@@ -130,7 +144,10 @@ def backward_through_averaged(rank: int, world: int) -> str:
 
 
 def test_a_backward_pass_through_weights_from_before_an_average_is_an_error() -> None:
-    assert all("modified by an inplace operation" in text for text in run_ranks(backward_through_averaged, 2))
+    assert all(
+        "modified by an inplace operation" in text
+        for text in run_ranks(backward_through_averaged, 2)
+    )
 
 
 # -- what is compared: parameters, and the masters that stand for them ---------------------------------------------------------
@@ -148,7 +165,9 @@ def test_a_digest_knows_what_was_written_to_parameters_with_masters() -> None:
                 with torch.no_grad():
                     for parameter in net.parameters():
                         parameter.fill_(1.0)
-            digests.append(gather_stats(hdet.Replicas.single(), members, None, compare=True)[0].digest)
+            digests.append(
+                gather_stats(hdet.Replicas.single(), members, None, compare=True)[0].digest
+            )
     assert digests[1] == digests[3] and len(set(digests)) == 3
 
 
@@ -157,7 +176,9 @@ def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     parameters = list(net.parameters())
     optimizer.state[parameters[0]]["master_param"] = torch.full_like(parameters[0], 5.0)
-    assert local_replicas(hdet.Replicas.single(), optimizer, parameters)[0].masters() == [None] * len(parameters)
+    assert local_replicas(hdet.Replicas.single(), optimizer, parameters)[0].masters() == [
+        None
+    ] * len(parameters)
 
 
 # -- votes -------------------------------------------------------------------------------------------------------------------
@@ -165,7 +186,9 @@ def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
 
 def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
     optimizer = sgd()
-    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1))
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1)
+    )
     before = ensemble.schedule.peaks()
     ensemble.engine.corrections = [3.0]
     optimizer.step()
@@ -192,7 +215,9 @@ class Quantised(nn.Module):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
 def test_a_frozen_parameter_in_8_bits_is_refused_in_the_optimizer(make: Any) -> None:
     net = Quantised()
-    with pytest.raises(ValueError, match="parameter 0 has dtype torch.float8_e4m3fn.*leave it out of the optimizer"):
+    with pytest.raises(
+        ValueError, match="parameter 0 has dtype torch.float8_e4m3fn.*leave it out of the optimizer"
+    ):
         hdet.Ensemble(make(net.parameters(), lr=1e-3))
 
 
@@ -203,9 +228,14 @@ def test_and_stays_as_it_is_in_the_model() -> None:
         controller=hdet.AutoLR(net), closure=True, divergence=hdet.Divergence(rollback="host"),
     )  # fmt: skip
     run.losses = lambda data: (net(data[0]) - data[1]).square().mean(1)
-    assert [b.shape[0] for b in run.ensemble.parameters.buffers] == [3] and run.ensemble.parameters.buffers[0] is net.mean
+    assert [b.shape[0] for b in run.ensemble.parameters.buffers] == [
+        3
+    ] and run.ensemble.parameters.buffers[0] is net.mean
     run.steps(60)
-    assert torch.equal(net.weight.float(), torch.ones(6, 6)) and run.controller.interval.trial.first_losses
+    assert (
+        torch.equal(net.weight.float(), torch.ones(6, 6))
+        and run.controller.interval.trial.first_losses
+    )
 
 
 # -- a process group that is gone ------------------------------------------------------------------------------------------------
@@ -216,7 +246,9 @@ def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:
     dist.barrier()
     dist.destroy_process_group()
     if again:  # another one, of which the Ensemble knows nothing
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1
+        )
     run.wrapped = run.net
     said = []
     for act in (lambda: run.steps(2), run.ensemble.converge):
@@ -226,7 +258,9 @@ def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:
             said.append(str(error))
     run.ensemble.close()
     if not again:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1
+        )
     return said
 
 
@@ -235,4 +269,8 @@ def test_a_process_group_destroyed_under_a_live_ensemble_is_named(again: bool) -
     with tempfile.TemporaryDirectory() as folder:
         for rank, said in enumerate(run_ranks(destroyed, 2, again, folder)):
             assert len(said) == 2, said
-            assert all(f"the process group of replica {rank} has been destroyed" in text and "make a new one" in text for text in said)
+            assert all(
+                f"the process group of replica {rank} has been destroyed" in text
+                and "make a new one" in text
+                for text in said
+            )

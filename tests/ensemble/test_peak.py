@@ -22,7 +22,13 @@ def linear(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def run(every: int, controller: Any = "probe", **settings: Any) -> Run:
-    return Run(together=4, total=100, every=every, controller=controller, **{"scheduler": linear, **settings})
+    return Run(
+        together=4,
+        total=100,
+        every=every,
+        controller=controller,
+        **{"scheduler": linear, **settings},
+    )
 
 
 def spread_in(run: Run) -> list[bool]:
@@ -31,10 +37,14 @@ def spread_in(run: Run) -> list[bool]:
 
 
 @pytest.mark.parametrize(("every", "decisions"), [(10, 1), (20, 0), (50, 0)])
-def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(every: int, decisions: int) -> None:
+def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(
+    every: int, decisions: int
+) -> None:
     """It was above 90 % of its peak at the end of so many cycles, and at the end of none above 95 %."""
     under = run(every)
-    with pytest.warns(UserWarning, match=rf"schedule of lr .*'probe'.* once in {every} steps.*hdet\.Sync"):
+    with pytest.warns(
+        UserWarning, match=rf"schedule of lr .*'probe'.* once in {every} steps.*hdet\.Sync"
+    ):
         under.steps()
     assert spread_in(under) == [cycle <= decisions for cycle in range(100 // every)]
 
@@ -102,7 +112,13 @@ def test_a_resumed_run_knows_the_peak_of_the_cycle_that_it_goes_on_with() -> Non
 
 def test_rates_that_are_tensors_are_seen_without_a_wait() -> None:
     def tensors(parameters: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=torch.tensor(lr), weight_decay=weight_decay, foreach=False, capturable=False)
+        return torch.optim.AdamW(
+            parameters,
+            lr=torch.tensor(lr),
+            weight_decay=weight_decay,
+            foreach=False,
+            capturable=False,
+        )
 
     with pytest.warns(UserWarning, match="one replica"):
         one = Run(total=100, every=20, scheduler=linear, optimizer=tensors, controller="probe")
@@ -126,28 +142,44 @@ def test_where_cycles_see_the_peak_no_bit_is_another_one() -> None:
 
     one, two = (run(5, controller, lr=1e-4).steps() for controller in ("probe", older))
     assert same(one.weights(), two.weights()) and one.ensemble.corrections["lr"] != 1
-    assert [record["multipliers"] for record in one.records] == [record["multipliers"] for record in two.records]
+    assert [record["multipliers"] for record in one.records] == [
+        record["multipliers"] for record in two.records
+    ]
 
 
-def made(controller: Callable[[Any], hdet.Controller | None], total: int | None, **settings: Any) -> hdet.Ensemble:
+def made(
+    controller: Callable[[Any], hdet.Controller | None], total: int | None, **settings: Any
+) -> hdet.Ensemble:
     net = model()
-    return hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=1e-3), total_steps=total, controller=controller(net), **settings)
+    return hdet.Ensemble(
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        total_steps=total,
+        controller=controller(net),
+        **settings,
+    )
 
 
 ENDS: dict[str, Callable[[Any], hdet.Controller]] = {
     "scripted": lambda net: Scripted(),
-    "auto, then softmax": lambda net: hdet.SequentialController(hdet.AutoLR(net), hdet.SoftmaxController(decay=None)),
+    "auto, then softmax": lambda net: hdet.SequentialController(
+        hdet.AutoLR(net), hdet.SoftmaxController(decay=None)
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
 @pytest.mark.parametrize("name", ENDS)
-def test_a_run_of_fewer_than_two_cycles_is_warned_of_with_the_default_and_the_way_out(name: str) -> None:
+def test_a_run_of_fewer_than_two_cycles_is_warned_of_with_the_default_and_the_way_out(
+    name: str,
+) -> None:
     with pytest.warns(
-        UserWarning, match=rf"has 1999 steps, .* T = 1000 \(1000 by default\): the controller '{name}'.*sync=hdet\.Sync\(99\)"
+        UserWarning,
+        match=rf"has 1999 steps, .* T = 1000 \(1000 by default\): the controller '{name}'.*sync=hdet\.Sync\(99\)",
     ):
         made(ENDS[name], 1999)
-    with pytest.warns(UserWarning, match=r"has 99 steps, .* T = 50 \(1000 by default\).*sync=hdet\.Sync\(4\)"):
+    with pytest.warns(
+        UserWarning, match=r"has 99 steps, .* T = 50 \(1000 by default\).*sync=hdet\.Sync\(4\)"
+    ):
         made(ENDS[name], 99, sync=hdet.Sync(50))
 
 
@@ -158,4 +190,6 @@ def test_no_other_run_is_warned_of() -> None:
         made(ENDS["scripted"], None)
         made(lambda net: None, 10)
         made(lambda net: hdet.Shadow(hdet.AutoLR(net)), 300)
-        made(lambda net: hdet.AutoLR(net), 300)  # it decides in the first steps, whatever cycles there are
+        made(
+            lambda net: hdet.AutoLR(net), 300
+        )  # it decides in the first steps, whatever cycles there are

@@ -26,15 +26,25 @@ class Scored(hdet.ProbeController):
         net_of = net.module if hasattr(net, "module") else net
 
         def loss(scored: torch.nn.Module, data: Any) -> torch.Tensor:
-            self.seen.append(torch.cat([p.detach().double().flatten() for p in net_of.parameters()]))
+            self.seen.append(
+                torch.cat([p.detach().double().flatten() for p in net_of.parameters()])
+            )
             return loss_of(scored, data)
 
-        super().__init__(loss, [batch(i) for i in range(2)], 2, model=net, **{"average_every": EVERY} | settings)
+        super().__init__(
+            loss, [batch(i) for i in range(2)], 2, model=net, **{"average_every": EVERY} | settings
+        )
 
 
-def points(trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def points(
+    trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """By hand: anchor + rho (average - anchor). ``trajectory``: the mean weights before the first step and after each."""
-    samples = [trajectory[first + i] for i in range(1, length + 1) if i > AFTER * length and (length - i) % EVERY == 0]
+    samples = [
+        trajectory[first + i]
+        for i in range(1, length + 1)
+        if i > AFTER * length and (length - i) % EVERY == 0
+    ]
     anchor, average = trajectory[first], torch.stack(samples).mean(0)
     return [anchor + rho * (average - anchor) for rho in rhos]
 
@@ -43,12 +53,23 @@ class Grouped(Run):
     """Co-resident replicas; rates of two parameter groups. ``trajectory``: the mean weights before the first step and after each; ``rhos``: for
     each weight that of its group."""
 
-    def __init__(self, count: int, controller: Callable[[torch.nn.Module], Any], **settings: Any) -> None:
+    def __init__(
+        self, count: int, controller: Callable[[torch.nn.Module], Any], **settings: Any
+    ) -> None:
         def two_groups(parameters: Any, lr: float, weight_decay: float) -> hdet.FusedAdamW:
             own = list(parameters)
-            return hdet.FusedAdamW([{"params": own[:2]}, {"params": own[2:], "lr": 3e-3}], lr=lr, weight_decay=weight_decay)
+            return hdet.FusedAdamW(
+                [{"params": own[:2]}, {"params": own[2:], "lr": 3e-3}],
+                lr=lr,
+                weight_decay=weight_decay,
+            )
 
-        settings = {"knobs": [hdet.LearningRate(0.3, groups="each")], "every": 4, "lr": 1e-2, "scheduler": None} | settings
+        settings = {
+            "knobs": [hdet.LearningRate(0.3, groups="each")],
+            "every": 4,
+            "lr": 1e-2,
+            "scheduler": None,
+        } | settings
         super().__init__(together=count, controller=controller, optimizer=two_groups, **settings)
         self.trajectory, self.rhos = [self.mean()], []
         self.optimizer.register_step_post_hook(lambda *_: self.trajectory.append(self.mean()))
@@ -58,7 +79,10 @@ class Grouped(Run):
         for k in range(self.replicas.count):
             with self.replicas.use(k):
                 one, *two = self.ensemble.multipliers.values()
-            of_each = [torch.full((p.numel(),), one if i < 2 else [one, *two][-1]).double() for i, p in enumerate(self.net.parameters())]
+            of_each = [
+                torch.full((p.numel(),), one if i < 2 else [one, *two][-1]).double()
+                for i, p in enumerate(self.net.parameters())
+            ]
             self.rhos[-1].append(torch.cat(of_each))
         return super().backward(report)
 
@@ -74,9 +98,13 @@ class Grouped(Run):
     ("settings", "error"),
     [({}, 2e-6), ({"place": "host"}, 2e-6)],
 )
-def test_every_replica_is_scored_on_the_line_by_hand(design: str, settings: dict[str, Any], error: float) -> None:
+def test_every_replica_is_scored_on_the_line_by_hand(
+    design: str, settings: dict[str, Any], error: float
+) -> None:
     """At the multipliers of the interval's last cycle, though other cycles had others; with decay, and several groups."""
-    run = Grouped(4, lambda net: Scored(net, interval=3, **settings), design=design, weight_decay=0.1).steps(24)
+    run = Grouped(
+        4, lambda net: Scored(net, interval=3, **settings), design=design, weight_decay=0.1
+    ).steps(24)
     seen = run.controller.seen
     assert len(seen) == 2 * 4 * 2  # two intervals, four replicas, two mini-batches
     for i, first in enumerate((0, 12)):
@@ -108,7 +136,14 @@ class Waits(Scored):
 
 
 def processes(rank: int, world: int) -> Any:
-    run = Run(rank, controller=lambda net: Scored(net, interval=2), every=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
+    run = Run(
+        rank,
+        controller=lambda net: Scored(net, interval=2),
+        every=6,
+        optimizer=torch.optim.SGD,
+        weight_decay=0.1,
+        lr=1e-2,
+    )
     trajectory, rhos = [run.weights()], []
     run.optimizer.register_step_pre_hook(lambda *_: rhos.append(run.ensemble.multipliers["lr"]))
     run.optimizer.register_step_post_hook(lambda *_: trajectory.append(run.weights()))
@@ -117,7 +152,10 @@ def processes(rank: int, world: int) -> Any:
 
 def test_ranks_score_one_line() -> None:
     ranks = run_ranks(processes, 3)
-    trajectory = [torch.stack([w.double() for w in step]).mean(0) for step in zip(*(rank[0] for rank in ranks), strict=True)]
+    trajectory = [
+        torch.stack([w.double() for w in step]).mean(0)
+        for step in zip(*(rank[0] for rank in ranks), strict=True)
+    ]
     for _, rhos, seen in ranks:
         assert len(set(rhos)) > 1 or rhos[0] == 1.0
         (point,) = points(trajectory, 0, 12, [torch.tensor(rhos[-1], dtype=torch.float64)])
@@ -129,7 +167,9 @@ def test_ranks_score_one_line() -> None:
 
 
 def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycles() -> None:
-    run = Grouped(4, lambda net: Waits(net, interval=3), knobs=[hdet.LearningRate(0.3)], total=44).steps()
+    run = Grouped(
+        4, lambda net: Waits(net, interval=3), knobs=[hdet.LearningRate(0.3)], total=44
+    ).steps()
     asked = run.controller.asked
     assert [evidence.step for evidence in asked] == [12, 24, 36]
     assert all("probe" in evidence.measured and evidence.sync_interval == 12 for evidence in asked)
@@ -156,7 +196,13 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
 
 
 def test_a_rise_takes_two_intervals() -> None:
-    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80, warmup_steps=0)
+    run = Grouped(
+        4,
+        lambda net: probe(net, interval=2),
+        knobs=[hdet.LearningRate(0.3)],
+        total=80,
+        warmup_steps=0,
+    )
     with run.ensemble.rescheduling():
         for group in run.optimizer.param_groups:
             group["lr"] = 1e-5
@@ -165,8 +211,14 @@ def test_a_rise_takes_two_intervals() -> None:
 
 
 def test_it_rests_before_an_interval_would_end_too_late() -> None:
-    run = Grouped(4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]).steps(26)
-    assert run.controller.idle and len(run.controller.seen) == 16 and run.ensemble.multipliers == {"lr": 1.0}
+    run = Grouped(
+        4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]
+    ).steps(26)
+    assert (
+        run.controller.idle
+        and len(run.controller.seen) == 16
+        and run.ensemble.multipliers == {"lr": 1.0}
+    )
     run.steps(14)
 
 
@@ -180,7 +232,11 @@ def test_an_average_in_between_changes_nothing_of_the_line() -> None:
 
 
 def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
-    settings = {"knobs": [hdet.LearningRate(0.3)], "divergence": hdet.Divergence(rollback="device"), "total": 100}
+    settings = {
+        "knobs": [hdet.LearningRate(0.3)],
+        "divergence": hdet.Divergence(rollback="device"),
+        "total": 100,
+    }
     run = Grouped(4, lambda net: Scored(net, interval=2), **settings).steps(4)
     for _ in range(4):
         run.step(dict.fromkeys(range(4), 1e9))
@@ -196,7 +252,9 @@ def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
 
 def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> None:
     def make() -> Grouped:
-        return Grouped(4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80)
+        return Grouped(
+            4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80
+        )
 
     run = make().steps(20)  # two and a half intervals
     other = make().loaded(run.saved())
@@ -213,9 +271,12 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
 
 
 @pytest.mark.parametrize(
-    ("total", "interval", "expected"), [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
+    ("total", "interval", "expected"),
+    [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)],
 )
-def test_by_default_averages_are_over_a_fortieth_of_the_run(total: int, interval: int, expected: int) -> None:
+def test_by_default_averages_are_over_a_fortieth_of_the_run(
+    total: int, interval: int, expected: int
+) -> None:
     run = Run(together=2, controller="probe", total=total, every=interval)
     assert run.ensemble.engine.controller.losses.cycles == expected
 
@@ -224,7 +285,11 @@ def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = probe(net, interval=interval, held_out=True)
-    hdet.Ensemble(optimizer, controller=controller, **policies(**({"every": 2, "total_steps": 200} | settings)))
+    hdet.Ensemble(
+        optimizer,
+        controller=controller,
+        **policies(**({"every": 2, "total_steps": 200} | settings)),
+    )
     return controller
 
 
@@ -234,10 +299,15 @@ def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
     [
         ({"gradients": "local", "moments": "keep"}, "gradients='local'"),
         ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
-        ({"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=True)]}, "'x'.*without bounds"),
+        (
+            {"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=True)]},
+            "'x'.*without bounds",
+        ),
     ],
 )
-def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(settings: dict[str, Any], message: str) -> None:
+def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(
+    settings: dict[str, Any], message: str
+) -> None:
     assert of(None).losses.cycles == 5
     assert of(None, **settings).losses.cycles == of(1, **settings).losses.cycles == 1
     with pytest.raises(ValueError, match=message):
@@ -247,7 +317,9 @@ def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(settings:
 @pytest.mark.filterwarnings("ignore:one replica")
 def test_an_interval_longer_than_the_run_is_refused() -> None:
     assert of(100).losses.cycles == 100
-    assert of(7, total_steps=None).losses.cycles == 7 and of(None, total_steps=None).losses.cycles == 1
+    assert (
+        of(7, total_steps=None).losses.cycles == 7 and of(None, total_steps=None).losses.cycles == 1
+    )
     with pytest.raises(ValueError, match="interval is 101 cycles, but the run has 100"):
         of(101)
 
@@ -267,4 +339,6 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
 )
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})
+        hdet.ProbeController(
+            **{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
+        )

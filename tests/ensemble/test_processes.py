@@ -19,7 +19,11 @@ from .helpers import all_reduces
 
 def probe_run(rank: int, world: int) -> Any:
     run = Run(rank, controller="probe", lr=1e-5, total=60, every=5).steps(60)
-    return [{k: v for k, v in record.items() if not k.endswith("_ms")} for record in run.records], run.ensemble.values(), run.rate
+    return (
+        [{k: v for k, v in record.items() if not k.endswith("_ms")} for record in run.records],
+        run.ensemble.values(),
+        run.rate,
+    )
 
 
 def test_the_probe_raises_a_rate_that_is_far_too_low_and_all_ranks_agree() -> None:
@@ -70,7 +74,9 @@ def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
 
 
 def written_and_converged(rank: int, world: int, equally: bool) -> Any:
-    run = Run(rank, dtype=torch.bfloat16, optimizer=partial(hdet.FusedAdamW, master_weights="fp32")).steps(2)
+    run = Run(
+        rank, dtype=torch.bfloat16, optimizer=partial(hdet.FusedAdamW, master_weights="fp32")
+    ).steps(2)
     with torch.no_grad():
         for parameter in run.net.parameters():
             parameter.fill_(1.0 if equally else 1.0 + 2 * rank)
@@ -112,7 +118,10 @@ def tensor_parallel_by_two(rank: int, world: int) -> Any:
     shard = torch.nn.Parameter(torch.full((4,), float(rank % 2 + 1)))
     optimizer = torch.optim.SGD([shard], lr=0.1)
     ensemble = hdet.Ensemble(
-        optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync=hdet.Sync(3)
+        optimizer,
+        replicas=hdet.Replicas.from_group(groups[rank % 2]),
+        knobs=[hdet.LearningRate(0.5)],
+        sync=hdet.Sync(3),
     )
     for _ in range(3):
         shard.grad = torch.ones(4) * (rank % 2 + 1)
@@ -125,4 +134,6 @@ def test_a_group_keeps_the_shards_of_other_ranks_apart() -> None:
     ranks = run_ranks(tensor_parallel_by_two, 4)
     assert [(r[0], r[1]) for r in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert torch.equal(ranks[0][2], ranks[2][2]) and torch.equal(ranks[1][2], ranks[3][2])
-    assert torch.allclose(ranks[0][2], torch.full((4,), 0.7)) and torch.allclose(ranks[1][2], torch.full((4,), 1.4))
+    assert torch.allclose(ranks[0][2], torch.full((4,), 0.7)) and torch.allclose(
+        ranks[1][2], torch.full((4,), 1.4)
+    )

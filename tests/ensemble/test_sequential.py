@@ -54,7 +54,13 @@ class Listener(hdet.Controller):
 
 
 def chained(then: Any, **settings: Any) -> Run:
-    defaults: dict[str, Any] = {"lr": 1e-3, "total": TOTAL, "every": EVERY, "data": taught, "ddp": False}
+    defaults: dict[str, Any] = {
+        "lr": 1e-3,
+        "total": TOTAL,
+        "every": EVERY,
+        "data": taught,
+        "ddp": False,
+    }
     return Run(controller=hdet.SequentialController(First(), then), **{**defaults, **settings})
 
 
@@ -65,7 +71,10 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
     run.step()
     assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
     run.steps()
-    assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)] and run.controller.first.cycles == OVER // EVERY
+    assert (
+        then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
+        and run.controller.first.cycles == OVER // EVERY
+    )
     assert run.ensemble.corrections == {"lr": 4.0}
 
 
@@ -80,7 +89,12 @@ def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
     run.steps(3)
     assert not run.equal() and run.ensemble.engine.explores
     run.steps()
-    assert run.ensemble.corrections["lr"] > 2 and run.controller.then.frozen and run.controller.idle and run.equal()
+    assert (
+        run.ensemble.corrections["lr"] > 2
+        and run.controller.then.frozen
+        and run.controller.idle
+        and run.equal()
+    )
 
 
 @pytest.mark.parametrize("after", [8, 40])
@@ -88,10 +102,18 @@ def test_resumed_it_goes_on_where_it_was(after: int) -> None:
     first = chained(Listener()).steps(after)
     second = chained(Listener()).loaded(first.saved())
     assert second.controller.handed_over is first.controller.handed_over is (after > OVER)
-    assert second.controller.then.steps == first.controller.then.steps and second.ensemble.values() == first.ensemble.values()
-    assert torch.equal(first.steps().weights(), second.steps().weights()) and first.controller.then.steps == second.controller.then.steps
+    assert (
+        second.controller.then.steps == first.controller.then.steps
+        and second.ensemble.values() == first.ensemble.values()
+    )
+    assert (
+        torch.equal(first.steps().weights(), second.steps().weights())
+        and first.controller.then.steps == second.controller.then.steps
+    )
     with pytest.raises(ValueError, match="controller"):
-        Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(first.ensemble.state_dict())
+        Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(
+            first.ensemble.state_dict()
+        )
 
 
 def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
@@ -115,7 +137,11 @@ def test_a_damaged_state_changes_nothing() -> None:
     early = {**copy.deepcopy(state["controller_state"]), "handed_over": True}
     with pytest.raises(ValueError, match="has handed over before the first was finished"):
         run.ensemble.load_state_dict({**state, "controller_state": early})
-    assert run.controller.then.steps == [] and not run.controller.then.frozen and not run.controller.handed_over
+    assert (
+        run.controller.then.steps == []
+        and not run.controller.then.frozen
+        and not run.controller.handed_over
+    )
 
 
 def test_what_is_no_other_controller_is_refused() -> None:
@@ -153,7 +179,10 @@ def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_c
         first = First()
         first.judges_held_out = judges
         then = hdet.ProbeController(
-            lambda net, data: losses_of(net, data).mean(), [batch(i) for i in range(8)], model=net, held_out=held_out
+            lambda net, data: losses_of(net, data).mean(),
+            [batch(i) for i in range(8)],
+            model=net,
+            held_out=held_out,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -175,7 +204,9 @@ def two_processes(rank: int, world: int) -> Any:
     """[(handed over, weights are equal on all ranks) before the end of each step], and the corrections in the end."""
     run = chained(hdet.SoftmaxController(1e-3, decay=None), rank=rank, ddp=True)
     seen: list[tuple[bool, bool]] = []
-    run.optimizer.register_step_post_hook(lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights()))))
+    run.optimizer.register_step_post_hook(
+        lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
+    )
     run.steps(60)
     return seen, run.ensemble.corrections
 

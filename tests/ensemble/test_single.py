@@ -22,7 +22,10 @@ from .helpers import same, trained, watching
 
 def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
     return Ensemble(
-        optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), **policies(every=1000, **settings)
+        optimizer,
+        knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))],
+        replicas=TwoReplicas(),
+        **policies(every=1000, **settings),
     )
 
 
@@ -31,14 +34,18 @@ def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemb
 
 def test_groups_can_be_knobs_of_their_own() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc", strict=True)])
+    optimizer = torch.optim.SGD(
+        [{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc", strict=True)]
+    )
     ensemble = spread_ensemble(optimizer, groups="each")
     assert list(ensemble.multipliers) == ["lr/a", "lr/b", "lr/c"]
     ensemble.close()
     ensemble = spread_ensemble(optimizer, groups=["c", 0])
     assert list(ensemble.multipliers) == ["lr/c", "lr/a"]
     seen = []
-    optimizer.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))
+    optimizer.register_step_pre_hook(
+        lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups])
+    )
     optimizer.step()
     assert seen == [[0.1 * ensemble.multipliers["lr/a"], 0.1, 0.1 * ensemble.multipliers["lr/c"]]]
     ensemble.close()
@@ -56,7 +63,9 @@ def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() ->
     parameter.grad = torch.ones(3)
     optimizer.step()
     assert seen == [0.1]
-    assert torch.allclose(parameter.detach(), 1 - torch.full((3,), 0.1 * ensemble.multipliers["lr"]), atol=1e-6)
+    assert torch.allclose(
+        parameter.detach(), 1 - torch.full((3,), 0.1 * ensemble.multipliers["lr"]), atol=1e-6
+    )
     ensemble.close()
     assert optimizer.multipliers == [[1.0]]
 
@@ -120,7 +129,9 @@ def test_losses_are_averaged_with_their_weights() -> None:
         *((1.0, weight, "weight") for weight in (-1.0, math.nan, math.inf)),
     ],
 )
-def test_a_loss_that_is_not_one_number_and_a_weight_that_is_none_are_refused(loss: Any, weight: float, message: str) -> None:
+def test_a_loss_that_is_not_one_number_and_a_weight_that_is_none_are_refused(
+    loss: Any, weight: float, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Run(0).ensemble.observe(loss, weight)
 
@@ -146,7 +157,11 @@ class Everything(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.drop = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+        self.first, self.norm, self.drop = (
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(0.5),
+        )
         self.frozen, self.last = torch.nn.BatchNorm1d(8).eval(), torch.nn.Linear(8, 1)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
@@ -202,7 +217,9 @@ def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
         with torch.no_grad():
             net.weight.fill_(position)
         losses.sample(position, 10)
-    assert losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
+    assert (
+        losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8
+    )  # one rank's losses at the mean of positions 6, 8, 10
     assert net.weight.item() == 10.0
 
 
@@ -231,7 +248,10 @@ def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
     [
         ({"every": 0}, "every"),
         ({"knobs": [hdet.LearningRate(0.0), hdet.LearningRate(0.1)]}, "different names"),
-        ({"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]}, "share one parameter group"),
+        (
+            {"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]},
+            "share one parameter group",
+        ),
         ({"knobs": hdet.LearningRate(0.1)}, "knobs must be a list"),
         ({"knobs": ["lr"]}, "knobs must be a list"),
         ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
@@ -244,11 +264,27 @@ def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
         ({"replicas": "x"}, "replicas must be"),
         ({"log": 3}, "log must be callable"),
         ({"scheduler": "x"}, "scheduler must have step"),
-        ({"controller": hdet.SoftmaxController}, "controller must be an object, got the class SoftmaxController: write SoftmaxController"),
-        ({"controller": hdet.ProbeController}, r"got the class ProbeController: write ProbeController\(\.\.\.\)"),
+        (
+            {"controller": hdet.SoftmaxController},
+            "controller must be an object, got the class SoftmaxController: write SoftmaxController",
+        ),
+        (
+            {"controller": hdet.ProbeController},
+            r"got the class ProbeController: write ProbeController\(\.\.\.\)",
+        ),
         ({"controller": hdet.AutoLR}, r"got the class AutoLR: write AutoLR\(\.\.\.\)"),
-        ({"controller": "AutoLR"}, "controller must be an object of a class from hdet.Controller, got 'AutoLR'"),
-        ({"controller": hdet.SoftmaxController(decay=None), "total_steps": 10, "warmup_steps": 10}, "warm-up"),
+        (
+            {"controller": "AutoLR"},
+            "controller must be an object of a class from hdet.Controller, got 'AutoLR'",
+        ),
+        (
+            {
+                "controller": hdet.SoftmaxController(decay=None),
+                "total_steps": 10,
+                "warmup_steps": 10,
+            },
+            "warm-up",
+        ),
         ({"controller": probe(model())}, "no parameter of this optimizer"),
         ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(), 5)}, "another optimizer"),
         ({"bucket_bytes": 1}, "bucket_bytes"),
@@ -265,7 +301,9 @@ def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
         ({"buffers": [1]}, r"got \[1\]"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_changes(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_before_anything_changes(
+    settings: dict[str, Any], message: str
+) -> None:
     optimizer = sgd()
     step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
     with pytest.raises((ValueError, TypeError), match=message):
@@ -288,12 +326,22 @@ def test_a_probe_needs_more_replicas_than_knobs() -> None:
     optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in parameters])
     probe = hdet.ProbeController(loss_of, [0] * 8, model=model())
     with pytest.raises(ValueError, match="2 replicas can tell at most 1 knobs apart, got 2"):
-        Ensemble(optimizer, knobs=[hdet.LearningRate(0.1, groups="each")], replicas=TwoReplicas(), controller=probe)
+        Ensemble(
+            optimizer,
+            knobs=[hdet.LearningRate(0.1, groups="each")],
+            replicas=TwoReplicas(),
+            controller=probe,
+        )
 
 
 def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     seen = []
-    run = Run(0, total=12, every=5, log=lambda record, step: seen.append((step, json.loads(json.dumps(record)))))
+    run = Run(
+        0,
+        total=12,
+        every=5,
+        log=lambda record, step: seen.append((step, json.loads(json.dumps(record)))),
+    )
     run.steps(12)
     assert [step for step, _ in seen] == [5, 10, 12]
     record = seen[-1][1]
@@ -312,7 +360,12 @@ def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch)
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
         real = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *a, _real=real, _name=name, **k: (reads.append(_name), _real(self, *a, **k))[1]
+            torch.Tensor,
+            name,
+            lambda self, *a, _real=real, _name=name, **k: (
+                reads.append(_name),
+                _real(self, *a, **k),
+            )[1],
         )
     loss = torch.tensor(1.0)
     for _ in range(5):

@@ -30,7 +30,15 @@ def two_groups(parameters: Any, lr: float, **_: Any) -> hdet.FusedAdamW:
 class Run(harness.Run):
     """Three replicas in this process, or one with trials; ``whole``: the Ensemble, or a OneCycleAutoLR around it."""
 
-    def __init__(self, controller: Any, scheduler: Any, knobs: Any = None, *, auto: bool = False, total: int = TOTAL) -> None:
+    def __init__(
+        self,
+        controller: Any,
+        scheduler: Any,
+        knobs: Any = None,
+        *,
+        auto: bool = False,
+        total: int = TOTAL,
+    ) -> None:
         net = model()
         controller = controller(net)
         together = 1 if "auto" in getattr(controller, "name", "") else 3
@@ -68,14 +76,38 @@ class Run(harness.Run):
 
     def everything(self) -> str:
         """All that a load could have changed, to the last bit."""
-        scheduler = {} if self.scheduler is None else {k: v for k, v in vars(self.scheduler).items() if k not in ("optimizer", "ensemble")}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        parts = [self.controller, getattr(self.controller, "rule", None), getattr(self.controller, "then", None)]
-        plain = [sorted((k, v) for k, v in vars(part).items() if _is_plain(v)) for part in parts if part is not None]
+        scheduler = (
+            {}
+            if self.scheduler is None
+            else {
+                k: v for k, v in vars(self.scheduler).items() if k not in ("optimizer", "ensemble")
+            }
+        )
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        parts = [
+            self.controller,
+            getattr(self.controller, "rule", None),
+            getattr(self.controller, "then", None),
+        ]
+        plain = [
+            sorted((k, v) for k, v in vars(part).items() if _is_plain(v))
+            for part in parts
+            if part is not None
+        ]
         engine = sorted((k, v) for k, v in vars(self.ensemble.engine).items() if _is_plain(v))
-        nested = [sorted((k, v) for k, v in vars(s).items() if k != "optimizer") for s in getattr(self.scheduler, "_schedulers", [])]
+        nested = [
+            sorted((k, v) for k, v in vars(s).items() if k != "optimizer")
+            for s in getattr(self.scheduler, "_schedulers", [])
+        ]
         scheduler.pop("_schedulers", None)
-        knobs = [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs], self.ensemble.values(), self.ensemble.corrections
+        knobs = (
+            [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs],
+            self.ensemble.values(),
+            self.ensemble.corrections,
+        )
         return repr((self.whole.state_dict(), scheduler, nested, groups, plain, engine, knobs))
 
 
@@ -94,8 +126,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LinearLR": lambda o: torchs.LinearLR(o, 0.1, total_iters=20),
     "PolynomialLR": lambda o: torchs.PolynomialLR(o, 30),
     "ExponentialLR": lambda o: torchs.ExponentialLR(o, 0.97),
-    "SequentialLR": lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1, total_iters=5), torchs.CosineAnnealingLR(o, 30)], [5]),
-    "ChainedScheduler": lambda o: torchs.ChainedScheduler([torchs.ConstantLR(o, 0.1, total_iters=9), torchs.ExponentialLR(o, 0.97)]),
+    "SequentialLR": lambda o: torchs.SequentialLR(
+        o, [torchs.LinearLR(o, 0.1, total_iters=5), torchs.CosineAnnealingLR(o, 30)], [5]
+    ),
+    "ChainedScheduler": lambda o: torchs.ChainedScheduler(
+        [torchs.ConstantLR(o, 0.1, total_iters=9), torchs.ExponentialLR(o, 0.97)]
+    ),
 }
 CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda net: None,
@@ -106,14 +142,28 @@ CONTROLLERS: dict[str, Callable[[Any], Any]] = {
 AUTO: dict[str, Callable[[Any], Any]] = {
     "auto in a trial": lambda net: hdet.AutoLR(net, budget=0.99),
     "auto": lambda net: hdet.AutoLR(net, budget=0.99),
-    "auto, then softmax": lambda net: hdet.SequentialController(hdet.AutoLR(net, budget=0.99), hdet.SoftmaxController(decay=None)),
+    "auto, then softmax": lambda net: hdet.SequentialController(
+        hdet.AutoLR(net, budget=0.99), hdet.SoftmaxController(decay=None)
+    ),
 }
 RUNS: dict[str, Callable[[], Run]] = {
-    **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"]) for name, build in CONTROLLERS.items()},
-    **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=240) for name, build in AUTO.items()},
-    **{name: functools.partial(Run, CONTROLLERS["softmax"], build) for name, build in SCHEDULERS.items() if name != "none"},
+    **{
+        name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"])
+        for name, build in CONTROLLERS.items()
+    },
+    **{
+        name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=240)
+        for name, build in AUTO.items()
+    },
+    **{
+        name: functools.partial(Run, CONTROLLERS["softmax"], build)
+        for name, build in SCHEDULERS.items()
+        if name != "none"
+    },
     "constant rates": functools.partial(Run, CONTROLLERS["softmax"], SCHEDULERS["none"]),
-    "two rates": functools.partial(Run, CONTROLLERS["softmax"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]),
+    "two rates": functools.partial(
+        Run, CONTROLLERS["softmax"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]
+    ),
     "OneCycleAutoLR": functools.partial(Run, CONTROLLERS["softmax"], None, auto=True),
 }
 SAVED_AFTER = {"auto in a trial": 3, "auto": 70, "auto, then softmax": 70}
@@ -137,7 +187,13 @@ def nested(depth: int) -> Any:
 
 def paths(state: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """To every value in a state, however deep."""
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    items = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list)
+        else ()
+    )
     for key, value in items:
         yield (*above, key)
         yield from paths(value, (*above, key))
@@ -145,7 +201,11 @@ def paths(state: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def is_of_the_scheduler(name: str, path: tuple[Any, ...]) -> bool:
     """What numbers inside a scheduler's state lead to is torch's: a checkpoint has checksums against damage."""
-    return path[0] != "ensemble" if name == "OneCycleAutoLR" else path[0] == "scheduler" and len(path) > 1
+    return (
+        path[0] != "ensemble"
+        if name == "OneCycleAutoLR"
+        else path[0] == "scheduler" and len(path) > 1
+    )
 
 
 def damaged(state: Any, path: tuple[Any, ...], how: str, wrong: Any = None) -> Any:
@@ -156,7 +216,9 @@ def damaged(state: Any, path: tuple[Any, ...], how: str, wrong: Any = None) -> A
     elif how == "double":
         place[path[-1]] = [place[path[-1]], place[path[-1]]]
     elif how == "longer":
-        place[path[-1]] = place[path[-1]] * 2 if isinstance(place[path[-1]], list) else [place[path[-1]]]
+        place[path[-1]] = (
+            place[path[-1]] * 2 if isinstance(place[path[-1]], list) else [place[path[-1]]]
+        )
     else:
         place[path[-1]] = wrong
     return state
@@ -202,9 +264,15 @@ def test_a_state_as_it_was_saved_loads(name: str) -> None:
 @given(data=st.data())
 def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataObject) -> None:
     state = saved(name)
-    path = data.draw(st.sampled_from([path for path in paths(state) if not is_of_the_scheduler(name, path)]))
+    path = data.draw(
+        st.sampled_from([path for path in paths(state) if not is_of_the_scheduler(name, path)])
+    )
     how = data.draw(st.sampled_from(["delete", "double", "longer", "other"]))
-    wrong = data.draw(st.one_of(st.sampled_from(WRONG), FLOATS, st.integers(), st.just(nested(3000)))) if how == "other" else None
+    wrong = (
+        data.draw(st.one_of(st.sampled_from(WRONG), FLOATS, st.integers(), st.just(nested(3000))))
+        if how == "other"
+        else None
+    )
     check(name, damaged(state, path, how, wrong))
 
 
@@ -213,14 +281,21 @@ def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
     """The optimizer's state may be loaded later."""
 
     def build(optimizer: Any) -> torchs.SequentialLR:
-        rises, falls = torchs.LinearLR(optimizer, 1e-3, total_iters=10), torchs.CosineAnnealingLR(optimizer, 100, eta_min=1e-5)
+        rises, falls = (
+            torchs.LinearLR(optimizer, 1e-3, total_iters=10),
+            torchs.CosineAnnealingLR(optimizer, 100, eta_min=1e-5),
+        )
         return torchs.SequentialLR(optimizer, [rises, falls], [10])
 
-    make = functools.partial(Run, CONTROLLERS["none"], build, [hdet.LearningRate(0.3, groups=[0])], total=200)
+    make = functools.partial(
+        Run, CONTROLLERS["none"], build, [hdet.LearningRate(0.3, groups=[0])], total=200
+    )
     make().ensemble.load_state_dict(make().steps(steps).ensemble.state_dict())
 
 
-@pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, nested(3000)])
+@pytest.mark.parametrize(
+    "state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, nested(3000)]
+)
 @pytest.mark.parametrize("name", ["softmax", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
     assert check(name, state) == "refused"
@@ -277,7 +352,13 @@ def test_what_complains_when_it_has_changed_already_gets_its_state_back(part: st
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
 def test_a_state_of_a_schedule_s_last_step_loads(strategy: Any) -> None:
     """Torch's linear OneCycleLR goes below 0 in the step after its last."""
-    build = functools.partial(torchs.OneCycleLR, max_lr=3e-3, total_steps=TOTAL, cycle_momentum=False, anneal_strategy=strategy)
+    build = functools.partial(
+        torchs.OneCycleLR,
+        max_lr=3e-3,
+        total_steps=TOTAL,
+        cycle_momentum=False,
+        anneal_strategy=strategy,
+    )
     run = Run(CONTROLLERS["none"], build).steps(TOTAL)
     assert run.ensemble.schedule.step == run.ensemble.schedule.total_steps
     Run(CONTROLLERS["none"], build).ensemble.load_state_dict(run.ensemble.state_dict())
@@ -290,16 +371,27 @@ def one_cycle(optimizer: Any) -> torchs.OneCycleLR:
 @pytest.mark.parametrize("total", [0.0, -1.0, TOTAL + 0.5, math.nan, math.inf])
 def test_a_state_of_another_length_is_refused_whatever_number_it_is(total: float) -> None:
     run = Run(CONTROLLERS["none"], one_cycle).steps(INTERVAL)
-    state = {**run.ensemble.state_dict(), "scheduler": {**run.ensemble.state_dict()["scheduler"], "total_steps": total}}
+    state = {
+        **run.ensemble.state_dict(),
+        "scheduler": {**run.ensemble.state_dict()["scheduler"], "total_steps": total},
+    }
     before = run.everything()
-    with pytest.raises(ValueError, match="the saved run has total_steps .*, this one 60: build the scheduler as the saved run did"):
+    with pytest.raises(
+        ValueError,
+        match="the saved run has total_steps .*, this one 60: build the scheduler as the saved run did",
+    ):
         run.ensemble.load_state_dict(state)
     assert run.everything() == before
 
 
 def test_a_length_that_came_back_as_a_float_is_that_length() -> None:
     run = Run(CONTROLLERS["none"], one_cycle).steps(INTERVAL)
-    run.ensemble.load_state_dict({**run.ensemble.state_dict(), "scheduler": {**run.scheduler.state_dict(), "total_steps": float(TOTAL)}})
+    run.ensemble.load_state_dict(
+        {
+            **run.ensemble.state_dict(),
+            "scheduler": {**run.scheduler.state_dict(), "total_steps": float(TOTAL)},
+        }
+    )
     assert type(run.scheduler.total_steps) is int
     run.steps(TOTAL - INTERVAL)
     with pytest.raises(ValueError, match="Tried to step 61 times"):  # torch's

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 import hdet
 from tests.harness import Run, probe
@@ -40,11 +48,14 @@ def resumed(run: Run, state: dict[str, Any], **settings: Any) -> Run:
     return again
 
 
-@pytest.mark.parametrize("scheduler", ["one cycle", lambda optimizer: CosineAnnealingLR(optimizer, 40), None])
+@pytest.mark.parametrize(
+    "scheduler", ["one cycle", lambda optimizer: CosineAnnealingLR(optimizer, 40), None]
+)
 def test_without_a_controller_the_corrected_rate_goes_on(scheduler: Any) -> None:
     run, state = saved(scheduler=scheduler, spread=0.0)
     with pytest.warns(
-        UserWarning, match=r"saved with controller 'halves', and this run has none: the corrections lr 0.5 stay in force.*any more$"
+        UserWarning,
+        match=r"saved with controller 'halves', and this run has none: the corrections lr 0.5 stay in force.*any more$",
     ):
         off = resumed(run, state, scheduler=scheduler, spread=0.0)
     assert off.ensemble.corrections == {"lr": 0.5}
@@ -52,7 +63,9 @@ def test_without_a_controller_the_corrected_rate_goes_on(scheduler: Any) -> None
         run.step()
         off.step()
         assert off.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
-    assert torch.equal(off.weights(), run.weights()), "it does what the controller, which moves nothing any more, has left"
+    assert torch.equal(off.weights(), run.weights()), (
+        "it does what the controller, which moves nothing any more, has left"
+    )
 
 
 def test_what_it_saves_then_loads_without_a_word() -> None:
@@ -81,7 +94,10 @@ def test_a_probe_is_turned_off_and_a_spread_that_stays_is_said(spread: float, to
 
 def test_another_controller_is_refused_with_the_way_out() -> None:
     run, state = saved()
-    with pytest.raises(ValueError, match=r"controller 'halves', this run has 'softmax'.*controller=None, which keeps the corrections"):
+    with pytest.raises(
+        ValueError,
+        match=r"controller 'halves', this run has 'softmax'.*controller=None, which keeps the corrections",
+    ):
         resumed(run, state, controller=lambda net: hdet.SoftmaxController(decay=None))
 
 
@@ -93,11 +109,17 @@ def test_a_decay_that_stands_for_the_schedule_cannot_be_left_alone() -> None:
         resumed(run, state, together=4)
     frozen = resumed(run, state, together=4, controller=lambda net: softmax(freeze_after=1)).steps()
     moved = run.steps()
-    assert frozen.controller.frozen and frozen.ensemble.values()["lr"] < state["bases"][0] and not moved.controller.frozen
+    assert (
+        frozen.controller.frozen
+        and frozen.ensemble.values()["lr"] < state["bases"][0]
+        and not moved.controller.frozen
+    )
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 37)], [3])
+    return SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 37)], [3]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
@@ -108,7 +130,9 @@ def sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
     (lambda optimizer: StepLR(optimizer, 10), True),
     (sequence, True),
 ])  # fmt: skip
-def test_what_becomes_of_the_rate_where_hdet_is_taken_out(scheduler: Callable[..., LRScheduler], kept: bool) -> None:
+def test_what_becomes_of_the_rate_where_hdet_is_taken_out(
+    scheduler: Callable[..., LRScheduler], kept: bool
+) -> None:
     """As docs/faq.md says."""
     run, _ = saved(scheduler=scheduler, spread=0.0)
     correction = run.ensemble.corrections["lr"]
@@ -131,4 +155,6 @@ def test_what_becomes_of_the_rate_where_hdet_is_taken_out(scheduler: Callable[..
             schedule.step()
             own.step()
             factor = correction if kept or by_hand else 1.0
-            assert bare.param_groups[0]["lr"] == pytest.approx(factor * own.optimizer.param_groups[0]["lr"], rel=1e-9)
+            assert bare.param_groups[0]["lr"] == pytest.approx(
+                factor * own.optimizer.param_groups[0]["lr"], rel=1e-9
+            )

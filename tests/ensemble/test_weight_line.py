@@ -20,7 +20,9 @@ from ..distributed import run_ranks
 def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
     """Of contiguous and other tensors, also when one has moved."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((5, 3), (), (0,))] + [torch.zeros(4, 3, dtype=dtype).t()]
+    tensors = [
+        torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((5, 3), (), (0,))
+    ] + [torch.zeros(4, 3, dtype=dtype).t()]
     average = RunningMean(tensors)
     samples = []
     for n in range(4):
@@ -35,12 +37,20 @@ def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mean.double(), torch.stack(of).mean(0), rtol=1e-6, atol=1e-6)
     means = [mean.clone() for mean in average.means]
     average.exchange()
-    assert all(torch.equal(tensor, mean.to(dtype)) for tensor, mean in zip(tensors, means, strict=True))
+    assert all(
+        torch.equal(tensor, mean.to(dtype)) for tensor, mean in zip(tensors, means, strict=True)
+    )
     average.exchange()
-    assert all(torch.equal(tensor.double(), last) for tensor, last in zip(tensors, samples[-1], strict=True))
+    assert all(
+        torch.equal(tensor.double(), last)
+        for tensor, last in zip(tensors, samples[-1], strict=True)
+    )
     average.reset()
     average.add()
-    assert all(torch.equal(mean, tensor.to(mean.dtype)) for mean, tensor in zip(average.means, tensors, strict=True))
+    assert all(
+        torch.equal(mean, tensor.to(mean.dtype))
+        for mean, tensor in zip(average.means, tensors, strict=True)
+    )
 
 
 def test_the_average_is_over_all_that_it_follows() -> None:
@@ -69,7 +79,12 @@ def test_a_line_follows_masters(masters: str) -> None:
         values.append(1 - 1e-4 * (len(values) + 1))
     assert torch.equal(parameter, torch.ones_like(parameter))
     with line.at((2000.0,)):  # far out on it, where bfloat16 shows the displacement
-        torch.testing.assert_close(parameter.detach().float(), torch.full((8,), 1 + 2000 * (sum(values) / 4 - 1)), rtol=2**-8, atol=0)
+        torch.testing.assert_close(
+            parameter.detach().float(),
+            torch.full((8,), 1 + 2000 * (sum(values) / 4 - 1)),
+            rtol=2**-8,
+            atol=0,
+        )
 
 
 # -- the line ------------------------------------------------------------------------------------------------------------
@@ -77,7 +92,9 @@ def test_a_line_follows_masters(masters: str) -> None:
 RHOS = (1.0, 2.0, 0.5, 8.0, 1.0, 0.5)
 
 
-def line_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.Tensor], WeightLine, list[torch.Tensor], list[torch.Tensor]]:
+def line_of(
+    of: torch.dtype, step: float, **settings: Any
+) -> tuple[list[torch.Tensor], WeightLine, list[torch.Tensor], list[torch.Tensor]]:
     """Tensors, their line after two samples, the origin and the mean by hand (in float64), on memory that is full of NaN."""
     torch.manual_seed(0)
     tensors = [torch.randn(5, 3).to(of), torch.randn(7).to(of)]
@@ -116,7 +133,9 @@ def test_points_are_those_by_hand_in_any_order_and_weights_are_afterwards_what_t
             rhos = (rho, RHOS[-i - 1])  # each tensor at its own, as with several knobs
             with line.at(rhos):
                 for t, a, m, r in zip(tensors, origin, mean, rhos, strict=True):
-                    torch.testing.assert_close(t.double(), a + r * (m - a), rtol=0, atol=error * max(1.0, r))
+                    torch.testing.assert_close(
+                        t.double(), a + r * (m - a), rtol=0, atol=error * max(1.0, r)
+                    )
             assert all(map(torch.equal, tensors, before))
     assert all(torch.equal(kept.double(), a) for kept, a in zip(line.origin, origin, strict=True))
 
@@ -149,7 +168,10 @@ def ends(line: WeightLine, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for rho in (1.0, 2.0):
         with line.at((rho,) * len(tensors)):
             at.append([t.clone() for t in tensors])
-    return [*(2 * mean - beyond for mean, beyond in zip(*at, strict=True)), *(beyond - mean for mean, beyond in zip(*at, strict=True))]
+    return [
+        *(2 * mean - beyond for mean, beyond in zip(*at, strict=True)),
+        *(beyond - mean for mean, beyond in zip(*at, strict=True)),
+    ]
 
 
 def test_replicas_share_one_line() -> None:

@@ -29,7 +29,13 @@ def train(folder: Path, kill: bool) -> list[float]:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(INTERVAL), warmup_steps=4, controller=hdet.SoftmaxController())
+    ensemble = hdet.Ensemble(
+        optimizer,
+        scheduler,
+        sync=hdet.Sync(INTERVAL),
+        warmup_steps=4,
+        controller=hdet.SoftmaxController(),
+    )
     state = checkpoint.RunState(model, ensemble)
     step = checkpoint.load(folder, state, missing=0)
     with ensemble.guard(), open(folder / f"steps-{rank}", "a") as done:
@@ -37,7 +43,9 @@ def train(folder: Path, kill: bool) -> list[float]:
             if kill and rank == 1 and step == KILL_AT and not (folder / "killed").exists():
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank))  # a function of the step: data resumes too
+            x = torch.randn(
+                16, 4, generator=torch.Generator().manual_seed(1000 * step + rank)
+            )  # a function of the step: data resumes too
             loss = (wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -52,10 +60,14 @@ def train(folder: Path, kill: bool) -> list[float]:
 
 def meet() -> None:
     """As ``init_process_group("gloo")``, but no start reads what an earlier one has left in torchrun's store (docs/faults.md)."""
-    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    agents = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=HANG_S))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=HANG_S)
+    )
 
 
 def main() -> None:

@@ -50,7 +50,10 @@ def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
     dead = 0 if one.rank == 1 else 1
     assert (one.exitcode, one.kind) == (0, "ReplicaLost"), one
     assert (one.phase, one.cycle, one.step, one.lost) == (phase, cycle, step, (dead,)), one.text
-    assert f"cycle {cycle} (step {step})" in one.text and f"replica {dead} (rank {dead}) is gone (ended: pid " in one.text
+    assert (
+        f"cycle {cycle} (step {step})" in one.text
+        and f"replica {dead} (rank {dead}) is gone (ended: pid " in one.text
+    )
     assert f"this is replica {one.rank} (rank {one.rank})" in one.text
     assert one.seconds < HANG_S / 2, "long before the collectives' timeout"
     for said in one.afterwards.split(" | "):
@@ -70,14 +73,22 @@ def refusals(ensemble: Any) -> str:
 
 
 def run_faulty(
-    scenario: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = HANG_S, store: str = "file", **settings: Any
+    scenario: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *,
+    timeout: float = HANG_S,
+    store: str = "file",
+    **settings: Any,
 ) -> list[Outcome]:
     """`scenario(world, **settings)` on ranks of a gloo group; ``timeout``: of its collectives, in seconds; ``store``: "file" or "tcp".
 
     Fails if a process is still there after `HANG_S`; no process is left in any case.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # as tests.distributed does
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo"]
+    )  # as tests.distributed does
     folder.mkdir(parents=True, exist_ok=True)
     workers = []
     for rank in range(world_size):
@@ -95,12 +106,19 @@ def run_faulty(
             worker.kill()
         worker.join()
     assert not left, f"ranks {sorted(left.values())} still ran after {HANG_S} s"
-    return [_read(folder / f"outcome-{rank}.json", rank, worker.exitcode) for rank, worker in enumerate(workers)]
+    return [
+        _read(folder / f"outcome-{rank}.json", rank, worker.exitcode)
+        for rank, worker in enumerate(workers)
+    ]
 
 
 def _read(file: Path, rank: int, exitcode: int | None) -> Outcome:
     found = json.loads(file.read_text()) if file.is_file() else {}
-    return Outcome(rank, exitcode, **{key: tuple(value) if key in ("lost", "late") else value for key, value in found.items()})
+    return Outcome(
+        rank,
+        exitcode,
+        **{key: tuple(value) if key in ("lost", "late") else value for key, value in found.items()},
+    )
 
 
 @dataclass
@@ -121,7 +139,11 @@ class World:
 
     def wait_for_the_others(self) -> None:
         """Until each has said what became of it."""
-        while not all((self.folder / f"outcome-{rank}.json").is_file() for rank in range(self.size) if rank != self.rank):
+        while not all(
+            (self.folder / f"outcome-{rank}.json").is_file()
+            for rank in range(self.size)
+            if rank != self.rank
+        ):
             time.sleep(0.05)
 
     def die(self) -> None:
@@ -137,14 +159,20 @@ class World:
         else:
             place = self.folder / "port"
             if self.rank == 0:
-                store = dist.TCPStore("127.0.0.1", 0, self.size, True, timeout=limit, wait_for_workers=False)
+                store = dist.TCPStore(
+                    "127.0.0.1", 0, self.size, True, timeout=limit, wait_for_workers=False
+                )
                 place.with_suffix(".new").write_text(str(store.port))
                 place.with_suffix(".new").rename(place)
             else:
                 while not place.is_file():
                     time.sleep(0.01)
-                store = dist.TCPStore("127.0.0.1", int(place.read_text()), self.size, False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
+                store = dist.TCPStore(
+                    "127.0.0.1", int(place.read_text()), self.size, False, timeout=limit
+                )
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit
+        )
         # Connecting may take its time on a loaded machine; only what comes after is to be impatient.
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.timeout))
 
@@ -172,4 +200,8 @@ def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) 
 
 def _about(error: Exception) -> dict[str, Any]:
     found = {"kind": type(error).__name__, "text": str(error), "traceback": traceback.format_exc()}
-    return found | {name: getattr(error, name) for name in ("phase", "cycle", "step", "lost", "late") if hasattr(error, name)}
+    return found | {
+        name: getattr(error, name)
+        for name in ("phase", "cycle", "step", "lost", "late")
+        if hasattr(error, name)
+    }

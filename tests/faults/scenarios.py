@@ -30,16 +30,32 @@ class Training(Run):
     """``local``: replicas step with their own gradients, outside of DDP. ``jump``: at that step the schedule multiplies the rate so."""
 
     def __init__(
-        self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, jump: tuple[int, float] | None = None, **settings: Any
+        self,
+        rank: int,
+        *,
+        local: bool = False,
+        lr: float = 0.05,
+        width: int = 8,
+        jump: tuple[int, float] | None = None,
+        **settings: Any,
     ) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
         sgd = partial(torch.optim.SGD, momentum=0.9)
-        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {"every": INTERVAL, "optimizer": sgd, **settings}
+        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {
+            "every": INTERVAL,
+            "optimizer": sgd,
+            **settings,
+        }
         scheduler = None
         if jump is not None:
-            scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: jump[1] if step >= jump[0] else 1.0)
-        super().__init__(rank, net=net, ddp=not local, scheduler=scheduler, lr=lr, data=wave, **settings)
+            scheduler = partial(
+                torch.optim.lr_scheduler.LambdaLR,
+                lr_lambda=lambda step: jump[1] if step >= jump[0] else 1.0,
+            )
+        super().__init__(
+            rank, net=net, ddp=not local, scheduler=scheduler, lr=lr, data=wave, **settings
+        )
         self.poison = 1.0
         self.losses = lambda data: self.poison * losses_of(self.wrapped, data)
 
@@ -61,7 +77,12 @@ class Training(Run):
 
     def state(self) -> list[float]:
         """All of the optimizer's tensors."""
-        tensors = [value for values in self.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+        tensors = [
+            value
+            for values in self.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ]
         return [x for tensor in tensors for x in tensor.flatten().tolist()]
 
     def refuses(self) -> str:
@@ -79,7 +100,9 @@ def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at:
             training.step()
 
 
-def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False) -> None:
+def killed_in_an_average(
+    world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False
+) -> None:
     """At the nth collective of the second cycle's end: 1 gathers the losses, 2 averages. The victim's is never begun.
 
     ``pairs``: replicas of two ranks each.

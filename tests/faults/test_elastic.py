@@ -26,7 +26,14 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     (interrupted / "pids").mkdir(parents=True)
     whole.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=5"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=5",
+    ]
     done = subprocess.run(
         [*torchrun, "-m", elastic_worker.__name__, str(interrupted)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -42,11 +49,15 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
 
     reference = run_ranks(uninterrupted, 2, str(whole))
     last = KILL_AT // SAVE_EVERY * SAVE_EVERY
-    assert KILL_AT % elastic_worker.INTERVAL and last % elastic_worker.INTERVAL, "neither is the end of a cycle"
+    assert KILL_AT % elastic_worker.INTERVAL and last % elastic_worker.INTERVAL, (
+        "neither is the end of a cycle"
+    )
     for rank in range(2):
         assert torch.load(interrupted / f"weights-{rank}.pt") == reference[rank]
         steps = [int(line) for line in (interrupted / f"steps-{rank}").read_text().split()]
         assert sorted(set(steps)) == list(range(1, STEPS + 1))
-        assert sorted(steps)[last:] != list(range(last + 1, STEPS + 1)), "nothing was repeated, so nothing was interrupted"
+        assert sorted(steps)[last:] != list(range(last + 1, STEPS + 1)), (
+            "nothing was repeated, so nothing was interrupted"
+        )
         repeated = [step for step in set(steps) if steps.count(step) > 1]
         assert len(steps) - STEPS == len(repeated) <= KILL_AT - last and min(repeated) == last + 1

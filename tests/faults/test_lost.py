@@ -24,7 +24,9 @@ from .harness import check_left, run_faulty
         (scenarios.killed_at_the_start, 2, {}, ("agreement", 0, 0)),
     ],
 )
-def test_one_is_killed(scenario: Any, ranks: int, settings: dict[str, Any], when: tuple[str, int, int], tmp_path: Path) -> None:
+def test_one_is_killed(
+    scenario: Any, ranks: int, settings: dict[str, Any], when: tuple[str, int, int], tmp_path: Path
+) -> None:
     outcomes = run_faulty(scenario, ranks, tmp_path, **settings)
     assert outcomes[1].exitcode == -9
     for one in outcomes[:1] + outcomes[2:]:
@@ -36,7 +38,13 @@ def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
     outcomes = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path, store="tcp", victim=0)
     assert outcomes[0].exitcode == -9
     for one in outcomes[1:]:
-        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, (0,)), one
+        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == (
+            "ReplicaLost",
+            "training step",
+            1,
+            6,
+            (0,),
+        ), one
         assert "replica 0 (rank 0) is gone: the rendezvous store at 127.0.0.1:" in one.text
         assert one.seconds < HANG_S / 2
 
@@ -46,17 +54,34 @@ def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
     outcomes = run_faulty(scenarios.killed_in_an_average, 4, tmp_path, nth=1, pairs=True, victim=3)
     assert outcomes[3].exitcode == -9
     for one in outcomes[:3]:
-        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "statistics", 1, 8, (3,)), one
-        assert "replica 1 (rank 3) is gone" in one.text and f"this is replica {one.rank // 2} (rank {one.rank})" in one.text
+        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == (
+            "ReplicaLost",
+            "statistics",
+            1,
+            8,
+            (3,),
+        ), one
+        assert (
+            "replica 1 (rank 3) is gone" in one.text
+            and f"this is replica {one.rank // 2} (rank {one.rank})" in one.text
+        )
         assert set(one.late) <= {0, 1, 2} and one.seconds < HANG_S / 2
 
 
 def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
     """It still runs, which is said; and when it comes, it is told that it was late. Nobody waits longer than the timeout asks."""
     first, straggler = run_faulty(scenarios.late, 2, tmp_path, timeout=5.0)
-    assert (first.kind, first.phase, first.cycle) == ("ReplicaLost", "statistics", 1) and first.lost == () and first.late == (1,)
+    assert (
+        (first.kind, first.phase, first.cycle) == ("ReplicaLost", "statistics", 1)
+        and first.lost == ()
+        and first.late == (1,)
+    )
     assert "replica 1 (rank 1) is late (still running: pid " in first.text
-    assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "statistics", 1) and straggler.lost == ()
+    assert (straggler.kind, straggler.phase, straggler.cycle) == (
+        "ReplicaLost",
+        "statistics",
+        1,
+    ) and straggler.lost == ()
     assert "the other ranks had given up" in straggler.text
 
 
@@ -64,5 +89,15 @@ def test_a_straggler_under_ddp(tmp_path: Path) -> None:
     """The others wait for it in their backward pass."""
     outcomes = run_faulty(scenarios.late, 3, tmp_path, timeout=5.0, local=False)
     for one in outcomes:
-        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, ()), one.text
-        assert ("the other ranks had given up" if one.rank == 1 else "replica 1 (rank 1) is late (still running") in one.text
+        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == (
+            "ReplicaLost",
+            "training step",
+            1,
+            6,
+            (),
+        ), one.text
+        assert (
+            "the other ranks had given up"
+            if one.rank == 1
+            else "replica 1 (rank 1) is late (still running"
+        ) in one.text

@@ -37,15 +37,21 @@ class Own(RuntimeError):
     "error",
     [
         RuntimeError(CLOSED),
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:12192: Connection reset by peer"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:12192: Connection reset by peer"
+        ),
         RuntimeError(
             "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
         ),
         RuntimeError("Application timeout caused pair closure"),
         RuntimeError("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"),
         RuntimeError("NCCL communicator was aborted on rank 1."),
-        RuntimeError("NCCL error in: NCCLUtils.hpp:100, remote process exited or there was a network error, NCCL version 2.27"),
-        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran for 600000 ms"),
+        RuntimeError(
+            "NCCL error in: NCCLUtils.hpp:100, remote process exited or there was a network error, NCCL version 2.27"
+        ),
+        RuntimeError(
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran for 600000 ms"
+        ),
         RuntimeError("Socket Timeout"),
         RuntimeError("Broken pipe"),
         dist.DistNetworkError("failed to recv, got 0 bytes"),
@@ -63,12 +69,18 @@ def test_broken_connections_and_timeouts_are_of_communication(error: Exception) 
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         dist.DistBackendError("NCCL error: unhandled cuda error, 'out of memory'"),
-        dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
-        RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 40 vs 8"),
+        dist.DistBackendError(
+            "NCCL error: invalid usage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+        ),
+        RuntimeError(
+            "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 40 vs 8"
+        ),
         RuntimeError("DataLoader timed out after 5 seconds"),
         RuntimeError("DataLoader worker (pid 123) is killed by signal: Killed."),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
-        RuntimeError("Detected mismatch between collectives on ranks. Rank 0 is running collective ..."),
+        RuntimeError(
+            "Detected mismatch between collectives on ranks. Rank 0 is running collective ..."
+        ),
         Own("Connection reset by peer"),
         ValueError("Connection reset by peer"),
         ConnectionResetError("Connection reset by peer"),
@@ -118,25 +130,38 @@ def answer(store: Any, *ranks: int, at: float | None = None) -> None:
 def test_says_who_when_and_where(store: Any) -> None:
     answer(store, 1, 4, 5)
     error = lost(replicas([0, 1], [2, 3], [4, 5]))
-    assert (error.phase, error.cycle, error.step, error.lost, error.late) == ("average", 3, 17, (2, 3), ())
-    begin = (
-        "cycle 3 (step 17), while averaging: replica 1 (ranks 2-3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+    assert (error.phase, error.cycle, error.step, error.lost, error.late) == (
+        "average",
+        3,
+        17,
+        (2, 3),
+        (),
     )
+    begin = "cycle 3 (step 17), while averaging: replica 1 (ranks 2-3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
     assert str(error).startswith(begin)
     assert "start all ranks again from the last checkpoint" in str(error)
 
 
 def test_several_replicas_and_ranks_of_none(store: Any) -> None:
     answer(store, 2)
-    assert "in a training step: replica 1 (rank 1) is gone or late" in str(lost(replicas([0], [1], [2]), "training step"))
+    assert "in a training step: replica 1 (rank 1) is gone or late" in str(
+        lost(replicas([0], [1], [2]), "training step")
+    )
     text = str(lost(replicas([0], [7], [8, 9]), "statistics"))
-    assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8-9) are gone or late" in text
+    assert (
+        "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8-9) are gone or late"
+        in text
+    )
 
 
-def test_an_answer_of_an_earlier_start_is_taken_back(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_an_earlier_start_is_taken_back(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer(store, 1)
     assert lost(replicas([0], [1])).late == ()
-    with monkeypatch.context() as patch:  # rank 1 starts anew, finds the same store, and does not answer this time
+    with (
+        monkeypatch.context() as patch
+    ):  # rank 1 starts anew, finds the same store, and does not answer this time
         again = dist.PrefixStore("test", store.underlying_store)
         patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: again)
         patch.setattr(dist, "get_rank", lambda: 1)
@@ -145,7 +170,9 @@ def test_an_answer_of_an_earlier_start_is_taken_back(store: Any, monkeypatch: py
     assert lost(replicas([0], [1])).late == (1,)
 
 
-def test_survivors_find_each_other_whatever_they_were_doing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_find_each_other_whatever_they_were_doing(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In different cycles, phases and Ensembles; and torchrun's agents count restarts each for themselves."""
     who = replicas([0], [1], [2])
     with monkeypatch.context() as patch:
@@ -172,12 +199,24 @@ def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
         store.set(f"hdet/here/{rank}", json.dumps([host, pid, start]))
     store.set("hdet/here/4", json.dumps([["another host", "another space"], ended.pid, 5]))
     error = lost(replicas([0], [1], [2], [3], [4]))
-    assert error.lost == (1, 3, 4) and error.late == (2,)  # the number of 3 belongs to a younger process by now
-    assert f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running})" in str(error)
-    assert f"replica 2 (rank 2) is late, or still waiting in the collective (still running: pid {running})" in str(error)
+    assert error.lost == (1, 3, 4) and error.late == (
+        2,
+    )  # the number of 3 belongs to a younger process by now
+    assert (
+        f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running})"
+        in str(error)
+    )
+    assert (
+        f"replica 2 (rank 2) is late, or still waiting in the collective (still running: pid {running})"
+        in str(error)
+    )
     assert "replica 4 (rank 4) is gone or late" in str(error)
     error = lost(replicas([0], [2]))
-    assert error.lost == () and error.late == (2,) and "replica 1 (rank 2) is late (still running" in str(error)
+    assert (
+        error.lost == ()
+        and error.late == (2,)
+        and "replica 1 (rank 2) is late (still running" in str(error)
+    )
 
 
 def test_an_exit_status_nobody_has_fetched_is_no_process(store: Any) -> None:
@@ -206,14 +245,20 @@ def test_a_late_rank_is_told_apart(store: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(faults.RollCall, "wait", second_half)
     error = lost(replicas([0], [1]))
-    assert error.lost == () and error.late == (1,) and "replica 1 (rank 1) came late, but within 0.2 s" in str(error)
+    assert (
+        error.lost == ()
+        and error.late == (1,)
+        and "replica 1 (rank 1) came late, but within 0.2 s" in str(error)
+    )
 
 
 def test_the_late_one_knows_it(store: Any) -> None:
     answer(store, 1, 2, at=time.time() - 4)
     error = lost(replicas([0], [1], [2]))
     assert error.lost == error.late == ()
-    assert re.search(r"the other ranks had given up [45]\.\d s before this one came: it was late", str(error))
+    assert re.search(
+        r"the other ranks had given up [45]\.\d s before this one came: it was late", str(error)
+    )
     answer(store, 1, 2)
     assert "every rank still answers" in str(lost(replicas([0], [1], [2])))
 
@@ -241,13 +286,18 @@ class Gone(Frozen):
 
 @pytest.mark.parametrize(("kind", "says"), [(Frozen, "does not answer within"), (Gone, "is gone")])
 @pytest.mark.parametrize("agent", [False, True], ids=["a rank's", "torchrun's"])
-def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, agent: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_takes_bounded_time(
+    kind: Any, says: str, agent: bool, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone, began = kind(), time.monotonic()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: gone)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(ReplicaLost) as raised, during("average", replicas([0], [1], [2]), lambda: (3, 17)):
+    with (
+        pytest.raises(ReplicaLost) as raised,
+        during("average", replicas([0], [1], [2]), lambda: (3, 17)),
+    ):
         gone.away = True
         raise RuntimeError(CLOSED)
     error = raised.value
@@ -259,19 +309,29 @@ def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, agent: bo
         assert error.lost == (0,) and says in str(error)
 
 
-def test_nothing_of_the_roll_call_hides_the_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_roll_call_hides_the_error(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> Any:
         raise KeyError("no store")
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", broken)
-    with pytest.raises(ReplicaLost, match="the roll could not be called") as raised, during("average", replicas([0], [1]), broken):
+    with (
+        pytest.raises(ReplicaLost, match="the roll could not be called") as raised,
+        during("average", replicas([0], [1]), broken),
+    ):
         raise RuntimeError(CLOSED)
     assert raised.value.lost == ()
 
 
 def test_everything_else_passes_unchanged(store: Any) -> None:
     who = replicas([0], [1])
-    for error in (torch.OutOfMemoryError("x"), ValueError("y"), hdet.ReplicasDiverged("z"), KeyboardInterrupt()):
+    for error in (
+        torch.OutOfMemoryError("x"),
+        ValueError("y"),
+        hdet.ReplicasDiverged("z"),
+        KeyboardInterrupt(),
+    ):
         with pytest.raises(type(error)) as raised, during("average", who, lambda: (0, 0)):
             raise error
         assert raised.value is error and error.__cause__ is None
@@ -279,16 +339,26 @@ def test_everything_else_passes_unchanged(store: Any) -> None:
 
 def test_a_nested_error_keeps_its_phase(store: Any) -> None:
     who = replicas([0], [1])
-    with pytest.raises(ReplicaLost) as raised, during("training step", who, lambda: (9, 9)), during("statistics", who, lambda: (3, 17)):
+    with (
+        pytest.raises(ReplicaLost) as raised,
+        during("training step", who, lambda: (9, 9)),
+        during("statistics", who, lambda: (3, 17)),
+    ):
         raise RuntimeError(CLOSED)
     assert (raised.value.phase, raised.value.cycle) == ("statistics", 3)
-    with pytest.raises(ReplicaLost, match="in a training step") as raised, during("training step", who, lambda: (9, 99)):
+    with (
+        pytest.raises(ReplicaLost, match="in a training step") as raised,
+        during("training step", who, lambda: (9, 99)),
+    ):
         raise RuntimeError(CLOSED)
     assert raised.value.phase == "training step"
 
 
 def test_without_a_process_group_nothing_is_caught() -> None:
-    with pytest.raises(RuntimeError) as raised, during("average", hdet.Replicas.single(), lambda: (0, 0)):
+    with (
+        pytest.raises(RuntimeError) as raised,
+        during("average", hdet.Replicas.single(), lambda: (0, 0)),
+    ):
         raise RuntimeError(CLOSED)
     assert type(raised.value) is RuntimeError
 
@@ -334,9 +404,18 @@ def test_many_missing_are_counted_not_listed(store: Any, monkeypatch: pytest.Mon
     slow, began = Counting(store, 0.02), time.monotonic()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: slow)
     error = lost(replicas(*([rank] for rank in range(5000, 5512))))
-    assert len(error.lost) == 512 and time.monotonic() - began < 10, "without giving up it would ask for 40 s"
+    assert len(error.lost) == 512 and time.monotonic() - began < 10, (
+        "without giving up it would ask for 40 s"
+    )
 
 
 def test_it_pickles() -> None:
     error = pickle.loads(pickle.dumps(ReplicaLost("text", "statistics", 3, 17, [1], [2])))
-    assert (str(error), error.phase, error.cycle, error.step, error.lost, error.late) == ("text", "statistics", 3, 17, (1,), (2,))
+    assert (str(error), error.phase, error.cycle, error.step, error.lost, error.late) == (
+        "text",
+        "statistics",
+        3,
+        17,
+        (1,),
+        (2,),
+    )

@@ -37,7 +37,11 @@ def shared_gradients(rank: int, world: int) -> dict[str, Any]:
             if hit and ends:
                 with torch.no_grad():
                     first = next(training.net.parameters()).view(-1)
-                    first[3] = math.inf if fault == "its parameters become inf" else first[3] + (3 if fault == "it diverges" else 0)
+                    first[3] = (
+                        math.inf
+                        if fault == "its parameters become inf"
+                        else first[3] + (3 if fault == "it diverges" else 0)
+                    )
             if ends:
                 before = [torch.empty(len(training.numbers())) for _ in range(world)]
                 dist.all_gather(before, torch.tensor(training.numbers()))
@@ -65,19 +69,37 @@ def shared() -> list[dict[str, Any]]:
         ("it diverges", [0, 2], 3, "times its peers'"),
     ],
 )
-def test_one_replica_under_ddp(fault: str, averaged: list[int], total: int, note: str, shared: list[dict[str, Any]]) -> None:
+def test_one_replica_under_ddp(
+    fault: str, averaged: list[int], total: int, note: str, shared: list[dict[str, Any]]
+) -> None:
     for rank, found in enumerate(shared):
         here, record = found[fault], found[fault]["record"]
-        assert all(not torch.equal(here["before"][0], other) for other in here["before"][1:]), "nothing to average"
+        assert all(not torch.equal(here["before"][0], other) for other in here["before"][1:]), (
+            "nothing to average"
+        )
         wanted = torch.stack([here["before"][r] for r in averaged]).double().mean(0).float()
-        torch.testing.assert_close(here["after"], wanted, rtol=0, atol=1e-6)  # sums of three float32 numbers of size 1
+        torch.testing.assert_close(
+            here["after"], wanted, rtol=0, atol=1e-6
+        )  # sums of three float32 numbers of size 1
         assert torch.equal(here["after"], shared[0][fault]["after"])
-        assert record["diverged_total"] == here["next"]["diverged_total"] == total, "counted, and only in this cycle"
+        assert record["diverged_total"] == here["next"]["diverged_total"] == total, (
+            "counted, and only in this cycle"
+        )
         missing = [r for r, loss in enumerate(record["losses"]) if loss is None]
-        assert missing == record["left_out"] == ([] if fault == "it diverges" else [BAD]) and here["next"]["left_out"] == []
-        assert any(f"replica {BAD} left out" in text and note in text for text in record["notes"]), record["notes"]
-        assert all(math.isfinite(loss) for loss in here["next"]["losses"]) and not record["rolled_back"]
-        assert record["values"] == shared[0][fault]["record"]["values"], f"rank {rank} has another base value"
+        assert (
+            missing == record["left_out"] == ([] if fault == "it diverges" else [BAD])
+            and here["next"]["left_out"] == []
+        )
+        assert any(
+            f"replica {BAD} left out" in text and note in text for text in record["notes"]
+        ), record["notes"]
+        assert (
+            all(math.isfinite(loss) for loss in here["next"]["losses"])
+            and not record["rolled_back"]
+        )
+        assert record["values"] == shared[0][fault]["record"]["values"], (
+            f"rank {rank} has another base value"
+        )
 
 
 # -- one replica, local gradients ----------------------------------------------------------------------------------------------
@@ -95,7 +117,13 @@ def local_gradients(rank: int, world: int, moments: str, fault: str) -> dict[str
         training.ensemble.step(loss)
     records, weights, state = [training.records[-1]], training.numbers(), training.state()
     records += [training.cycle(), training.cycle()]
-    return {"records": records, "weights": weights, "state": state, "last": training.numbers(), "loss": float(loss)}
+    return {
+        "records": records,
+        "weights": weights,
+        "state": state,
+        "last": training.numbers(),
+        "loss": float(loss),
+    }
 
 
 @pytest.mark.parametrize("fault", ["a batch is NaN", "its rate is absurd"])
@@ -106,7 +134,10 @@ def test_one_replica_with_gradients_of_its_own(moments: str, fault: str) -> None
     assert not abs(ranks[BAD]["loss"]) < 10, "the fault has not happened"
     for found in ranks:
         record, *later = found["records"]
-        assert record["diverged_total"] == 1 and f"replica {BAD} left out of the average" in record["notes"][0]
+        assert (
+            record["diverged_total"] == 1
+            and f"replica {BAD} left out of the average" in record["notes"][0]
+        )
         assert found["weights"] == ranks[0]["weights"] and found["last"] == ranks[0]["last"]
         assert all(map(math.isfinite, [*found["weights"], *found["state"], *found["last"]]))
         for after in later:
@@ -117,7 +148,13 @@ def test_one_replica_with_gradients_of_its_own(moments: str, fault: str) -> None
 
 
 def all_explode(
-    rank: int, world: int, rollback: str | None, fault: str, attempts: int = 20, lower: float = 0.5, settings: Any = None
+    rank: int,
+    world: int,
+    rollback: str | None,
+    fault: str,
+    attempts: int = 20,
+    lower: float = 0.5,
+    settings: Any = None,
 ) -> dict[str, Any]:
     """The base value is far too high from the third cycle on; or one replica's NaN gradient reaches everybody once, or always."""
     jump = (8, 5e4) if fault == "rate" else None
@@ -129,13 +166,22 @@ def all_explode(
     try:
         for cycle in range(24):
             for step in range(INTERVAL):
-                bad = rank == BAD and step == 2 and (fault == "always NaN" or (fault == "NaN once" and cycle == 0))
+                bad = (
+                    rank == BAD
+                    and step == 2
+                    and (fault == "always NaN" or (fault == "NaN once" and cycle == 0))
+                )
                 training.ensemble.step(training.train(math.nan if bad else 1.0))
             if restored is None:
                 restored = training.numbers() == before and training.state() == momentum
     except hdet.ReplicasDiverged as error:
         return {"error": str(error), "cycle": training.ensemble.cycle, "records": training.records}
-    return {"weights": training.numbers(), "restored": restored, "records": training.records, "values": training.ensemble.values()}
+    return {
+        "weights": training.numbers(),
+        "restored": restored,
+        "records": training.records,
+        "values": training.ensemble.values(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -149,7 +195,9 @@ def all_explode(
         ("NaN once", "host", 0.5, {}),
     ],
 )
-def test_all_replicas_are_taken_back_and_the_run_ends_finite(fault: str, rollback: str, lower: float, settings: dict[str, Any]) -> None:
+def test_all_replicas_are_taken_back_and_the_run_ends_finite(
+    fault: str, rollback: str, lower: float, settings: dict[str, Any]
+) -> None:
     ranks = run_ranks(all_explode, 2, rollback, fault, 20, lower, settings)
     for found in ranks:
         assert "error" not in found, found.get("error")
@@ -159,15 +207,22 @@ def test_all_replicas_are_taken_back_and_the_run_ends_finite(fault: str, rollbac
         assert taken_back[0] == 2 and records[-1]["rollbacks"] == len(taken_back)
         start = 1000.0 if fault == "rate" else 0.02
         assert found["values"]["lr"] == pytest.approx(start * lower ** len(taken_back))
-        assert len(taken_back) == 1 if fault == "NaN once" else len(taken_back) > (5 if lower == 0.5 else 2)
+        assert (
+            len(taken_back) == 1
+            if fault == "NaN once"
+            else len(taken_back) > (5 if lower == 0.5 else 2)
+        )
         assert all(map(math.isfinite, found["weights"])) and max(records[-1]["losses"]) < 2
         assert found["weights"] == ranks[0]["weights"]
 
 
 @pytest.mark.parametrize(
-    ("rollback", "attempts", "says"), [("device", 3, "3 cycles in a row were taken back"), (None, 3, "no replica has")]
+    ("rollback", "attempts", "says"),
+    [("device", 3, "3 cycles in a row were taken back"), (None, 3, "no replica has")],
 )
-def test_what_never_gets_better_ends_in_one_error_on_every_rank(rollback: str | None, attempts: int, says: str) -> None:
+def test_what_never_gets_better_ends_in_one_error_on_every_rank(
+    rollback: str | None, attempts: int, says: str
+) -> None:
     ranks = run_ranks(all_explode, 2, rollback, "always NaN", attempts)
     assert len({found["error"] for found in ranks}) == 1
     assert ranks[0]["error"].startswith("cycle ") and says in ranks[0]["error"]

@@ -29,9 +29,14 @@ def device() -> str:
     return "cuda"
 
 
-@pytest.mark.parametrize(("batch", "m", "length"), [(1, 64, 64), (2, 35, 50), (3, 200, 808), (2, 768, 3072), (1, 1000, 1003)])
+@pytest.mark.parametrize(
+    ("batch", "m", "length"),
+    [(1, 64, 64), (2, 35, 50), (3, 200, 808), (2, 768, 3072), (1, 1000, 1003)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype, device: str) -> None:
+def test_symmetric_products(
+    batch: int, m: int, length: int, dtype: torch.dtype, device: str
+) -> None:
     """Tiles of both sizes, cut and whole; rows that begin at multiples of 16 bytes, and others. To one rounding."""
     from hdet.kernels.triton import symmetric_products
 
@@ -42,7 +47,9 @@ def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype,
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
     torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, **near)
     square = symmetric_products.product(gram, gram, gram, 2.0, -0.5)
-    torch.testing.assert_close(square.double(), 2 * gram.double() @ gram.double() - 0.5 * gram.double(), **near)
+    torch.testing.assert_close(
+        square.double(), 2 * gram.double() @ gram.double() - 0.5 * gram.double(), **near
+    )
 
 
 @pytest.mark.parametrize("shape", [(768, 3072), (768, 768), (100, 60)])
@@ -56,8 +63,13 @@ def test_directions(shape: tuple[int, int], device: str) -> None:
     for _ in range(5):
         s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
     exact = left @ torch.diag(s) @ right
-    (ours,) = newton_schulz.orthogonalise([x], newton_schulz.Iteration(USUAL, 5, 1e-7, torch.bfloat16))
-    ours_off, theirs_off = (float((made.double() - exact).norm() / exact.norm()) for made in (ours, torchs(x, USUAL, 5, 1e-7)))
+    (ours,) = newton_schulz.orthogonalise(
+        [x], newton_schulz.Iteration(USUAL, 5, 1e-7, torch.bfloat16)
+    )
+    ours_off, theirs_off = (
+        float((made.double() - exact).norm() / exact.norm())
+        for made in (ours, torchs(x, USUAL, 5, 1e-7))
+    )
     assert ours_off < 1.2 * theirs_off < 0.03
 
 
@@ -65,9 +77,14 @@ def stepped(device: str, waits: bool = True, **options: Any) -> list[torch.Tenso
     """The parameters after some steps."""
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
-    gradients = [[torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(5)]
+    gradients = [
+        [torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(5)
+    ]
     optimizer = FusedMuon(
-        [{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}],
+        [
+            {"params": params[:MATRICES], "use_muon": True},
+            {"params": params[MATRICES:], "use_muon": False},
+        ],
         lr=0.02,
         adamw_lr=1e-3,
         **options,
@@ -86,10 +103,20 @@ def stepped(device: str, waits: bool = True, **options: Any) -> list[torch.Tenso
     return [param.detach().cpu() for param in params]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"moment_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 1.0}, {"moment_dtype": torch.bfloat16}], ids=str
+)
 def test_the_steps_of_a_cpu(options: dict[str, Any], device: str) -> None:
-    for ours, theirs in zip(*(stepped(place, ns_dtype=torch.float32, **options) for place in (device, "cpu")), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3 if options else 1e-4, atol=1e-3 if "moment_dtype" in options else 1e-4)
+    for ours, theirs in zip(
+        *(stepped(place, ns_dtype=torch.float32, **options) for place in (device, "cpu")),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            ours,
+            theirs,
+            rtol=1e-3 if options else 1e-4,
+            atol=1e-3 if "moment_dtype" in options else 1e-4,
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "moment_dtype": "8bit"}], ids=str)

@@ -37,7 +37,14 @@ def trained(model: nn.Module, kind: type, device: str, averaged: bool) -> list[t
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for _, p in named]
 
 
-NCCL = pytest.param("nccl", "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+NCCL = pytest.param(
+    "nccl",
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ],
+)
 
 
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedMuon])
@@ -49,14 +56,20 @@ def test_a_sharded_model_is_trained_as_one_in_no_group(
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4)).to(device))
+        models.append(
+            nn.Sequential(
+                nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4)
+            ).to(device)
+        )
     alone = trained(models[0], kind, device, averaged=False)
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device, (1,))
         for layer in (*models[1][::2], models[1]):
             fully_shard(layer, mesh=mesh)
-        for ours, theirs in zip(trained(models[1], kind, device, averaged=True), alone, strict=True):
+        for ours, theirs in zip(
+            trained(models[1], kind, device, averaged=True), alone, strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     finally:
         dist.destroy_process_group()

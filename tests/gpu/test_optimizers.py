@@ -120,17 +120,25 @@ def test_a_stream_of_its_own_with_a_producer_that_is_late(backend: str) -> None:
         (FusedSGD, {"momentum": 0.9, "nesterov": True}),
     ],
 )
-def test_capture_and_replay_with_changing_hyperparameters(kind: Any, options: dict[str, Any], backend: str) -> None:
+def test_capture_and_replay_with_changing_hyperparameters(
+    kind: Any, options: dict[str, Any], backend: str
+) -> None:
     """Rates, decay and betas change between replays; the bits are those of steps that are not captured."""
     ours, theirs = parameters(), parameters()
-    a, b = (kind([{"params": params}], lr=1e-2, backend=backend, **options) for params in (ours, theirs))
+    a, b = (
+        kind([{"params": params}], lr=1e-2, backend=backend, **options) for params in (ours, theirs)
+    )
     for params in (ours, theirs):
         set_gradients(params, 0)
     b.step()
     graph = captured_step(a)
     for turn in range(1, 7):
         changes: dict[str, Any] = {"lr": 1e-2 / turn, "weight_decay": 0.1 * turn}
-        changes |= {"momentum": 0.5 + 0.05 * turn} if kind is FusedSGD else {"betas": (0.5 + 0.05 * turn, 0.9 + 0.01 * turn)}
+        changes |= (
+            {"momentum": 0.5 + 0.05 * turn}
+            if kind is FusedSGD
+            else {"betas": (0.5 + 0.05 * turn, 0.9 + 0.01 * turn)}
+        )
         for params, optimizer in ((ours, a), (theirs, b)):
             optimizer.param_groups[0].update(changes)
             set_gradients(params, turn)
@@ -145,13 +153,19 @@ def test_capture_refuses_what_it_could_not_replay(backend: str) -> None:
     params = parameters()
     optimizer = FusedAdamW(params, lr=1e-2, backend=backend)
     set_gradients(params, 0)
-    with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="before capturing"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         optimizer.step()
     torch.cuda.synchronize()
     optimizer.step()
     before = [p.detach().clone() for p in params]
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match="write_hyperparameters"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="write_hyperparameters"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         optimizer.step()
     torch.cuda.synchronize()
     assert same_bits(params, before)
@@ -168,7 +182,10 @@ def test_a_norm_that_no_step_has_taken_is_not_captured(backend: str) -> None:
     optimizer.step()
     optimizer.max_grad_norm = 1.0
     optimizer.write_hyperparameters()
-    with pytest.raises(RuntimeError, match="as no step before it did"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="as no step before it did"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         optimizer.step()
     torch.cuda.synchronize()
     optimizer.step()
@@ -181,12 +198,18 @@ def test_a_grad_scaler_drives_it(backend: str) -> None:
     ours, theirs = parameters(), parameters()
     a = FusedAdamW(ours, lr=1e-3, backend=backend)
     b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
-    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=3) for _ in range(2)]
+    scalers = [
+        torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=3) for _ in range(2)
+    ]
     for turn in range(10):
         for optimizer, params, scaler in ((a, ours, scalers[0]), (b, theirs, scalers[1])):
             optimizer.zero_grad()
-            weights = torch.randn(params[0].shape, generator=torch.Generator("cuda").manual_seed(turn), device="cuda")
-            loss = torch.stack([(p * (weights if p is params[0] else 1.0)).sum() for p in params]).sum()
+            weights = torch.randn(
+                params[0].shape, generator=torch.Generator("cuda").manual_seed(turn), device="cuda"
+            )
+            loss = torch.stack(
+                [(p * (weights if p is params[0] else 1.0)).sum() for p in params]
+            ).sum()
             scaler.scale(loss * (math.inf if turn in (0, 4) else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -200,7 +223,10 @@ def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
     """Changed in place between replays, without a word to the optimizer; the bits are those of steps that are not captured."""
     ours, theirs = parameters(), parameters()
     rates = [torch.tensor(0.5, device="cuda") for _ in range(2)]
-    a, b = (FusedAdamW(groups(params), lr=rate, backend=backend) for params, rate in zip((ours, theirs), rates, strict=True))
+    a, b = (
+        FusedAdamW(groups(params), lr=rate, backend=backend)
+        for params, rate in zip((ours, theirs), rates, strict=True)
+    )
     for params in (ours, theirs):
         set_gradients(params, 0)
     b.step()
@@ -223,13 +249,19 @@ def test_a_graph_outlives_the_plan_it_captured(backend: str) -> None:
     set_gradients(params, 0)
     graph = captured_step(optimizer)
     gradients = [param.grad for param in params]
-    counters = [value for param in params for value in optimizer.state[param].values()]  # the caller's to keep
+    counters = [
+        value for param in params for value in optimizer.state[param].values()
+    ]  # the caller's to keep
     optimizer.param_groups[0]["params"] = params[:1]
     optimizer.step()  # another plan
     del optimizer
     gc.collect()
     torch.cuda.synchronize()
-    others = [torch.full((n,), -1, dtype=torch.int64, device="cuda") for n in (1, 4, 16, 64, 256) for _ in range(50)]
+    others = [
+        torch.full((n,), -1, dtype=torch.int64, device="cuda")
+        for n in (1, 4, 16, 64, 256)
+        for _ in range(50)
+    ]
     before = [param.detach().clone() for param in params]
     graph.replay()
     torch.cuda.synchronize()
@@ -247,12 +279,21 @@ def kernels_of(call: Any) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    events = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.profiler.DeviceType.CUDA
+    ]
     return [name for name in events if not name.lower().startswith(("memcpy", "memset"))]
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, {"cuda": 2, "triton": 4}), ({"max_grad_norm": 1.0}, {"cuda": 4, "triton": 4})])
-def test_launches_of_a_step_on_300_tensors(options: dict[str, Any], most: dict[str, int], backend: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, {"cuda": 2, "triton": 4}), ({"max_grad_norm": 1.0}, {"cuda": 4, "triton": 4})],
+)
+def test_launches_of_a_step_on_300_tensors(
+    options: dict[str, Any], most: dict[str, int], backend: str
+) -> None:
     params = [torch.nn.Parameter(torch.randn(50 + i, device="cuda")) for i in range(300)]
     optimizer = FusedAdamW(params, lr=1e-3, backend=backend, **options)
     for param in params:
@@ -270,7 +311,9 @@ def test_eight_replicas_are_eight_runs(backend: str) -> None:
     alone = [parameters() for _ in range(count)]
     runs = [FusedAdamW(params, lr=1e-2, backend=backend) for params in alone]
     first = parameters()
-    sets: dict[Tensor, list[Tensor]] = {p: [p, *(p.detach().clone() for _ in range(count - 1))] for p in first}
+    sets: dict[Tensor, list[Tensor]] = {
+        p: [p, *(p.detach().clone() for _ in range(count - 1))] for p in first
+    }
     together = FusedAdamW(first, lr=1e-2, backend=backend)
     together.set_replicas(count, lambda p: sets[p])
     together.multipliers = [[m] for m in multipliers]
@@ -285,7 +328,10 @@ def test_eight_replicas_are_eight_runs(backend: str) -> None:
     for k in range(count):
         assert same_bits(together.replica_parameters(k), alone[k])
     together.average_replicas([1.0] * count)
-    assert all(same_bits(together.replica_parameters(k), together.replica_parameters(0)) for k in range(count))
+    assert all(
+        same_bits(together.replica_parameters(k), together.replica_parameters(0))
+        for k in range(count)
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

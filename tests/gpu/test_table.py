@@ -15,7 +15,9 @@ from ..kernels.table import CASES, SPECIAL, Case
 from ..kernels.test_step import assert_same_bits, final_tensors
 
 pytestmark = pytest.mark.gpu
-on_triton, on_the_cpu = (functools.partial(kernels.step_plan, backend=backend) for backend in ("triton", "cpu"))
+on_triton, on_the_cpu = (
+    functools.partial(kernels.step_plan, backend=backend) for backend in ("triton", "cpu")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +40,12 @@ def test_the_table(case: Case) -> None:
     check(case, on_triton, "cuda")
 
 
-@pytest.mark.parametrize("name", [*(f"all float {rule}" for rule in RULES), "all float lion 4 replicas", "stochastic"])
+@pytest.mark.parametrize(
+    "name", [*(f"all float {rule}" for rule in RULES), "all float lion 4 replicas", "stochastic"]
+)
 def test_bits_are_those_of_the_cpu(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     ours = final_tensors(case, on_triton, "cuda")
-    assert_same_bits({key: bits.cpu() for key, bits in ours.items()}, final_tensors(case, on_the_cpu, "cpu"))
+    assert_same_bits(
+        {key: bits.cpu() for key, bits in ours.items()}, final_tensors(case, on_the_cpu, "cpu")
+    )

@@ -27,13 +27,18 @@ LOOKED, TRIED, FIRST = 30, 220, 60
 """Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
 STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
-OUTER = {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())}
+OUTER = {
+    "sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())
+}
 
 
 def needs(*names: str) -> None:
     """At the top of a module of tests: skips it where one of these frameworks is not installed, but where all have to be."""
     for name in () if os.environ.get("HDET_FRAMEWORKS") else names:
-        pytest.importorskip(name, reason=f"{name} is not installed: make test-frameworks has an environment with all of them")
+        pytest.importorskip(
+            name,
+            reason=f"{name} is not installed: make test-frameworks has an environment with all of them",
+        )
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -41,7 +46,9 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, count: int = 160, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator).repeat_interleave(2, 1)[:, :LENGTH]
+        self.tokens = torch.randint(
+            1, VOCABULARY, (count, LENGTH), generator=generator
+        ).repeat_interleave(2, 1)[:, :LENGTH]
         self.lengths = torch.randint(LENGTH // 2, LENGTH + 1, (count,), generator=generator)
 
     def __len__(self) -> int:
@@ -57,8 +64,15 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    )
 
 
 def example(name: str) -> Any:
@@ -84,7 +98,9 @@ def correction_in(text: str) -> float:
 def weights(model: torch.nn.Module) -> torch.Tensor:
     """All of them; of a sharded model this rank's."""
     own = [p.detach() for p in model.parameters()]
-    return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in own]).clone()
+    return torch.cat(
+        [(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in own]
+    ).clone()
 
 
 def equal(found: list[Any]) -> bool:
@@ -97,7 +113,9 @@ def check_same_run(plain: list[Any], ours: list[Any], steps: int = STEPS) -> Non
         assert torch.equal(a, b) and lines == same and len(lines) >= steps and others == also
 
 
-def check_looked_at(run: Callable[[dict[str, Any] | None, float], list[Any]], good: float, low: float) -> None:
+def check_looked_at(
+    run: Callable[[dict[str, Any] | None, float], list[Any]], good: float, low: float
+) -> None:
     """``run(ensemble, rate)``: of each rank (weights, what is logged, `looked_at` or nothing). By default the first steps are looked at."""
     plain, ours = run(None, good), run({}, good)
     check_same_run([of[:2] for of in plain], [of[:2] for of in ours], 1)
@@ -108,7 +126,9 @@ def check_looked_at(run: Callable[[dict[str, Any] | None, float], list[Any]], go
 def check_skipped(plain: Any, still: Any) -> None:
     """Under float16: (weights, skipped, logged, counted)."""
     (last, skipped, log, _), (same, also, again, counted) = plain, still
-    assert torch.equal(last, same) and skipped == also and repr(log) == repr(again)  # a norm that overflows is no number
+    assert (
+        torch.equal(last, same) and skipped == also and repr(log) == repr(again)
+    )  # a norm that overflows is no number
     assert skipped[0] and any(skipped[3:])
     assert counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
 
@@ -124,7 +144,12 @@ class Halved(hdet.Controller):
         return hdet.Plan()
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        return [hdet.Decision(factor=0.5 if evidence.cycle == 0 else 1.0, note="halved" * (evidence.cycle == 0)) for _ in evidence.knobs]
+        return [
+            hdet.Decision(
+                factor=0.5 if evidence.cycle == 0 else 1.0, note="halved" * (evidence.cycle == 0)
+            )
+            for _ in evidence.knobs
+        ]
 
     def report(self) -> str:
         return "halves once"
@@ -147,7 +172,12 @@ NO_TRACE = (1.0, 0.0, [()], None)
 def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any]:
     """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the run's own steps there are none), and its scaler."""
     auto = ensemble.engine.controller
-    return ensemble.corrections["lr"], auto.cost, [arm.losses for arm in auto.interval.trial.arms], auto.scaler
+    return (
+        ensemble.corrections["lr"],
+        auto.cost,
+        [arm.losses for arm in auto.interval.trial.arms],
+        auto.scaler,
+    )
 
 
 FLOAT16: dict[str, dict[str, Any] | None] = {
@@ -195,7 +225,14 @@ def launched(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
 
 def _launched(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in place.items()})
     try:

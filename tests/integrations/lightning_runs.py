@@ -44,12 +44,16 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.schedule == "lambda":
-            scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)
+            scheduler: Any = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1 - step / self.steps
+            )
         elif self.schedule == "constant":
             return optimizer
         else:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "epoch" if self.schedule == "epoch" else "step"}]
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": "epoch" if self.schedule == "epoch" else "step"}
+        ]
 
 
 class Gan(pl.LightningModule):
@@ -67,15 +71,22 @@ class Gan(pl.LightningModule):
         for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
-        for optimizer, scheduler in list(zip(optimizers, schedulers, strict=True))[: 1 + batch_idx % 2]:
+        for optimizer, scheduler in list(zip(optimizers, schedulers, strict=True))[
+            : 1 + batch_idx % 2
+        ]:
             self.clip_gradients(optimizer, 0.5, "norm")
             optimizer.step()
             scheduler.step()
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(net.parameters(), lr=lr) for net, lr in zip(self.nets, (3e-2, 1e-2), strict=True)]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7) for optimizer in optimizers]
+        optimizers = [
+            torch.optim.SGD(net.parameters(), lr=lr)
+            for net, lr in zip(self.nets, (3e-2, 1e-2), strict=True)
+        ]
+        return optimizers, [
+            torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7) for optimizer in optimizers
+        ]
 
 
 class Seen(pl.Callback):
@@ -87,12 +98,16 @@ class Seen(pl.Callback):
         self.rates: dict[int, float] = {}
         self.validated: list[torch.Tensor] = []
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.rates[trainer.global_step + 1] = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
         self.weights.setdefault(trainer.global_step, weights(pl_module))
-        self.later[trainer.global_step] = weights(pl_module)  # the first micro-batch of the next step
+        self.later[trainer.global_step] = weights(
+            pl_module
+        )  # the first micro-batch of the next step
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *others: Any) -> None:
         if not trainer.sanity_checking:
@@ -120,7 +135,9 @@ class Kept(pl.loggers.logger.DummyLogger):
 
 def loader(seed: int, steps: int, world: int, size: int = 4) -> Any:
     x = torch.randn(size * PARTS * steps * world, 6, generator=torch.Generator().manual_seed(seed))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size
+    )
 
 
 def fit(
@@ -147,7 +164,14 @@ def fit(
         settings = {"accumulate_grad_batches": PARTS, "gradient_clip_val": 0.5, **settings}
     callback = None if ensemble is None else make(**ensemble)
     seen, kept = Seen(), Kept()
-    callbacks = [*before, seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else []), Stop(stop)]
+    callbacks = [
+        *before,
+        seen,
+        *([callback] if callback else []),
+        LearningRateMonitor("step"),
+        *([saves] if saves else []),
+        Stop(stop),
+    ]
     settings = {"max_steps": steps, **settings}
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, callbacks=callbacks, logger=kept,
@@ -165,7 +189,9 @@ def numbered(base: Any) -> Any:
 
     class Numbered(base):  # type: ignore[misc]
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+            x = torch.randn(
+                4, 6, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank)
+            )
             loss: torch.Tensor = super().training_step((x, x.sum(1, keepdim=True)), batch_idx)
             return loss
 

@@ -61,21 +61,35 @@ class Loop:
         self, ensemble: dict[str, Any] | None, *, prepared: bool = True, mixed: str = "no", alone: bool = False, steps: int = STEPS,
         lr: float = 3e-2, one_cycle: bool = False, size: int = 4,
     ) -> None:  # fmt: skip
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed)
-        if mixed == "fp16":  # a CPU computes in float32 then, without a word; this is what accelerate makes on a GPU
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed
+        )
+        if (
+            mixed == "fp16"
+        ):  # a CPU computes in float32 then, without a word; this is what accelerate makes on a GPU
             assert self.accelerator.scaler is None
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+            self.accelerator.scaler = torch.amp.GradScaler(
+                "cpu", init_scale=2.0**16, growth_interval=3
+            )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        each = self.accelerator.num_processes if prepared else 1  # a prepared scheduler is stepped so often
+        each = (
+            self.accelerator.num_processes if prepared else 1
+        )  # a prepared scheduler is stepped so often
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * each)
         if one_cycle:
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps * each)
-        loader = torch.utils.data.DataLoader(Numbers(size * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=size)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=lr, total_steps=steps * each
+            )
+        loader = torch.utils.data.DataLoader(
+            Numbers(size * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=size
+        )
         self.optimizer, self.loader = self.accelerator.prepare(optimizer, loader)
-        self.model = model if alone else self.accelerator.prepare(model)  # gradients are local where there is no DDP
+        self.model = (
+            model if alone else self.accelerator.prepare(model)
+        )  # gradients are local where there is no DDP
         self.scheduler = self.accelerator.prepare(scheduler) if prepared else scheduler
         self.ensemble: Any = None
         if ensemble is not None:
@@ -84,7 +98,9 @@ class Loop:
             free = settings.pop("free", False)
             if auto is not None or free:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
-            made = hdet.Ensemble(self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings)
+            made = hdet.Ensemble(
+                self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings
+            )
             own = () if auto is None else (self.model, losses_of)
             self.ensemble = hdet.integrations.accelerate.prepare(self.accelerator, made, *own)
         self.done = 0
@@ -106,7 +122,9 @@ class Loop:
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
                     loss = losses_of(self.model, batch).mean()
-                self.accelerator.backward(loss * float("inf") if self.done == self.overflows else loss)
+                self.accelerator.backward(
+                    loss * float("inf") if self.done == self.overflows else loss
+                )
                 if self.accelerator.sync_gradients:
                     self.clip()
                     self.rates.append(self.optimizer.param_groups[0]["lr"])
@@ -135,7 +153,9 @@ def _plain(ensemble: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("settings", [{"prepared": True}, {"prepared": False, "mixed": "bf16"}], ids=["prepared", "bf16"])
+@pytest.mark.parametrize(
+    "settings", [{"prepared": True}, {"prepared": False, "mixed": "bf16"}], ids=["prepared", "bf16"]
+)
 def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, Any]) -> None:
     plain = on_ranks(_plain, world, None, settings)
     ours = on_ranks(_plain, world, STILL, settings)
@@ -146,8 +166,20 @@ def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, A
 def test_a_cycles_loss_is_the_mean_of_the_loops() -> None:
     records: list[Any] = []
     with accelerate_reset():
-        losses = Loop({"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}).train(EVERY).losses
-    assert records == pytest.approx([sum(losses) / len(losses)], rel=1e-5) and len(losses) == EVERY * PARTS
+        losses = (
+            Loop(
+                {
+                    "sync": hdet.Sync(EVERY),
+                    "log": lambda record, step: records.append(record["losses"][0]),
+                }
+            )
+            .train(EVERY)
+            .losses
+        )
+    assert (
+        records == pytest.approx([sum(losses) / len(losses)], rel=1e-5)
+        and len(losses) == EVERY * PARTS
+    )
 
 
 def _spread(folder: str) -> Any:
@@ -158,19 +190,32 @@ def _spread(folder: str) -> Any:
     return loop.weights, saved, loop.rates, loop.ensemble.cycle
 
 
-def test_replicas_differ_within_a_cycle_and_are_equal_where_a_state_is_saved(tmp_path: Path) -> None:
+def test_replicas_differ_within_a_cycle_and_are_equal_where_a_state_is_saved(
+    tmp_path: Path,
+) -> None:
     traces, saved, rates, cycles = zip(*on_ranks(_spread, 2, str(tmp_path)), strict=True)
-    assert [equal(list(step)) for step in zip(*traces, strict=True)] == [step in (5, 10, 12) for step in range(1, 13)]
+    assert [equal(list(step)) for step in zip(*traces, strict=True)] == [
+        step in (5, 10, 12) for step in range(1, 13)
+    ]
     assert equal(list(saved)) and not torch.equal(saved[0], traces[0][6]) and cycles == (3, 3)
-    file = {name: torch.load(path, weights_only=True) for name, path in [("model", tmp_path / "pytorch_model.bin")] if path.exists()}
+    file = {
+        name: torch.load(path, weights_only=True)
+        for name, path in [("model", tmp_path / "pytorch_model.bin")]
+        if path.exists()
+    }
     if not file:
         from safetensors.torch import load_file
 
         file = {"model": load_file(tmp_path / "model.safetensors")}
-    assert torch.equal(torch.cat([p.flatten() for p in file["model"].values()]).sort().values, saved[0].sort().values)
+    assert torch.equal(
+        torch.cat([p.flatten() for p in file["model"].values()]).sort().values,
+        saved[0].sort().values,
+    )
     schedule = _plain(None, {})[1]
     for of in rates:
-        assert of == pytest.approx([rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(schedule)], rel=1e-9)
+        assert of == pytest.approx(
+            [rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(schedule)], rel=1e-9
+        )
 
 
 def _resumed(folder: str, at: int, one_cycle: bool) -> Any:
@@ -187,11 +232,21 @@ def _resumed(folder: str, at: int, one_cycle: bool) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("at", "one_cycle"), [(EVERY, False), (EVERY + 2, False), (EVERY + 2, True)])
-def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path, world: int, at: int, one_cycle: bool) -> None:
+@pytest.mark.parametrize(
+    ("at", "one_cycle"), [(EVERY, False), (EVERY + 2, False), (EVERY + 2, True)]
+)
+def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(
+    tmp_path: Path, world: int, at: int, one_cycle: bool
+) -> None:
     """A prepared OneCycleLR has its total_steps in its state alone."""
-    for whole, resumed, rates_whole, rates_resumed in on_ranks(_resumed, world, str(tmp_path), at, one_cycle):
-        assert torch.equal(whole, resumed) and rates_whole == rates_resumed and len(rates_whole) == STEPS - at
+    for whole, resumed, rates_whole, rates_resumed in on_ranks(
+        _resumed, world, str(tmp_path), at, one_cycle
+    ):
+        assert (
+            torch.equal(whole, resumed)
+            and rates_whole == rates_resumed
+            and len(rates_whole) == STEPS - at
+        )
 
 
 # -- AutoLR ----------------------------------------------------------------------------------------------------------------
@@ -200,25 +255,50 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path
 def _auto(lr: float, ensemble: dict[str, Any] | None, mixed: str = "no", until: int = FIRST) -> Any:
     loop = Loop(ensemble, steps=250, lr=lr, mixed=mixed, size=16).train(until)
     auto = None if ensemble is None else loop.ensemble.engine.controller
-    return loop.weights[-1], 0 if auto is None else loop.ensemble.corrections["lr"], auto and auto.interval, auto and auto.cost
+    return (
+        loop.weights[-1],
+        0 if auto is None else loop.ensemble.corrections["lr"],
+        auto and auto.interval,
+        auto and auto.cost,
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_auto_lr_with_accumulation_raises_a_rate_that_is_far_too_low_and_leaves_a_good_one(world: int) -> None:
-    low, good, plain = (on_ranks(_auto, world, lr, ensemble) for lr, ensemble in ((1e-4, {"auto": 0.9}), (0.1, {"auto": 0.9}), (0.1, None)))
+def test_auto_lr_with_accumulation_raises_a_rate_that_is_far_too_low_and_leaves_a_good_one(
+    world: int,
+) -> None:
+    low, good, plain = (
+        on_ranks(_auto, world, lr, ensemble)
+        for lr, ensemble in ((1e-4, {"auto": 0.9}), (0.1, {"auto": 0.9}), (0.1, None))
+    )
     assert equal([w for w, *_ in low]) and all(correction >= 8 for _, correction, *_ in low)
-    assert all(correction == 1 and torch.equal(w, of) for (w, correction, *_), (of, *_) in zip(good, plain, strict=True))
+    assert all(
+        correction == 1 and torch.equal(w, of)
+        for (w, correction, *_), (of, *_) in zip(good, plain, strict=True)
+    )
 
 
 def test_without_losses_only_the_runs_own_steps_are_looked_at() -> None:
-    [(ours, correction, found, cost)], [(plain, *_)] = on_ranks(_auto, 1, 0.1, {"free": True}), on_ranks(_auto, 1, 0.1, None)
-    assert torch.equal(ours, plain) and correction == 1 and cost == 0 and [arm.losses for arm in found.trial.arms] == [()]
+    [(ours, correction, found, cost)], [(plain, *_)] = (
+        on_ranks(_auto, 1, 0.1, {"free": True}),
+        on_ranks(_auto, 1, 0.1, None),
+    )
+    assert (
+        torch.equal(ours, plain)
+        and correction == 1
+        and cost == 0
+        and [arm.losses for arm in found.trial.arms] == [()]
+    )
 
 
 def test_under_float16_a_trial_has_the_accelerators_scaler_and_the_loops_clipping() -> None:
-    [(raised, correction, found, _)] = on_ranks(_auto, 1, 1e-4, {"auto": 0.9}, "fp16", 2 * FIRST)  # many steps are skipped
+    [(raised, correction, found, _)] = on_ranks(
+        _auto, 1, 1e-4, {"auto": 0.9}, "fp16", 2 * FIRST
+    )  # many steps are skipped
     assert correction >= 8 and found.trial.arms[0].losses and raised.isfinite().all()
-    [(ours, correction, *_)], [(plain, *_)] = (on_ranks(_auto, 1, 0.1, of, "fp16", 2 * FIRST) for of in ({"auto": 0.9}, None))
+    [(ours, correction, *_)], [(plain, *_)] = (
+        on_ranks(_auto, 1, 0.1, of, "fp16", 2 * FIRST) for of in ({"auto": 0.9}, None)
+    )
     assert correction == 1 and torch.equal(ours, plain)
 
 
@@ -235,7 +315,12 @@ def _anew() -> Any:
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
     model.zero_grad()
     loss = loop.ensemble.compute_again(batches)
-    return expected, torch.cat([p.grad.flatten() for p in model.parameters()]), float(loss), sum(loop.losses) / PARTS
+    return (
+        expected,
+        torch.cat([p.grad.flatten() for p in model.parameters()]),
+        float(loss),
+        sum(loop.losses) / PARTS,
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -265,22 +350,34 @@ def _float16_run(kind: str, prepared: bool) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "torch's"])
-def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(world: int, prepared: bool) -> None:
-    for (plain, _), (still, _) in zip(*(on_ranks(_float16_run, world, kind, prepared) for kind in ("plain", "still")), strict=True):
+def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(
+    world: int, prepared: bool
+) -> None:
+    for (plain, _), (still, _) in zip(
+        *(on_ranks(_float16_run, world, kind, prepared) for kind in ("plain", "still")), strict=True
+    ):
         check_skipped(plain, still)
 
 
 def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it() -> None:
-    ((last, skipped, _, counted), one), ((same, also, _, and_counted), two) = on_ranks(_float16_run, 2, "spread", True)
+    ((last, skipped, _, counted), one), ((same, also, _, and_counted), two) = on_ranks(
+        _float16_run, 2, "spread", True
+    )
     assert skipped == also and counted == and_counted and any(skipped[3:]) and counted[-1] > EVERY
-    assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [count % EVERY == 0 for count in counted]
+    assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [
+        count % EVERY == 0 for count in counted
+    ]
     assert torch.equal(last, same) and last.isfinite().all()
 
 
 def test_under_float16_a_step_that_one_of_several_local_replicas_skips_counts_for_all() -> None:
-    ((_, skipped, _, counted), one), ((_, also, _, and_counted), two) = on_ranks(_float16_run, 2, "outer", False)
+    ((_, skipped, _, counted), one), ((_, also, _, and_counted), two) = on_ranks(
+        _float16_run, 2, "outer", False
+    )
     assert also[2] and not skipped[2] and counted == and_counted == list(range(1, STEPS + 1))
-    assert [step + 1 for step, (a, b) in enumerate(zip(one, two, strict=True)) if torch.equal(a, b)] == [1, 5, 10, 12]  # 1: both
+    assert [
+        step + 1 for step, (a, b) in enumerate(zip(one, two, strict=True)) if torch.equal(a, b)
+    ] == [1, 5, 10, 12]  # 1: both
 
 
 def _prepared_outer() -> str:
@@ -294,17 +391,29 @@ def test_under_float16_local_replicas_need_a_scheduler_that_does_not_stand_still
         assert "schedules would drift apart. Give the Ensemble torch's scheduler" in message
 
 
-def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", "accelerate.hdet")
     found: list[Any] = []
     with accelerate_reset():
         own: list[int] = []
-        loop = Loop({**SPREAD, "controller": Halved(), "log": lambda record, step: own.append(step)})
-        tracker = {"name": "own", "log": lambda self, values, step=None, **_: found.append((step, values))}
+        loop = Loop(
+            {**SPREAD, "controller": Halved(), "log": lambda record, step: own.append(step)}
+        )
+        tracker = {
+            "name": "own",
+            "log": lambda self, values, step=None, **_: found.append((step, values)),
+        }
         loop.accelerator.trackers = [type("Tracker", (), tracker)()]
         loop.train(STEPS)
-    assert [step for step, _ in found] == own == [5, 10, 12] and [values["hdet/corrections/lr"] for _, values in found] == [0.5] * 3
-    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] hdet, halved: halves once", "[RANK 0] hdet, step 5: lr: halved"]
+    assert [step for step, _ in found] == own == [5, 10, 12] and [
+        values["hdet/corrections/lr"] for _, values in found
+    ] == [0.5] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "[RANK 0] hdet, halved: halves once",
+        "[RANK 0] hdet, step 5: lr: halved",
+    ]
 
 
 def test_moves_are_told_in_accelerates_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,9 +459,15 @@ def test_another_number_of_processes_and_a_prepared_scheduler_are_warned_of(tmp_
             warnings.simplefilter("always")
             loop = Loop(STILL, prepared=prepared)
             loop.accelerator.load_state(folder)
-        told = [str(one.message) for one in caught if "saved on 2 processes, and this run has 1" in str(one.message)]
+        told = [
+            str(one.message)
+            for one in caught
+            if "saved on 2 processes, and this run has 1" in str(one.message)
+        ]
         torchs = loop.scheduler.scheduler if prepared else loop.scheduler
-        assert (len(told), torchs.last_epoch, loop.ensemble.engine.step) == ((1, 12, 6) if prepared else (0, 6, 6))
+        assert (len(told), torchs.last_epoch, loop.ensemble.engine.step) == (
+            (1, 12, 6) if prepared else (0, 6, 6)
+        )
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
@@ -363,7 +478,8 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         with pytest.raises(TypeError, match="must be an hdet.Ensemble, got Loop"):
             prepare(loop.accelerator, loop)
         with pytest.raises(
-            ValueError, match="AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, its .optimizer"
+            ValueError,
+            match="AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, its .optimizer",
         ):
             hdet.Ensemble(loop.optimizer, total_steps=STEPS)
         bare = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
@@ -371,10 +487,16 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             bare.step(1.0, [torch.ones(1)])
         bare.close()
         strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-        with pytest.raises(ValueError, match="has not prepared the Ensemble's optimizer: call accelerator.prepare before"):
+        with pytest.raises(
+            ValueError,
+            match="has not prepared the Ensemble's optimizer: call accelerator.prepare before",
+        ):
             prepare(loop.accelerator, strange)
         auto = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
-        with pytest.raises(TypeError, match="losses of a model: pass prepare\\(accelerator, ensemble, model, losses\\)"):
+        with pytest.raises(
+            TypeError,
+            match="losses of a model: pass prepare\\(accelerator, ensemble, model, losses\\)",
+        ):
             prepare(loop.accelerator, auto, losses=losses_of)
         with pytest.raises(TypeError, match="call step\\(loss, batch\\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)

@@ -60,7 +60,9 @@ class Own(Adapter):
 MODEL = nn.Linear(1, 1)
 
 
-def begun(settings: dict[str, Any], count: int = 1, logs: bool = True, states: Any = (), **own: Any) -> Own:
+def begun(
+    settings: dict[str, Any], count: int = 1, logs: bool = True, states: Any = (), **own: Any
+) -> Own:
     """``count``: of optimizers."""
     adapter = Own(**own)
     optimizers = [torch.optim.SGD(MODEL.parameters(), lr=1.0) for _ in range(count)]
@@ -165,7 +167,9 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
     (2, hdet.AutoLR, "is bad", "AutoLR trains copies of a run with one optimizer, and there are 2"),
     (1, hdet.AutoLR, "is bad", "AutoLR is bad"),
 ])  # fmt: skip
-def test_a_search_that_cannot_be_is_refused(count: int, controller: Any, obstacle: str | None, message: str) -> None:
+def test_a_search_that_cannot_be_is_refused(
+    count: int, controller: Any, obstacle: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         begun({"controller": controller, "total_steps": 9000}, count, obstacle=obstacle)
 
@@ -221,22 +225,41 @@ def test_losses_are_computed_again_in_parts_and_synchronised_once() -> None:
 
 def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
     tensor = torch.zeros(1)
-    owner = SimpleNamespace(count=1, lists={"a": [1, {"b": (2, None)}]}, tensor=tensor, mixed=[tensor])
+    owner = SimpleNamespace(
+        count=1, lists={"a": [1, {"b": (2, None)}]}, tensor=tensor, mixed=[tensor]
+    )
     with pytest.raises(KeyError), attributes_kept(owner):
         owner.count, owner.mixed = 2, owner.mixed + [1]
         owner.lists["a"][1]["b"] = 3
         owner.tensor += 1
         raise KeyError
-    assert (owner.count, owner.lists, float(owner.tensor), len(owner.mixed)) == (1, {"a": [1, {"b": (2, None)}]}, 1.0, 2)
+    assert (owner.count, owner.lists, float(owner.tensor), len(owner.mixed)) == (
+        1,
+        {"a": [1, {"b": (2, None)}]},
+        1.0,
+        2,
+    )
 
 
 def test_controllers_made_of_others_report_what_those_do() -> None:
-    assert hdet.Controller().report() == "" and hdet.Shadow(Halved()).report() == "halves once (reported only: nothing is moved)"
+    assert (
+        hdet.Controller().report() == ""
+        and hdet.Shadow(Halved()).report() == "halves once (reported only: nothing is moved)"
+    )
     auto = hdet.AutoLR(nn.Linear(1, 1))
-    assert hdet.SequentialController(auto, Halved()).report() == f"{auto.report()}; then: halves once" and auto.report()
-    with pytest.raises(ValueError, match="AutoLR searches in the first steps of a run: pass it as the first controller"):
+    assert (
+        hdet.SequentialController(auto, Halved()).report() == f"{auto.report()}; then: halves once"
+        and auto.report()
+    )
+    with pytest.raises(
+        ValueError,
+        match="AutoLR searches in the first steps of a run: pass it as the first controller",
+    ):
         hdet.SequentialController(Halved(), auto)
-    assert hdet.SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"
+    assert (
+        hdet.SequentialController(hdet.SoftmaxController(decay=None), Halved()).report()
+        == "halves once"
+    )
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["of all arms", "of those that diverge"])
@@ -254,7 +277,10 @@ def test_batches_without_a_loss_are_left_out_of_a_trial(broken: bool) -> None:
     run.closure = closure
     found = run.steps(ALL).controller.interval
     assert left_out and not found.moves
-    assert {len(arm.losses) for arm in found.trial.arms} == {0, SCORES if broken else SCORES - 1}  # 0: of rates that are far too high
+    assert {len(arm.losses) for arm in found.trial.arms} == {
+        0,
+        SCORES if broken else SCORES - 1,
+    }  # 0: of rates that are far too high
 
 
 def test_a_trial_without_any_loss_is_refused_by_name() -> None:

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from .frameworks import EVERY, PARTS, SPREAD, STEPS, STILL, Halved, equal, halved, needs, on_ranks, weights
+from .frameworks import (
+    EVERY,
+    PARTS,
+    SPREAD,
+    STEPS,
+    STILL,
+    Halved,
+    equal,
+    halved,
+    needs,
+    on_ranks,
+    weights,
+)
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -40,7 +52,9 @@ def _averaged(folder: str, kind: str, ensemble: dict[str, Any] | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["ema", "mean", "swa"])
-def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_look(tmp_path: Path, kind: str) -> None:
+def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_look(
+    tmp_path: Path, kind: str
+) -> None:
     for plain, ours in zip(
         on_ranks(_averaged, 2, str(tmp_path), kind, None),
         on_ranks(_averaged, 2, str(tmp_path), kind, STILL),
@@ -95,10 +109,13 @@ def _unfrozen(folder: str, ensemble: dict[str, Any] | None, resume: str | None =
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(tmp_path: Path, world: int) -> None:
+def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
+    tmp_path: Path, world: int
+) -> None:
     ours = {**SPREAD, "controller": halved}
     plain, same, moved = (
-        on_ranks(_unfrozen, world, str(tmp_path / name), of) for name, of in (("plain", None), ("still", STILL), ("ours", ours))
+        on_ranks(_unfrozen, world, str(tmp_path / name), of)
+        for name, of in (("plain", None), ("still", STILL), ("ours", ours))
     )
     if world == 1:  # DDP leaves out what is frozen when it begins, so its ranks drift apart there
         assert torch.equal(plain[0][0], same[0][0])
@@ -122,17 +139,26 @@ def test_a_group_that_is_added_in_mid_run_is_driven_by_an_ensemble_that_goes_on(
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
-def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(tmp_path: Path, hook: str) -> None:
+def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(
+    tmp_path: Path, hook: str
+) -> None:
     class Adds(Transfer):
         added_after = None
 
     def add(module: Any, *args: Any) -> None:
         if module.current_epoch == 2 and module.added_after is None:
             module.added_after = module.global_step
-            module.optimizers().add_param_group({"params": module.backbone.parameters(), "lr": 1e-3})
+            module.optimizers().add_param_group(
+                {"params": module.backbone.parameters(), "lr": 1e-3}
+            )
 
     setattr(Adds, hook, add)
     ensemble = {**SPREAD, "controller": Halved()}
     limits = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 3 * PARTS}
-    trainer = fit(str(tmp_path), ensemble, before=[groups := Groups()], module=(module := Adds()), **limits)
-    assert groups.rates[module.added_after + 1][1] == pytest.approx(1e-3) and trainer.hdet.ensemble.engine.step == STEPS
+    trainer = fit(
+        str(tmp_path), ensemble, before=[groups := Groups()], module=(module := Adds()), **limits
+    )
+    assert (
+        groups.rates[module.added_after + 1][1] == pytest.approx(1e-3)
+        and trainer.hdet.ensemble.engine.step == STEPS
+    )

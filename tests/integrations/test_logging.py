@@ -16,7 +16,12 @@ from .frameworks import Halved, needs
 def records(log: Any) -> list[dict[str, Any]]:
     """Two cycles, which are logged."""
     kept: list[dict[str, Any]] = []
-    run = Run(total=10, controller=Halved(), replicas=TwoReplicas(), log=lambda record, step: (kept.append(record), log(record, step)))
+    run = Run(
+        total=10,
+        controller=Halved(),
+        replicas=TwoReplicas(),
+        log=lambda record, step: (kept.append(record), log(record, step)),
+    )
     run.steps()
     return kept
 
@@ -24,19 +29,37 @@ def records(log: Any) -> list[dict[str, Any]]:
 def expected(record: dict[str, Any]) -> dict[str, float]:
     """Written out by hand."""
     losses = {f"hdet/losses/{r}": loss for r, loss in enumerate(record["losses"])}
-    multipliers = {f"hdet/multipliers/lr/{r}": rho for r, rho in enumerate(record["multipliers"]["lr"])}
-    by_knob = {f"hdet/{key}/lr": record[key]["lr"] for key in ("values", "scheduled", "corrections")}
-    alone = {f"hdet/{key}": record[key] for key in ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")}
+    multipliers = {
+        f"hdet/multipliers/lr/{r}": rho for r, rho in enumerate(record["multipliers"]["lr"])
+    }
+    by_knob = {
+        f"hdet/{key}/lr": record[key]["lr"] for key in ("values", "scheduled", "corrections")
+    }
+    alone = {
+        f"hdet/{key}": record[key]
+        for key in (
+            "cycle",
+            "rolled_back",
+            "rollbacks",
+            "diverged_total",
+            "converge_ms",
+            "probe_ms",
+        )
+    }
     return {**losses, **multipliers, **by_knob, **alone, "hdet/left_out": 0, "hdet/searching": 0}
 
 
 def test_a_records_numbers_have_its_own_keys() -> None:
     for record in records(lambda record, step: None):
         found = hdet.logging.scalars(record)
-        assert found == expected(record) and all(isinstance(value, float) for value in found.values()) and len(found) == 15
-    assert hdet.logging.scalars({"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}, "mine") == {
-        "mine/probe/0": 0.5
-    }
+        assert (
+            found == expected(record)
+            and all(isinstance(value, float) for value in found.values())
+            and len(found) == 15
+        )
+    assert hdet.logging.scalars(
+        {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}, "mine"
+    ) == {"mine/probe/0": 0.5}
 
 
 class Writer:
@@ -52,22 +75,34 @@ class Writer:
 def test_a_tensorboard_writer_gets_scalars_and_notes_at_the_step() -> None:
     writer = Writer()
     first, second = records(hdet.logging.TensorBoard(writer))
-    scalars = [("add_scalar", name, value, step) for record, step in ((first, 5), (second, 10)) for name, value in expected(record).items()]
+    scalars = [
+        ("add_scalar", name, value, step)
+        for record, step in ((first, 5), (second, 10))
+        for name, value in expected(record).items()
+    ]
     assert sorted(call for call in writer.calls if call[0] == "add_scalar") == sorted(scalars)
-    assert [call for call in writer.calls if call[0] == "add_text"] == [("add_text", "hdet/notes", "lr: halved", 5)]
+    assert [call for call in writer.calls if call[0] == "add_text"] == [
+        ("add_text", "hdet/notes", "lr: halved", 5)
+    ]
 
 
 def test_a_run_of_wandb_gets_them_on_an_axis_of_their_own() -> None:
     run = Writer()
     first, second = records(hdet.logging.WandB(run))
-    assert run.calls[:2] == [("define_metric", "hdet/step"), ("define_metric", "hdet/*", ("step_metric", "hdet/step"))]
+    assert run.calls[:2] == [
+        ("define_metric", "hdet/step"),
+        ("define_metric", "hdet/*", ("step_metric", "hdet/step")),
+    ]
     assert run.calls[2:] == [
         ("log", {"hdet/step": 5, **expected(first), "hdet/notes": "lr: halved"}),
         ("log", {"hdet/step": 10, **expected(second)}),
     ]
 
 
-@pytest.mark.parametrize(("kind", "message"), [("TensorBoard", "writer must be a SummaryWriter"), ("WandB", "run must be what wandb.init")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("TensorBoard", "writer must be a SummaryWriter"), ("WandB", "run must be what wandb.init")],
+)
 def test_what_is_no_writer_is_refused(kind: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         getattr(hdet.logging, kind)(object())
@@ -85,7 +120,10 @@ def test_the_real_tensorboard_reads_them_back(tmp_path: Path) -> None:
     found.Reload()
     assert set(found.Tags()["scalars"]) == set(expected(first))
     lines = [(line.step, line.value) for line in found.Scalars("hdet/values/lr")]
-    assert lines == [(5, pytest.approx(first["values"]["lr"])), (10, pytest.approx(second["values"]["lr"], abs=1e-9))]
+    assert lines == [
+        (5, pytest.approx(first["values"]["lr"])),
+        (10, pytest.approx(second["values"]["lr"], abs=1e-9)),
+    ]
     assert [line.step for line in found.Tensors("hdet/notes/text_summary")] == [5]
 
 
@@ -99,6 +137,8 @@ def test_the_real_wandb_takes_them_offline(tmp_path: Path, monkeypatch: pytest.M
     try:
         run.log({"loss": 1.0}, step=100)  # the loop is ahead: its steps are its own
         _, second = records(hdet.logging.WandB(run))
-        assert {name: run.summary[name] for name in expected(second)} == expected(second) and run.summary["hdet/step"] == 10
+        assert {name: run.summary[name] for name in expected(second)} == expected(
+            second
+        ) and run.summary["hdet/step"] == 10
     finally:
         run.finish()

@@ -80,9 +80,20 @@ class Loop:
             "lr_decay_steps": steps,
             "lr_decay_style": "constant" if constant else "cosine",
         }
-        decay = {"start_wd": 0.01, "end_wd": 0.02, "wd_incr_steps": steps, "wd_incr_style": "linear"}
+        decay = {
+            "start_wd": 0.01,
+            "end_wd": 0.02,
+            "wd_incr_steps": steps,
+            "wd_incr_style": "linear",
+        }
         self.scheduler = OptimizerParamScheduler(self.optimizer, **rates, **decay)
-        self.wrapped = None if ensemble is None else wrap(self.optimizer, self.scheduler, self.model, **{"total_steps": steps, **ensemble})
+        self.wrapped = (
+            None
+            if ensemble is None
+            else wrap(
+                self.optimizer, self.scheduler, self.model, **{"total_steps": steps, **ensemble}
+            )
+        )
         self.weights: dict[int, torch.Tensor] = {}
         self.lines: list[tuple[Any, ...]] = []
         self.rates: list[float] = []
@@ -90,10 +101,20 @@ class Loop:
 
     def losses(self, step: int, forward_only: bool = False) -> Any:
         rank = parallel_state.get_data_parallel_rank()
-        batches = [megatron_tiny.batch(1000 * (PARTS * step + part) + rank) for part in range(PARTS)]
-        sizes = {"num_microbatches": PARTS, "seq_length": megatron_tiny.LENGTH, "micro_batch_size": megatron_tiny.BATCH}
+        batches = [
+            megatron_tiny.batch(1000 * (PARTS * step + part) + rank) for part in range(PARTS)
+        ]
+        sizes = {
+            "num_microbatches": PARTS,
+            "seq_length": megatron_tiny.LENGTH,
+            "micro_batch_size": megatron_tiny.BATCH,
+        }
         return get_forward_backward_func()(
-            forward_step_func=megatron_tiny.forward_step, data_iterator=iter(batches), model=self.model, forward_only=forward_only, **sizes
+            forward_step_func=megatron_tiny.forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            forward_only=forward_only,
+            **sizes,
         )
 
     def parameters(self) -> list[torch.Tensor]:
@@ -124,7 +145,9 @@ class Loop:
         if self.wrapped is None:
             self.scheduler.step(1)
         else:
-            self.wrapped.step(1, found, lambda: self.losses(step, forward_only=not torch.is_grad_enabled()))
+            self.wrapped.step(
+                1, found, lambda: self.losses(step, forward_only=not torch.is_grad_enabled())
+            )
         self.weights[step + 1] = self.flat()
         self.lines.append((step, [float(part["lm loss"]) for part in found], norm, rate))
 
@@ -144,7 +167,9 @@ class Loop:
         import copy
 
         states = {"model": self.model[0].state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy({**states, "opt_param_scheduler": (self.wrapped or self.scheduler).state_dict()})
+        return copy.deepcopy(
+            {**states, "opt_param_scheduler": (self.wrapped or self.scheduler).state_dict()}
+        )
 
     def load(self, state: Any) -> Loop:
         self.model[0].load_state_dict(state["model"])
@@ -159,7 +184,10 @@ def on_megatron(function: Callable[..., Any], world: int, *args: Any) -> list[An
 
 def _with_megatron(function: Callable[..., Any], *args: Any) -> Any:
     # Megatron's router asks whether Transformer Engine has a product for it, by a name that is not there where the library is not.
-    with cpu_for_cuda(), mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True):
+    with (
+        cpu_for_cuda(),
+        mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True),
+    ):
         try:
             return function(*args)
         finally:
@@ -176,7 +204,9 @@ def fresh(ensemble: dict[str, Any] | None, **settings: Any) -> Loop:
 
 def _still(settings: dict[str, Any]) -> Any:
     plain, ours = fresh(None, **settings).train(), fresh(STILL, **settings).train()
-    decays = [[group["weight_decay"] for group in of.optimizer.param_groups] for of in (plain, ours)]
+    decays = [
+        [group["weight_decay"] for group in of.optimizer.param_groups] for of in (plain, ours)
+    ]
     return (
         [torch.equal(plain.weights[step], ours.weights[step]) for step in plain.weights],
         plain.lines == ours.lines,
@@ -200,7 +230,9 @@ def _looked_at(settings: dict[str, Any], ensemble: dict[str, Any] | None, lr: fl
 @pytest.mark.parametrize(("world", "settings"), [
     (1, {"bf16": True}), (2, {"pp": 2}), (2, {}),
 ])  # fmt: skip
-def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(world: int, settings: dict[str, Any]) -> None:
+def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves_no_trace(
+    world: int, settings: dict[str, Any]
+) -> None:
     check_looked_at(lambda of, lr: on_megatron(_looked_at, world, settings, of, lr), 1e-2, 1e-6)
 
 
@@ -209,7 +241,11 @@ def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves
 
 def _spread(settings: dict[str, Any]) -> Any:
     records: list[Any] = []
-    ensemble = {**SPREAD, "controller": Halved(), "log": lambda record, step: records.append(record["losses"])}
+    ensemble = {
+        **SPREAD,
+        "controller": Halved(),
+        "log": lambda record, step: records.append(record["losses"]),
+    }
     loop = fresh(ensemble, optimizer="sgd", **settings).train()
     plain = fresh(None, optimizer="sgd", **settings).train()
     schedule = [line[-1] for line in plain.lines if len(line) == 4]
@@ -218,7 +254,9 @@ def _spread(settings: dict[str, Any]) -> Any:
     evaluated = next(line[1] for line in loop.lines if len(line) == 2)
     group = loop.optimizer.param_groups[0]
     model = [p for p in loop.model[0].parameters() if hasattr(p, "main_param")]
-    copies = all(torch.equal(p, p.main_param.bfloat16().view_as(p)) for p in model) and bool(model) == bool(settings.get("bf16"))
+    copies = all(torch.equal(p, p.main_param.bfloat16().view_as(p)) for p in model) and bool(
+        model
+    ) == bool(settings.get("bf16"))
     return SimpleNamespace(
         weights=loop.weights, last=loop.flat(), schedule=schedule, rates=rates, losses=losses, evaluated=evaluated, had=loop.rates, max_lr=group["max_lr"],
         metrics=loop.wrapped.metrics(), copies=copies, records=records, embedding=_embedding(loop) if settings.get("tied") else None,
@@ -227,7 +265,12 @@ def _spread(settings: dict[str, Any]) -> Any:
 
 def _embedding(loop: Loop) -> torch.Tensor:
     chunk = loop.model[0].module
-    return (chunk.module if hasattr(chunk, "module") else chunk).shared_embedding_or_output_weight().detach().clone()
+    return (
+        (chunk.module if hasattr(chunk, "module") else chunk)
+        .shared_embedding_or_output_weight()
+        .detach()
+        .clone()
+    )
 
 
 @pytest.mark.parametrize(("world", "settings", "peers"), [
@@ -239,18 +282,37 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(
     found = on_megatron(_spread, world, settings)
     for first, second in peers:
         one, two = found[first], found[second]
-        apart = [step for step in range(1, STEPS + 1) if not torch.equal(one.weights[step], two.weights[step])]
-        assert apart == [1, 2, 3, 4, 6, 7, 8, 9, 11]  # 7 before it is converged for the evaluation; 12 ends the run
-        assert torch.equal(one.last, two.last) and sorted(of.metrics["hdet/multipliers/lr"] for of in (one, two)) == pytest.approx(
-            [0.7, 1.3]
-        )
+        apart = [
+            step
+            for step in range(1, STEPS + 1)
+            if not torch.equal(one.weights[step], two.weights[step])
+        ]
+        assert apart == [
+            1,
+            2,
+            3,
+            4,
+            6,
+            7,
+            8,
+            9,
+            11,
+        ]  # 7 before it is converged for the evaluation; 12 ends the run
+        assert torch.equal(one.last, two.last) and sorted(
+            of.metrics["hdet/multipliers/lr"] for of in (one, two)
+        ) == pytest.approx([0.7, 1.3])
     for of in found:
-        assert of.rates == pytest.approx([rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(of.schedule)], rel=1e-9)
+        assert of.rates == pytest.approx(
+            [rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(of.schedule)],
+            rel=1e-9,
+        )
         assert of.max_lr == 1e-2 and of.metrics["hdet/corrections/lr"] == 0.5 and of.copies
         # A step has had the base rate that is logged for it, times the multiplier: the same one within a cycle.
         multipliers = [had / rate for had, rate in zip(of.had, of.rates, strict=True)]
         for cycle in (multipliers[:5], multipliers[5:10], multipliers[10:]):
-            assert min(abs(cycle[0] - 0.7), abs(cycle[0] - 1.3)) < 0.05 and cycle == pytest.approx([cycle[0]] * len(cycle), rel=0.05)
+            assert min(abs(cycle[0] - 0.7), abs(cycle[0] - 1.3)) < 0.05 and cycle == pytest.approx(
+                [cycle[0]] * len(cycle), rel=0.05
+            )
     # The last stage's loss: of each replica the mean over a cycle, in the record that the first rank is told.
     last = [of for of in found if of.losses[0]]
     means = [sum(map(sum, of.losses[:EVERY])) / (PARTS * EVERY) for of in last]
@@ -278,9 +340,16 @@ def _resumed(settings: dict[str, Any], at: int) -> Any:
 
 @pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {"bf16": True})])
 @pytest.mark.parametrize("at", [EVERY, EVERY + 3])
-def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(world: int, settings: dict[str, Any], at: int) -> None:
+def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(
+    world: int, settings: dict[str, Any], at: int
+) -> None:
     for whole, resumed, lines, again, state, same in on_megatron(_resumed, world, settings, at):
-        assert torch.equal(whole, resumed) and lines == again and state == same and len(again) >= STEPS - at
+        assert (
+            torch.equal(whole, resumed)
+            and lines == again
+            and state == same
+            and len(again) >= STEPS - at
+        )
 
 
 def _both_ways() -> Any:
@@ -314,31 +383,58 @@ def _closed(settings: dict[str, Any]) -> Any:
         p.grad.zero_()
     loop.wrapped._restore_run()
     buffers = torch.cat([p.main_grad.flatten() for p in loop.model[0].parameters()])
-    return [float(part["lm loss"]) for part in loop.had], loss, scored, own, again, float(buffers.norm())
+    return (
+        [float(part["lm loss"]) for part in loop.had],
+        loss,
+        scored,
+        own,
+        again,
+        float(buffers.norm()),
+    )
 
 
 @pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {"bf16": True}), (2, {"pp": 2})])
-def test_losses_and_gradients_are_computed_anew_as_megatron_has_made_them(world: int, settings: dict[str, Any]) -> None:
+def test_losses_and_gradients_are_computed_anew_as_megatron_has_made_them(
+    world: int, settings: dict[str, Any]
+) -> None:
     for losses, loss, scored, own, again, norm in on_megatron(_closed, world, settings):
         assert torch.equal(own, again) and 0 < float(own.norm()) <= 0.5 + 1e-6 and norm > 0
         if losses:
-            assert torch.equal(loss, scored) and float(loss) == pytest.approx(sum(losses) / PARTS, rel=1e-6)
+            assert torch.equal(loss, scored) and float(loss) == pytest.approx(
+                sum(losses) / PARTS, rel=1e-6
+            )
         else:  # a stage that is not the last one
             assert loss is None and scored is None
 
 
 def _auto(settings: dict[str, Any], controller: Any) -> Any:
     with listening("megatron.hdet") as lines:
-        loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=TRIED, **settings).train(until=FIRST)
-    return loop.flat(), 1.0 if controller is None else loop.wrapped.ensemble.corrections["lr"], lines, loop.lines
+        loop = fresh(
+            None if controller is None else {**STILL, "controller": controller},
+            steps=TRIED,
+            **settings,
+        ).train(until=FIRST)
+    return (
+        loop.flat(),
+        1.0 if controller is None else loop.wrapped.ensemble.corrections["lr"],
+        lines,
+        loop.lines,
+    )
 
 
 @pytest.mark.parametrize(("world", "settings"), [(2, {"pp": 2})])
-def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so(world: int, settings: dict[str, Any]) -> None:
+def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so(
+    world: int, settings: dict[str, Any]
+) -> None:
     found = on_megatron(_auto, world, {"lr": 1e-6, **settings}, trial)
-    assert all(correction >= 8 for _, correction, *_ in found) and len({correction for _, correction, *_ in found}) == 1
+    assert (
+        all(correction >= 8 for _, correction, *_ in found)
+        and len({correction for _, correction, *_ in found}) == 1
+    )
     lines = found[0][2]
-    assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any("learning rate 1e-06 -> " in line for line in lines)
+    assert lines[0].startswith("hdet, auto: a trial in the first 56 steps") and any(
+        "learning rate 1e-06 -> " in line for line in lines
+    )
 
 
 def test_trials_leave_no_trace_in_the_run_nor_in_the_models_copies_of_its_masters() -> None:
@@ -377,7 +473,13 @@ def _experts(controller: Any) -> Any:
     loop = fresh({**SPREAD, "controller": controller}, **EXPERTS)
     kinds = [type(loop.optimizer).__name__, len(loop.optimizer.chained_optimizers)]
     loop.train()
-    return loop.weights, loop.flat(), kinds, loop.wrapped.metrics(), loop.wrapped.state_dict()["num_steps"]
+    return (
+        loop.weights,
+        loop.flat(),
+        kinds,
+        loop.wrapped.metrics(),
+        loop.wrapped.state_dict()["num_steps"],
+    )
 
 
 def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
@@ -385,12 +487,25 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
     found = on_megatron(_experts, 4, halved)
     for first, second in ((0, 2), (1, 3)):
         (weights, last, kinds, metrics, steps), (others, also, *_) = found[first], found[second]
-        assert [step for step in weights if torch.equal(weights[step], others[step])] == [5, 10, 12] and torch.equal(last, also)
+        assert [step for step in weights if torch.equal(weights[step], others[step])] == [
+            5,
+            10,
+            12,
+        ] and torch.equal(last, also)
         assert kinds == ["ChainedOptimizer", 2] and steps == STEPS
-        assert metrics["optimizer 0/hdet/corrections/lr"] == metrics["optimizer 1/hdet/corrections/lr"] == 0.5
-    with pytest.raises(RankError, match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
+        assert (
+            metrics["optimizer 0/hdet/corrections/lr"]
+            == metrics["optimizer 1/hdet/corrections/lr"]
+            == 0.5
+        )
+    with pytest.raises(
+        RankError,
+        match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one",
+    ):
         on_megatron(_experts, 4, trial)
-    with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
+    with pytest.raises(
+        RankError, match="several optimizers, each with a controller of its own: pass a function"
+    ):
         on_megatron(_experts, 4, Halved())
 
 
@@ -405,7 +520,10 @@ def _refused() -> None:
         wrap(ChainedOptimizer([]), *args[1:])
     for group in loop.optimizer.param_groups:
         group["min_lr"] = None  # as of an OptimizerConfig without it
-    with pytest.raises(ValueError, match=r"groups have no min_lr, .*first step after the warm-up. Set min_lr in the OptimizerConfig"):
+    with pytest.raises(
+        ValueError,
+        match=r"groups have no min_lr, .*first step after the warm-up. Set min_lr in the OptimizerConfig",
+    ):
         wrap(*args)
     for group in loop.optimizer.param_groups:
         group["min_lr"] = 0.0
@@ -421,7 +539,9 @@ def _refused() -> None:
     member.__class__ = type("LayerWiseOptimizer", (type(member).__mro__[1],), {name: None for name in type(member).__abstractmethods__} | {
         name: getattr(type(member), name) for name in type(member).__mro__[1].__abstractmethods__
     })  # fmt: skip
-    with pytest.raises(ValueError, match="is a LayerWiseOptimizer, which hdet does not know: use 'adam' or 'sgd'"):
+    with pytest.raises(
+        ValueError, match="is a LayerWiseOptimizer, which hdet does not know: use 'adam' or 'sgd'"
+    ):
         wrap(*args)
     ours = fresh(STILL)
     with pytest.raises(ValueError, match="the state is of 2 optimizers, and there are 1"):
@@ -444,5 +564,15 @@ def test_a_constant_rate_needs_no_min_lr() -> None:
 
 def test_losses_are_taken_as_megatron_reports_them() -> None:
     numbers_of = hdet.integrations.megatron._weigh
-    found = numbers_of([{"lm loss": torch.tensor([6.0, 3.0])}, {"lm loss": torch.tensor(4.0), "aux": torch.tensor(9.0)}, 5.0])
-    assert [(float(loss), float(weight)) for loss, weight in found] == [(2, 3), (4, 1), (5, 1)] and numbers_of([]) == []
+    found = numbers_of(
+        [
+            {"lm loss": torch.tensor([6.0, 3.0])},
+            {"lm loss": torch.tensor(4.0), "aux": torch.tensor(9.0)},
+            5.0,
+        ]
+    )
+    assert [(float(loss), float(weight)) for loss, weight in found] == [
+        (2, 3),
+        (4, 1),
+        (5, 1),
+    ] and numbers_of([]) == []

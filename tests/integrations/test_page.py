@@ -16,7 +16,9 @@ from ..docs_toys import run
 from ..test_docs import PAGES, Block, blocks
 from .frameworks import Text, accelerate_reset, example, llama, needs
 
-needs("transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core")
+needs(
+    "transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core"
+)
 
 PAGE = next(page for page in PAGES if page.name == "frameworks.md")
 BLOCKS = blocks(PAGE)
@@ -25,7 +27,9 @@ BLOCKS = blocks(PAGE)
 def _trainer(folder: str) -> dict[str, Any]:
     from transformers import TrainingArguments
 
-    args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to="none", save_strategy="no")
+    args = TrainingArguments(
+        folder, max_steps=3, use_cpu=True, report_to="none", save_strategy="no"
+    )
     return {"model": llama(), "args": args, "train_dataset": Text(), "eval_dataset": Text(8)}
 
 
@@ -33,8 +37,21 @@ def _trl(folder: str) -> dict[str, Any]:
     from trl import SFTConfig
 
     lora = example("trl_lora")
-    args = SFTConfig(folder, max_steps=3, use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_length=12)
-    return {"model": llama(), "args": args, "train_dataset": lora.sentences(40), "tokenizer": lora.tokenizer()}
+    args = SFTConfig(
+        folder,
+        max_steps=3,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        max_length=12,
+    )
+    return {
+        "model": llama(),
+        "args": args,
+        "train_dataset": lora.sentences(40),
+        "tokenizer": lora.tokenizer(),
+    }
 
 
 def _accelerate(folder: str) -> dict[str, Any]:
@@ -60,9 +77,19 @@ def _lightning(folder: str) -> dict[str, Any]:
     class Short(pl.Trainer):
         def __init__(self, **settings: Any) -> None:
             quiet = dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "logger"], False)
-            super().__init__(**{**settings, **quiet, "max_steps": 3, "accelerator": "cpu", "default_root_dir": folder})
+            super().__init__(
+                **{
+                    **settings,
+                    **quiet,
+                    "max_steps": 3,
+                    "accelerator": "cpu",
+                    "default_root_dir": folder,
+                }
+            )
 
-    loader = torch.utils.data.DataLoader([(torch.randn(4), torch.randn(1)) for _ in range(40)], batch_size=4)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(
+        [(torch.randn(4), torch.randn(1)) for _ in range(40)], batch_size=4
+    )  # type: ignore[arg-type]
     return {"module": Net(), "short": Short, "loader": loader}
 
 
@@ -79,11 +106,22 @@ def _megatron(folder: str) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tiny = example("megatron_tiny")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     model = [tiny.gpt()]
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0), model)
-    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20_000, "lr_decay_style": "cosine"}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0), model
+    )
+    rates = {
+        "init_lr": 0.0,
+        "max_lr": 1e-3,
+        "min_lr": 0.0,
+        "lr_warmup_steps": 2,
+        "lr_decay_steps": 20_000,
+        "lr_decay_style": "cosine",
+    }
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
     sizes = {"num_microbatches": 2, "seq_length": tiny.LENGTH, "micro_batch_size": tiny.BATCH}
     return {
@@ -92,7 +130,9 @@ def _megatron(folder: str) -> dict[str, Any]:
         "scheduler": OptimizerParamScheduler(optimizer, **rates, **decay),
         "loader": [[tiny.batch(2 * step), tiny.batch(2 * step + 1)] for step in range(3)],
         "increment": 1,
-        "forward_backward": partial(get_forward_backward_func(), forward_step_func=tiny.forward_step, **sizes),
+        "forward_backward": partial(
+            get_forward_backward_func(), forward_step_func=tiny.forward_step, **sizes
+        ),
     }
 
 
@@ -102,12 +142,26 @@ TOYS: list[Callable[[str], dict[str, Any]]] = [
 
 
 def test_the_page_shows_the_examples() -> None:
-    shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "timm_scheduler", "torchtitan_llama", "megatron_gpt"]
+    shown = re.findall(
+        r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert shown == [
+        "hf_trainer",
+        "trl_lora",
+        "accelerate_loop",
+        "lightning_module",
+        "timm_scheduler",
+        "torchtitan_llama",
+        "megatron_gpt",
+    ]
 
 
-@pytest.mark.parametrize(("block", "toys"), list(zip(BLOCKS, TOYS, strict=True)), ids=[str(block) for block in BLOCKS])
-def test_the_block_runs_as_written(block: Block, toys: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "toys"), list(zip(BLOCKS, TOYS, strict=True)), ids=[str(block) for block in BLOCKS]
+)
+def test_the_block_runs_as_written(
+    block: Block, toys: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ExitStack() as stack:
         if toys is _megatron:
             stack.enter_context(example("megatron_cpu").cpu_for_cuda())

@@ -22,15 +22,30 @@ from .frameworks import correction_in, example
 class Cosine:
     """The part of timm's CosineLRScheduler that the example uses."""
 
-    def __init__(self, optimizer: Any, t_initial: int, warmup_t: int, warmup_lr_init: float, t_in_epochs: bool) -> None:
-        self.optimizer, self.length, self.warmup, self.low, self.by_epoch = optimizer, t_initial, warmup_t, warmup_lr_init, t_in_epochs
+    def __init__(
+        self,
+        optimizer: Any,
+        t_initial: int,
+        warmup_t: int,
+        warmup_lr_init: float,
+        t_in_epochs: bool,
+    ) -> None:
+        self.optimizer, self.length, self.warmup, self.low, self.by_epoch = (
+            optimizer,
+            t_initial,
+            warmup_t,
+            warmup_lr_init,
+            t_in_epochs,
+        )
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.write(0)
 
     def write(self, t: int) -> None:
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = (
-                self.low + t * (peak - self.low) / self.warmup if t < self.warmup else peak * (1 + math.cos(math.pi * t / self.length)) / 2
+                self.low + t * (peak - self.low) / self.warmup
+                if t < self.warmup
+                else peak * (1 + math.cos(math.pi * t / self.length)) / 2
             )
 
     def step(self, epoch: int, metric: Any = None) -> None:
@@ -75,7 +90,11 @@ def trained(cosine: Any, knobs: Any) -> tuple[torch.Tensor, list[float]]:
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False)
-    ensemble = None if knobs is None else hdet.Ensemble(optimizer, total_steps=20, knobs=knobs, sync=hdet.Sync(5))
+    ensemble = (
+        None
+        if knobs is None
+        else hdet.Ensemble(optimizer, total_steps=20, knobs=knobs, sync=hdet.Sync(5))
+    )
     rates = []
     for step in range(20):
         optimizer.zero_grad()
@@ -100,6 +119,9 @@ def test_spread_0_is_the_plain_run_bit_for_bit(cosine: Any) -> None:
 def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out(cosine: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False)
-    with pytest.raises(ValueError, match="scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, .*rescheduling"):
+    with pytest.raises(
+        ValueError,
+        match="scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, .*rescheduling",
+    ):
         hdet.Ensemble(optimizer, scheduler)
     assert not hasattr(optimizer, "_hdet_fan_out")

@@ -40,7 +40,9 @@ def why_not(backend: str) -> str | None:
     return None if state == kernels.USABLE else f'backend="{backend}": {state}'
 
 
-BACKENDS = ["cpu", "torch"] + [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not why_not(name)]
+BACKENDS = ["cpu", "torch"] + [
+    pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not why_not(name)
+]
 """those the tables of this folder run on; test_shim.py and the tests of hdet.triton_kernels run them without a GPU"""
 
 
@@ -74,7 +76,8 @@ class Guarded:
         for start, end in spans:
             self.outside[start:end] = False
         self.tensors: list[Any] = [
-            None if dtype is None else self.buffer[start:end].view(dtype) for dtype, (start, end) in zip(kinds, spans, strict=True)
+            None if dtype is None else self.buffer[start:end].view(dtype)
+            for dtype, (start, end) in zip(kinds, spans, strict=True)
         ]
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.given():
@@ -92,15 +95,22 @@ class Guarded:
         return self
 
     def assert_guards(self) -> None:
-        assert bool((self.buffer[self.outside] == SENTINEL).all()), "a kernel wrote outside its tensors"
+        assert bool((self.buffer[self.outside] == SENTINEL).all()), (
+            "a kernel wrote outside its tensors"
+        )
 
 
 def check_same_bits(
-    run: Callable[[str], Sequence[Tensor]], patch: pytest.MonkeyPatch, backend: str = "cpu", threads: Sequence[int] = (2,)
+    run: Callable[[str], Sequence[Tensor]],
+    patch: pytest.MonkeyPatch,
+    backend: str = "cpu",
+    threads: Sequence[int] = (2,),
 ) -> None:
     """`run` gives on that backend what it gives on the CPU, whatever the instruction set and the number of threads."""
     expected = [tensor.cpu().clone() for tensor in run(backend)]
     for isa, count in itertools.product(_C.isa, threads):
         patch.setenv("HDET_ISA", isa)
         torch.set_num_threads(count)
-        assert all(a.equal(b) for a, b in zip(expected, run("cpu"), strict=True)), f"{isa}, {count} threads"
+        assert all(a.equal(b) for a, b in zip(expected, run("cpu"), strict=True)), (
+            f"{isa}, {count} threads"
+        )

@@ -17,7 +17,8 @@ from .table import F32
 
 SETTINGS = StepSettings(3e-2, beta1=0.9, beta2=0.99, eps=1e-8)
 RULES = {
-    name: SETTINGS._replace(weight_decay=0.1, decay_at_base=True) if rule.decoupled else SETTINGS for name, rule in interface.RULES.items()
+    name: SETTINGS._replace(weight_decay=0.1, decay_at_base=True) if rule.decoupled else SETTINGS
+    for name, rule in interface.RULES.items()
 }
 RULES["sgd"] = SETTINGS._replace(dampening=0.1)
 
@@ -71,7 +72,9 @@ def settings_of(rule: str, multipliers: list[float], rate: float = 1.0) -> list[
     return [one._replace(lr=one.lr * rate), one._replace(lr=one.lr * rate * 0.5)]
 
 
-def line_left(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int], backend: str) -> list[Tensor]:
+def line_left(
+    rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int], backend: str
+) -> list[Tensor]:
     """All memory, guards included, after each of seven steps with two converges and a skipped step.
 
     `formats`: dtypes of outputs, gradients and moments.
@@ -85,7 +88,11 @@ def line_left(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: li
         gradients = Guarded(sizes, 1, 100 + turn, line.device, gradient)
         if turn == 5:
             gradients.tensors[0][-1] = math.nan  # skipped
-        line.plan.step(gradients.tensors, settings_of(rule, multipliers), StepOptions(max_norm=50.0, zero_gradients=turn > 2))
+        line.plan.step(
+            gradients.tensors,
+            settings_of(rule, multipliers),
+            StepOptions(max_norm=50.0, zero_gradients=turn > 2),
+        )
         if turn in (3, 6):
             line.plan.converge(weights)
             multipliers = [1.1 * rho for rho in multipliers]

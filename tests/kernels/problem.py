@@ -30,7 +30,10 @@ def check(case: Case, make_plan: MakePlan, device: str = "cpu") -> None:
     plan = make_plan(problem.tensors)
     for turn in range(case.steps):
         gradients, settings, options = problem.arguments(turn)
-        before, seen = problem.state(), [None if g is None else g.clone().cpu() for g in gradients.tensors]
+        before, seen = (
+            problem.state(),
+            [None if g is None else g.clone().cpu() for g in gradients.tensors],
+        )
         plan.step(gradients.tensors, settings, options)
         _Comparison(problem, before, seen, turn).run(plan)
         gradients.assert_guards()
@@ -83,13 +86,23 @@ class Problem:
         first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
         second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
         first_scales, second_scales = (
-            self._scales(f"{name}_scale", column) for name, column in (("exp_avg", first), ("exp_avg_sq", second))
+            self._scales(f"{name}_scale", column)
+            for name, column in (("exp_avg", first), ("exp_avg_sq", second))
         )
         sets: dict[str, list[Guarded]] = {"param": [], "master": []}
         for k in range(case.replicas):
             for j, (name, column) in enumerate(sets.items()):
-                column.append(self._column(f"{name} {k}", [getattr(f, name) for f in self.formats], 3 + 2 * k + j))
-            for param, master, like in zip(sets["param"][k].tensors, sets["master"][k].tensors, sets["param"][0].tensors, strict=True):
+                column.append(
+                    self._column(
+                        f"{name} {k}", [getattr(f, name) for f in self.formats], 3 + 2 * k + j
+                    )
+                )
+            for param, master, like in zip(
+                sets["param"][k].tensors,
+                sets["master"][k].tensors,
+                sets["param"][0].tensors,
+                strict=True,
+            ):
                 if k == 1:
                     param.copy_(like)  # replicas that have not parted yet
                 if "param" in case.special:
@@ -101,7 +114,9 @@ class Problem:
         self.memory["steps"] = Guarded([1] * count, 0, 0, device)
         self.steps = [step.view(()) for step in self.memory["steps"].tensors]
         for i, group in enumerate(self.groups):
-            taken = 9 * group + 3 * (i // len(set(self.groups)) % 2)  # tensors of one group have not all missed as many steps
+            taken = 9 * group + 3 * (
+                i // len(set(self.groups)) % 2
+            )  # tensors of one group have not all missed as many steps
             self.steps[i].fill_(taken)
             for moment in (first.tensors[i], second.tensors[i]):
                 if moment is not None and moment.dtype != U8:
@@ -115,7 +130,9 @@ class Problem:
             steps=self.steps,
             exp_avgs=first.tensors if first.given() else None,
             exp_avg_sqs=second.tensors if second.given() else None,
-            masters=[column.tensors for column in sets["master"]] if sets["master"][0].given() else None,
+            masters=[column.tensors for column in sets["master"]]
+            if sets["master"][0].given()
+            else None,
             ids=None if case.stochastic is None else [3 * i + 1 for i in range(count)],
             stochastic=case.stochastic,
             first_replica=0 if case.stochastic is None else 5,
@@ -125,13 +142,18 @@ class Problem:
 
     def _column(self, name: str, dtypes: list[torch.dtype | None], place: int) -> Guarded:
         shift = self.case.shifts[place % len(self.case.shifts)]
-        self.memory[name] = Guarded(self.case.sizes, shift, seed=place, device=self.device, dtypes=dtypes)
+        self.memory[name] = Guarded(
+            self.case.sizes, shift, seed=place, device=self.device, dtypes=dtypes
+        )
         return self.memory[name]
 
     def _scales(self, name: str, moments: Guarded) -> Guarded:
         """Of those moments that are codes."""
         coded = [moment is not None and moment.dtype == U8 for moment in moments.tensors]
-        sizes, dtypes = [-(-size // 256) for size in self.case.sizes], [F32 if one else None for one in coded]
+        sizes, dtypes = (
+            [-(-size // 256) for size in self.case.sizes],
+            [F32 if one else None for one in coded],
+        )
         self.memory[name] = Guarded(sizes, 0, seed=17, device=self.device, dtypes=dtypes)
         for scales in self.memory[name].given():
             scales.abs_()
@@ -145,7 +167,9 @@ class Problem:
             dtypes = dtypes[turn % len(dtypes) :] + dtypes[: turn % len(dtypes)]
         if case.coming:
             dtypes = [None if (i + turn) % 3 == 1 else dtype for i, dtype in enumerate(dtypes)]
-        gradients = Guarded(case.sizes, case.shifts[0], seed=1000 + turn, device=self.device, dtypes=dtypes)
+        gradients = Guarded(
+            case.sizes, case.shifts[0], seed=1000 + turn, device=self.device, dtypes=dtypes
+        )
         if "gradient" in case.special:
             for gradient in gradients.given():
                 gradient.copy_(special_values(gradient, len(SPECIAL_VALUES), turn))
@@ -155,8 +179,12 @@ class Problem:
         if turn in case.spoiled and any(g.numel() for g in gradients.given()):
             next(g for g in gradients.given() if g.numel())[-1] = float("nan")
         options = StepOptions(
-            grad_scale=None if case.grad_scale is None else torch.tensor([case.grad_scale], device=self.device),
-            found_inf=None if case.found_inf is None else torch.tensor(self.of(case.found_inf, turn), device=self.device),
+            grad_scale=None
+            if case.grad_scale is None
+            else torch.tensor([case.grad_scale], device=self.device),
+            found_inf=None
+            if case.found_inf is None
+            else torch.tensor(self.of(case.found_inf, turn), device=self.device),
             max_norm=case.max_norm,
             zero_gradients=case.zero_gradients,
         )
@@ -171,15 +199,21 @@ class Problem:
         multipliers = [0.7 + 0.2 * j + 0.1 * group + 0.05 * turn for j in range(k)]
         multipliers[-1] *= k < 3  # one of many may stand still
         lr = s.lr * (1 + 0.5 * group) / (1 + 0.25 * turn)
-        return s._replace(lr=torch.tensor([lr], device=self.device) if group == 1 else lr, multipliers=multipliers)
+        return s._replace(
+            lr=torch.tensor([lr], device=self.device) if group == 1 else lr, multipliers=multipliers
+        )
 
     def state(self) -> State:
         """Copies of everything a step may write, on the CPU; parameters also as the values they stand for."""
         copies: State = {
-            name: [None if t is None else t.detach().cpu().clone() for t in guarded.tensors] for name, guarded in self.memory.items()
+            name: [None if t is None else t.detach().cpu().clone() for t in guarded.tensors]
+            for name, guarded in self.memory.items()
         }
         for k in range(self.case.replicas):
-            copies[f"value {k}"] = [value_of(*pair) for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)]
+            copies[f"value {k}"] = [
+                value_of(*pair)
+                for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)
+            ]
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             pairs = zip(copies[name], copies[f"{name}_scale"], strict=True)
             copies[f"value of {name}"] = [
@@ -194,7 +228,9 @@ class Problem:
         memory = [*self.memory.values(), *more]
         before = [guarded.buffer.clone() for guarded in memory]
         yield
-        assert all(torch.equal(old, guarded.buffer) for old, guarded in zip(before, memory, strict=True)), "something was written"
+        assert all(
+            torch.equal(old, guarded.buffer) for old, guarded in zip(before, memory, strict=True)
+        ), "something was written"
 
     def assert_guards(self) -> None:
         for guarded in self.memory.values():
@@ -209,7 +245,9 @@ def value_of(param: Tensor | None, master: Tensor | None) -> Tensor:
     return (master.cpu() if master.dtype == F32 else reference.join(param, master)).double()
 
 
-def assert_kept(param: Tensor, master: Tensor | None, exact: Bounded, name: str, stochastic: bool = False) -> None:
+def assert_kept(
+    param: Tensor, master: Tensor | None, exact: Bounded, name: str, stochastic: bool = False
+) -> None:
     """A parameter holds the exact value, rounded; or its master does, and the parameter is the master rounded."""
     if master is None:
         return reference.assert_stored(param, exact, name, stochastic)
@@ -217,7 +255,9 @@ def assert_kept(param: Tensor, master: Tensor | None, exact: Bounded, name: str,
     reference.assert_stored(value.float(), exact, f"master of {name}")
     if master.dtype == F32:
         rounded = master.to(param.dtype)
-        assert bool(((param == rounded) | (param.isnan() & rounded.isnan())).all()), f"{name} is not its master rounded"
+        assert bool(((param == rounded) | (param.isnan() & rounded.isnan())).all()), (
+            f"{name} is not its master rounded"
+        )
     else:  # ties away from zero, so within half a spacing of the exact value
         reference.assert_stored(param, exactly(value), f"{name}, upper half")
 
@@ -225,7 +265,9 @@ def assert_kept(param: Tensor, master: Tensor | None, exact: Bounded, name: str,
 class _Comparison:
     """The state after one step against float64 from the state before it."""
 
-    def __init__(self, problem: Problem, before: State, gradients: list[Tensor | None], turn: int) -> None:
+    def __init__(
+        self, problem: Problem, before: State, gradients: list[Tensor | None], turn: int
+    ) -> None:
         self.problem, self.case, self.turn = problem, problem.case, turn
         self.before, self.after, self.gradients = before, problem.state(), gradients
         case = self.case
@@ -236,17 +278,21 @@ class _Comparison:
         self.factor = 1.0 / (case.grad_scale or 1.0)
         self.norm = 0.0
         if case.max_norm != 0 and finite:
-            self.norm, clip = reference.clip_coefficient(given, case.grad_scale or 1.0, case.max_norm)
+            self.norm, clip = reference.clip_coefficient(
+                given, case.grad_scale or 1.0, case.max_norm
+            )
             self.factor *= clip
 
     def run(self, plan: StepPlan) -> None:
         assert plan.skipped.item() == float(self.skip), "skipped"
         if self.case.max_norm != 0:
             norm = plan.norm.item()
-            assert abs(norm - self.norm) <= 1e-6 * self.norm or (self.skip and norm - norm != 0), f"norm is {norm} instead of {self.norm}"
-        assert [float(s) for s in self.problem.steps] == [float(s) + self._steps(i) for i, s in enumerate(self.before["steps"])], (
-            "step counters"
-        )  # type: ignore[arg-type]
+            assert abs(norm - self.norm) <= 1e-6 * self.norm or (self.skip and norm - norm != 0), (
+                f"norm is {norm} instead of {self.norm}"
+            )
+        assert [float(s) for s in self.problem.steps] == [
+            float(s) + self._steps(i) for i, s in enumerate(self.before["steps"])
+        ], "step counters"  # type: ignore[arg-type]
         count = len(self.case.sizes)
         for i in range(0, count, 1 + count // 2500):  # of very many, some
             if self.case.sizes[i] > 0:
@@ -270,7 +316,10 @@ class _Comparison:
         gradient = self.gradients[i].double()  # type: ignore[union-attr]
         first, second = (
             torch.zeros_like(gradient) if moment is None else moment.double()
-            for moment in (self.before["value of exp_avg"][i], self.before["value of exp_avg_sq"][i])
+            for moment in (
+                self.before["value of exp_avg"][i],
+                self.before["value of exp_avg_sq"][i],
+            )
         )
         return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, first, second)  # type: ignore[arg-type]
 
@@ -287,14 +336,18 @@ class _Comparison:
     def _assert_same(self, i: int, *names: str) -> None:
         for name in names:
             if self.before[name][i] is not None:
-                assert torch.equal(_bits(self._before(name, i)), _bits(self._after(name, i))), f"{name}, tensor {i} has changed"
+                assert torch.equal(_bits(self._before(name, i)), _bits(self._after(name, i))), (
+                    f"{name}, tensor {i} has changed"
+                )
 
     def _moments(self, i: int, stepped: reference.Stepped) -> None:
         for name, exact in (("exp_avg", stepped.first), ("exp_avg_sq", stepped.second)):
             if self.after[name][i] is not None and exact is not None:
                 moment, scales = self._after(name, i), self.after[f"{name}_scale"][i]
                 if scales is not None:
-                    reference.assert_coded(moment, scales, exact, f"{name} {i}", signed=name == "exp_avg")
+                    reference.assert_coded(
+                        moment, scales, exact, f"{name} {i}", signed=name == "exp_avg"
+                    )
                     continue
                 stochastic = name == "exp_avg_sq" and self._stochastic(moment)
                 reference.assert_stored(moment, exact, f"{name} {i}", stochastic)

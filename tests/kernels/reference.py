@@ -63,13 +63,24 @@ class Stepped:
     second: Bounded | None = None
 
 
-def clip_coefficient(gradients: Sequence[Tensor], scale: float, max_norm: float) -> tuple[float, float]:
+def clip_coefficient(
+    gradients: Sequence[Tensor], scale: float, max_norm: float
+) -> tuple[float, float]:
     """Norm of all gradients divided by the scaler's factor, and what clipping to max_norm multiplies them by."""
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients)) / scale
     return norm, min(1.0, max_norm / (norm + 1e-6))
 
 
-def step(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, params: Sequence[Tensor], first: Tensor, second: Tensor) -> Stepped:
+def step(
+    rule: str,
+    h: Hyper,
+    t: int,
+    gradient: Tensor,
+    factor: float,
+    params: Sequence[Tensor],
+    first: Tensor,
+    second: Tensor,
+) -> Stepped:
     """Step number t (from 1) of all replicas along the direction of one gradient, which is multiplied by `factor` first.
 
     adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the gradient. sgd: Polyak momentum
@@ -79,19 +90,36 @@ def step(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, params: S
     direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
         rate = h.lr * rho
-        decay = (h.lr if h.decay_at_base else rate) * h.weight_decay if rule not in _COUPLED else 0.0
+        decay = (
+            (h.lr if h.decay_at_base else rate) * h.weight_decay if rule not in _COUPLED else 0.0
+        )
         value = (1 - decay) * theta - rate * direction.value
-        new.params.append(Bounded(value, EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs()) + rate * direction.error))
+        new.params.append(
+            Bounded(
+                value,
+                EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs())
+                + rate * direction.error,
+            )
+        )
     return new
 
 
 def _direction(
-    rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, theta: Tensor, first: Tensor, second: Tensor
+    rule: str,
+    h: Hyper,
+    t: int,
+    gradient: Tensor,
+    factor: float,
+    theta: Tensor,
+    first: Tensor,
+    second: Tensor,
 ) -> tuple[Bounded, Stepped]:
     """The direction u and the new moments."""
     g = (-factor if h.maximize else factor) * gradient.double()
     error = EPSILON * g.abs()
-    if rule in _COUPLED and h.weight_decay != 0:  # a decay that is off does not look at the parameter, which may be infinite
+    if (
+        rule in _COUPLED and h.weight_decay != 0
+    ):  # a decay that is off does not look at the parameter, which may be infinite
         g = g + h.weight_decay * theta
         error = error + EPSILON * (h.weight_decay * theta).abs()
     return _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
@@ -105,7 +133,10 @@ def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
 
 def _mixed(old: Tensor, g: Bounded, beta: float) -> Bounded:
     """beta * old + (1 - beta) * g"""
-    return Bounded(_lerp(old, g.value, 1 - beta), EPSILON * (old.abs() + 2 * (1 - beta) * g.value.abs()) + (1 - beta) * g.error)
+    return Bounded(
+        _lerp(old, g.value, 1 - beta),
+        EPSILON * (old.abs() + 2 * (1 - beta) * g.value.abs()) + (1 - beta) * g.error,
+    )
 
 
 def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
@@ -117,7 +148,9 @@ def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[
     root_error = EPSILON * root + v.error / correction2 / (2 * root)
     root_error = torch.where((root > 0) & root.isfinite(), root_error, torch.zeros_like(root))
     u = m.value / correction1 / (root + h.eps)
-    error = m.error / correction1 / (root + h.eps) + u.abs() * (EPSILON + root_error / (root + h.eps))
+    error = m.error / correction1 / (root + h.eps) + u.abs() * (
+        EPSILON + root_error / (root + h.eps)
+    )
     return Bounded(u, error), Stepped(first=m, second=v)
 
 
@@ -131,7 +164,9 @@ def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[B
     if not h.nesterov:
         return momentum, Stepped(first=momentum)
     ahead = g.value + h.beta1 * momentum.value
-    return Bounded(ahead, EPSILON * (g.value.abs() + (h.beta1 * buffer).abs()) + g.error + h.beta1 * error), Stepped(first=momentum)
+    return Bounded(
+        ahead, EPSILON * (g.value.abs() + (h.beta1 * buffer).abs()) + g.error + h.beta1 * error
+    ), Stepped(first=momentum)
 
 
 def _lion(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
@@ -149,7 +184,10 @@ def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:
     """sum w_k row_k / sum w_k over the rows whose weight is not 0 (Eq. 3)."""
     kept = [(row, w / sum(weights)) for row, w in zip(rows, weights, strict=True) if w != 0]
     value = sum((w * row.value for row, w in kept), torch.zeros_like(rows[0].value))
-    error = sum((w * (row.error + len(kept) * EPSILON * row.value.abs()) for row, w in kept), torch.zeros_like(value))
+    error = sum(
+        (w * (row.error + len(kept) * EPSILON * row.value.abs()) for row, w in kept),
+        torch.zeros_like(value),
+    )
     return Bounded(value, error)
 
 
@@ -164,11 +202,18 @@ def running_average(average: Tensor, new: Bounded, weight: float) -> Bounded:
     """average + weight * (new - average); weight 1 starts one, whatever stood there."""
     if weight == 1:
         return new
-    return Bounded(_lerp(average, new.value, weight), EPSILON * (average.abs() + new.value.abs()) + weight * new.error)
+    return Bounded(
+        _lerp(average, new.value, weight),
+        EPSILON * (average.abs() + new.value.abs()) + weight * new.error,
+    )
 
 
 _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
-_LOWEST = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}  # exponent of the smallest subnormal number
+_LOWEST = {
+    torch.float32: -149,
+    torch.bfloat16: -133,
+    torch.float16: -24,
+}  # exponent of the smallest subnormal number
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,7 +226,9 @@ def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = 
     """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one of its two neighbours. Infinities and NaN
     are met exactly."""
     found = stored.cpu().double()
-    value = _in_range(exact.value, torch.finfo(stored.dtype).max * (1 + 2.0 ** -(2 + _MANTISSA[stored.dtype])))
+    value = _in_range(
+        exact.value, torch.finfo(stored.dtype).max * (1 + 2.0 ** -(2 + _MANTISSA[stored.dtype]))
+    )
     distance = (found - value).abs()
     allowed = (1.0 if stochastic else 0.5) * spacing(value, stored.dtype) + exact.error
     near = value.isfinite() & found.isfinite() & (distance <= allowed)
@@ -221,7 +268,9 @@ _TREES = {signed: tree(signed) for signed in (True, False)}
 def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """In float64: where codes are signed their highest bit is the sign."""
     code, table = codes.cpu().long(), _TREES[signed]
-    values = table[code % 128] * torch.where(code >= 128, -1.0, 1.0).double() if signed else table[code]
+    values = (
+        table[code % 128] * torch.where(code >= 128, -1.0, 1.0).double() if signed else table[code]
+    )
     return values * scales.cpu().double().repeat_interleave(256)[: len(code)]
 
 
@@ -231,17 +280,30 @@ def assert_coded(codes: Tensor, scales: Tensor, exact: Bounded, name: str, signe
     found = decoded(codes, scales, signed)
     for start in range(0, len(found), 256):
         block = slice(start, start + 256)
-        value, error, got, scale = exact.value[block], exact.error[block], found[block], float(scales[start // 256])
+        value, error, got, scale = (
+            exact.value[block],
+            exact.error[block],
+            found[block],
+            float(scales[start // 256]),
+        )
         if not value.isfinite().all():
-            assert math.isnan(scale) and not codes[block].any(), f"{name}: a block that is not finite has the scale {scale}"
+            assert math.isnan(scale) and not codes[block].any(), (
+                f"{name}: a block that is not finite has the scale {scale}"
+            )
             continue
         largest = max(float(value.abs().max()), 2.0**-104)
-        assert abs(scale - largest) <= float(error.max()) + 2.0**-24 * largest, f"{name}: the scale is {scale} instead of {largest}"
+        assert abs(scale - largest) <= float(error.max()) + 2.0**-24 * largest, (
+            f"{name}: the scale is {scale} instead of {largest}"
+        )
         table = _TREES[signed]
         share = value.abs() / scale
         above = torch.searchsorted(table, share).clamp(1, len(table) - 1)
         gap = table[above] - table[above - 1]
         never_zero = torch.tensor(not signed) & (above == 1) & (value > error)
-        wrong = (got - value).abs() > torch.where(never_zero, gap, gap / 2) * scale + error + 2.0**-22 * value.abs()
+        wrong = (got - value).abs() > torch.where(
+            never_zero, gap, gap / 2
+        ) * scale + error + 2.0**-22 * value.abs()
         wrong |= never_zero & (got == 0)
-        assert not wrong.any(), f"{name}: element {start + int(wrong.nonzero()[0])} has another code than the nearest"
+        assert not wrong.any(), (
+            f"{name}: element {start + int(wrong.nonzero()[0])} has another code than the nearest"
+        )

@@ -53,7 +53,9 @@ class Case:
     formats: tuple[Format, ...] = (Format(),)
     replicas: int = 1
     groups: int = 1
-    shifts: tuple[int, ...] = (0,)  # elements past a 64-byte boundary: gradient, moments, then sets in turn
+    shifts: tuple[int, ...] = (
+        0,
+    )  # elements past a 64-byte boundary: gradient, moments, then sets in turn
     settings: StepSettings = SETTINGS
     max_norm: float = 0.0
     grad_scale: float | None = None
@@ -61,7 +63,9 @@ class Case:
     zero_gradients: bool = False
     stochastic: int | None = None
     spoiled: tuple[int, ...] = ()  # steps with a gradient that holds NaN
-    special: tuple[str, ...] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
+    special: tuple[
+        str, ...
+    ] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
     changing: bool = False  # gradients have other dtypes and other addresses in each step
     coming: bool = False  # gradients come and go: in each step other tensors have none
     steps: int = 2
@@ -69,7 +73,11 @@ class Case:
     def format(self, i: int) -> Format:
         """Of tensor i; rules without a second moment have none."""
         chosen = self.formats[i % len(self.formats)]
-        return chosen if "exp_avg_sqs" in interface.RULES[self.rule].moments else replace(chosen, exp_avg_sq=None)
+        return (
+            chosen
+            if "exp_avg_sqs" in interface.RULES[self.rule].moments
+            else replace(chosen, exp_avg_sq=None)
+        )
 
 
 NO_DECAY = SETTINGS._replace(weight_decay=0.0)
@@ -123,14 +131,24 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "zero": (False, True),
     "stochastic": (None, 2**63 + 12345),
     "groups": (1, 2),
-    "sizes": ("one", "vector edges", "block edges", "chunk edges", "empty first", "empty last", "empty between"),
+    "sizes": (
+        "one",
+        "vector edges",
+        "block edges",
+        "chunk edges",
+        "empty first",
+        "empty last",
+        "empty between",
+    ),
     "shifts": ((0,), (1,), (0, 1, 2, 3, 4, 5)),
 }
 
 
 def allowed(choice: dict[str, Any]) -> bool:
     """What cannot meet: it would be the same case twice."""
-    return not (choice.get("sizes") == "one" and (choice.get("groups", 1) > 1 or "mixed" in choice.values()))
+    return not (
+        choice.get("sizes") == "one" and (choice.get("groups", 1) > 1 or "mixed" in choice.values())
+    )
 
 
 def covering(seed: int = 0) -> list[dict[str, Any]]:
@@ -152,10 +170,22 @@ def covering(seed: int = 0) -> list[dict[str, Any]]:
             indices = dict(pair)
             for name in rng.sample(names, len(names)):
                 if name not in indices:
-                    options = [i for i in range(len(FACTORS[name])) if allowed(_named({**indices, name: i}))]
-                    gains = {i: sum(tuple(_ordered(names, (name, i), other)) in missing for other in indices.items()) for i in options}
+                    options = [
+                        i
+                        for i in range(len(FACTORS[name]))
+                        if allowed(_named({**indices, name: i}))
+                    ]
+                    gains = {
+                        i: sum(
+                            tuple(_ordered(names, (name, i), other)) in missing
+                            for other in indices.items()
+                        )
+                        for i in options
+                    }
                     indices[name] = max(options, key=lambda i: (gains[i], rng.random()))
-            met = {((a, indices[a]), (b, indices[b])) for a, b in itertools.combinations(names, 2)} & missing
+            met = {
+                ((a, indices[a]), (b, indices[b])) for a, b in itertools.combinations(names, 2)
+            } & missing
             if len(met) > best[0]:
                 best = (len(met), indices, met)
         missing -= best[2]
@@ -163,7 +193,9 @@ def covering(seed: int = 0) -> list[dict[str, Any]]:
     return chosen
 
 
-def _ordered(names: list[str], one: tuple[str, int], other: tuple[str, int]) -> list[tuple[str, int]]:
+def _ordered(
+    names: list[str], one: tuple[str, int], other: tuple[str, int]
+) -> list[tuple[str, int]]:
     return sorted((one, other), key=lambda item: names.index(item[0]))
 
 
@@ -175,7 +207,9 @@ def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
     first, second = MOMENTS[choice["moments"]]
     columns = [STORAGE[choice["storage"]], GRADIENTS[choice["gradient"]], first, second]
     formats = []
-    for (param, master), gradient, m, v in itertools.islice(zip(*map(itertools.cycle, columns), strict=False), 12):
+    for (param, master), gradient, m, v in itertools.islice(
+        zip(*map(itertools.cycle, columns), strict=False), 12
+    ):
         formats.append(Format(param, master, gradient, None if choice["rule"] == "sgd" else m, v))
     return tuple(formats)
 
@@ -221,29 +255,46 @@ _UNUSUAL: dict[str, dict[str, Any]] = {
 }
 SPECIAL = [
     *(
-        Case(f"all float {rule}", sizes=_sized("several chunks"), steps=3, **RULES[rule])  # the fast path of one replica
+        Case(
+            f"all float {rule}", sizes=_sized("several chunks"), steps=3, **RULES[rule]
+        )  # the fast path of one replica
         for rule in RULES
     ),
     *(
-        Case(f"all float {rule} 4 replicas", sizes=_sized("chunk edges"), replicas=4, steps=3, rule=rule, settings=NO_DECAY)
+        Case(
+            f"all float {rule} 4 replicas",
+            sizes=_sized("chunk edges"),
+            replicas=4,
+            steps=3,
+            rule=rule,
+            settings=NO_DECAY,
+        )
         for rule in interface.RULES
     ),
     *(  # formats that kernels are compiled for; SGD has momentum in some tensors alone
         Case(
             f"{storage}, {name}, {k} replicas",
             sizes=_sized("chunk edges") + (37,),
-            formats=tuple(Format(*STORAGE[storage][0], BF16, m) for m in ((F32, None) if name == "sgd" else (F32,))),
+            formats=tuple(
+                Format(*STORAGE[storage][0], BF16, m)
+                for m in ((F32, None) if name == "sgd" else (F32,))
+            ),
             replicas=k,
             shifts=(0, 1, 4),
             stochastic=9 if k == 1 else None,
             steps=3,
-            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)} if k > 1 else choice,
+            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)}
+            if k > 1
+            else choice,
         )
         for storage in ("bf16+f32", "split")
         for name, choice in RULES.items()
         for k in (1, 2, 5)
     ),
-    *(Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1) for k in (5, 9)),
+    *(
+        Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1)
+        for k in (5, 9)
+    ),
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
         for rule in interface.DECOUPLED
@@ -260,25 +311,56 @@ SPECIAL = [
         steps=1,
     ),
     Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), groups=2),
-    Case("three groups at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), groups=3, steps=3),
-    Case("stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3),
-    Case("stochastic, large seed, 3 replicas", sizes=(3, 1001), formats=(_LOW,), replicas=3, stochastic=2**64 - 1, steps=3),
+    Case(
+        "three groups at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), groups=3, steps=3
+    ),
+    Case(
+        "stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3
+    ),
+    Case(
+        "stochastic, large seed, 3 replicas",
+        sizes=(3, 1001),
+        formats=(_LOW,),
+        replicas=3,
+        stochastic=2**64 - 1,
+        steps=3,
+    ),
     *(
         Case(
-            f"gradients that come and go, {name}, {k} replicas", sizes=(50, 0, CHUNK + 60, 7, 8), replicas=k, coming=True, steps=4, **choice
+            f"gradients that come and go, {name}, {k} replicas",
+            sizes=(50, 0, CHUNK + 60, 7, 8),
+            replicas=k,
+            coming=True,
+            steps=4,
+            **choice,
         )
         for name, choice in RULES.items()
         for k in (1, 2)
         if k == 1 or choice["rule"] in interface.DECOUPLED
     ),
     *(
-        Case(f"8 bits {name}, {k} replicas", sizes=_sized("code edges"), formats=(_CODED,), replicas=k, shifts=(0, 4), steps=3, **choice)
+        Case(
+            f"8 bits {name}, {k} replicas",
+            sizes=_sized("code edges"),
+            formats=(_CODED,),
+            replicas=k,
+            shifts=(0, 4),
+            steps=3,
+            **choice,
+        )
         for name, choice in RULES.items()
         for k in (1, 3)
         if name != "sgd" and (k == 1 or choice["rule"] in interface.DECOUPLED)
     ),
     *(
-        Case(f"special {name}, 8 bits", sizes=(COMBINATIONS, 600), formats=(_CODED,), special=("param", "gradient"), steps=3, **choice)
+        Case(
+            f"special {name}, 8 bits",
+            sizes=(COMBINATIONS, 600),
+            formats=(_CODED,),
+            special=("param", "gradient"),
+            steps=3,
+            **choice,
+        )
         for name, choice in RULES.items()
         if name != "sgd"
     ),
@@ -286,15 +368,30 @@ SPECIAL = [
     Case("not clipped", sizes=(50, 60), max_norm=1e4),
     Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),
     *(
-        replace(Case(f"special {name}{also}", sizes=(COMBINATIONS, 5), special=("param", "gradient"), steps=3, **choice), **more)
+        replace(
+            Case(
+                f"special {name}{also}",
+                sizes=(COMBINATIONS, 5),
+                special=("param", "gradient"),
+                steps=3,
+                **choice,
+            ),
+            **more,
+        )
         for name, choice in RULES.items()
-        for also, more in (("", {}), (" no decay", {"settings": choice["settings"]._replace(weight_decay=0.0)}))
+        for also, more in (
+            ("", {}),
+            (" no decay", {"settings": choice["settings"]._replace(weight_decay=0.0)}),
+        )
     ),
     *(
         Case(
             f"special {name}, {k} replicas, mixed",
             sizes=(COMBINATIONS,) * 5,
-            formats=tuple(Format(*kinds, F32, None if name == "sgd" else BF16, BF16) for kinds in STORAGE["mixed"]),
+            formats=tuple(
+                Format(*kinds, F32, None if name == "sgd" else BF16, BF16)
+                for kinds in STORAGE["mixed"]
+            ),
             special=("param", "gradient"),
             replicas=k,
             stochastic=3,
@@ -305,7 +402,14 @@ SPECIAL = [
         for k in (1, 3)
     ),
     *(
-        Case(f"special parameters {name}, clipped", sizes=(50, 60), special=("param",), max_norm=1.0, rule=name, settings=NO_DECAY)
+        Case(
+            f"special parameters {name}, clipped",
+            sizes=(50, 60),
+            special=("param",),
+            max_norm=1.0,
+            rule=name,
+            settings=NO_DECAY,
+        )
         for name in interface.RULES
     ),
 ]

@@ -24,32 +24,57 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("sizes", "count"), COMBINATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_float64_and_all_rows_are_the_same_bits(backend: str, sizes: list[int], count: int) -> None:
+def test_equals_float64_and_all_rows_are_the_same_bits(
+    backend: str, sizes: list[int], count: int
+) -> None:
     check_average(sizes, ((F32, None),), count, [1.0 + k for k in range(count)], backend)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
 @pytest.mark.parametrize("storage", list(STORAGE))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masters_are_averaged_and_written_with_their_parameters(backend: str, storage: str, count: int) -> None:
+def test_masters_are_averaged_and_written_with_their_parameters(
+    backend: str, storage: str, count: int
+) -> None:
     weights = [float(k != 1) + 0.1 * k for k in range(count)]
     check_average([5, 0, CHUNK + 3, 1, 17, 2049], STORAGE[storage], count, weights, backend)
 
 
 def check_average(
-    sizes: list[int], storage: tuple[tuple[torch.dtype, torch.dtype | None], ...], count: int, weights: list[float], backend: str
+    sizes: list[int],
+    storage: tuple[tuple[torch.dtype, torch.dtype | None], ...],
+    count: int,
+    weights: list[float],
+    backend: str,
 ) -> None:
     device = device_of(backend)
     dtypes = [storage[i % len(storage)] for i in range(len(sizes))]
-    params = [Guarded(sizes, k % 3, k, device, [param for param, _ in dtypes]) for k in range(count)]
-    masters = [Guarded(sizes, k % 2, 50 + k, device, [master for _, master in dtypes]) for k in range(count)]
+    params = [
+        Guarded(sizes, k % 3, k, device, [param for param, _ in dtypes]) for k in range(count)
+    ]
+    masters = [
+        Guarded(sizes, k % 2, 50 + k, device, [master for _, master in dtypes])
+        for k in range(count)
+    ]
     sets = list(zip(params, masters, strict=True))
-    before = [[value_of(p, m).clone() for p, m in zip(ps.tensors, ms.tensors, strict=True)] for ps, ms in sets]
+    before = [
+        [value_of(p, m).clone() for p, m in zip(ps.tensors, ms.tensors, strict=True)]
+        for ps, ms in sets
+    ]
     shares = [w / sum(weights) for w in weights]
-    plan = kernels.average_plan([p.tensors for p in params], [m.tensors for m in masters] if masters[0].given() else None, backend)
+    plan = kernels.average_plan(
+        [p.tensors for p in params],
+        [m.tensors for m in masters] if masters[0].given() else None,
+        backend,
+    )
     plan.average(shares)
     for i, (param, master) in enumerate(zip(params[0].tensors, masters[0].tensors, strict=True)):
-        assert_kept(param, master, reference.weighted_mean([exactly(row[i]) for row in before], weights), f"mean of tensor {i}")
+        assert_kept(
+            param,
+            master,
+            reference.weighted_mean([exactly(row[i]) for row in before], weights),
+            f"mean of tensor {i}",
+        )
         for k in range(1, count):
             assert torch.equal(params[k].tensors[i], param)
             assert master is None or torch.equal(masters[k].tensors[i], master)
@@ -61,7 +86,11 @@ def check_average(
 def test_one_plan_takes_other_weights_in_every_call(backend: str) -> None:
     rows = torch.tensor([[1.0, 2.0], [5.0, 6.0]], device=device_of(backend))
     plan = kernels.average_plan([[row] for row in rows], None, backend)
-    for weights, expected in (([0.25, 0.75], [4.0, 5.0]), ([1.0, 0.0], [1.0, 2.0]), ([0.0, 1.0], [5.0, 6.0])):
+    for weights, expected in (
+        ([0.25, 0.75], [4.0, 5.0]),
+        ([1.0, 0.0], [1.0, 2.0]),
+        ([0.0, 1.0], [5.0, 6.0]),
+    ):
         rows.copy_(torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
         plan.average(weights)
         assert rows.tolist() == [expected, expected]
@@ -82,7 +111,9 @@ def test_one_replica_keeps_its_bits(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean(backend: str, dtype: torch.dtype) -> None:
+def test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean(
+    backend: str, dtype: torch.dtype
+) -> None:
     rows = torch.randn(4, 3000, device=device_of(backend)).to(dtype)
     expected = ((rows[0].float() + rows[2].float()) / 2).to(dtype)
     rows[1] = float("nan")
@@ -116,10 +147,23 @@ def test_all_backends_instruction_sets_and_threads_give_the_same_bits(
 
     def left_by(name: str) -> list[Tensor]:
         params, masters = (
-            [Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, device_of(name), [kind[part] for kind in dtypes]) for k in range(count)]
+            [
+                Guarded(
+                    sizes,
+                    shifts[k % len(shifts)],
+                    10 * part + k,
+                    device_of(name),
+                    [kind[part] for kind in dtypes],
+                )
+                for k in range(count)
+            ]
             for part in (0, 1)
         )
-        plan = kernels.average_plan([s.tensors for s in params], [s.tensors for s in masters] if masters[0].given() else None, name)
+        plan = kernels.average_plan(
+            [s.tensors for s in params],
+            [s.tensors for s in masters] if masters[0].given() else None,
+            name,
+        )
         plan.average([w / sum(weights) for w in weights])
         return [s.buffer for s in (*params, *masters)]
 
@@ -134,11 +178,23 @@ LOW, HALF, WIDE = ([[torch.zeros(4, dtype=dtype)] for _ in range(2)] for dtype i
     [
         (LOW, WIDE[:1], "masters has 1 lists for 2 replicas"),
         (LOW, [WIDE[0], []], "masters of replica 1 has 0 entries"),
-        (LOW, [WIDE[0], [torch.zeros(4, dtype=I16)]], "master of tensor 0 of replica 1 has the dtype torch.int16"),
+        (
+            LOW,
+            [WIDE[0], [torch.zeros(4, dtype=I16)]],
+            "master of tensor 0 of replica 1 has the dtype torch.int16",
+        ),
         (LOW, [WIDE[0], [torch.zeros(3)]], "master of parameter 0 of replica 1 has the shape"),
         (LOW, HALF, "master of parameter 0 of replica 0 has the dtype torch.float16"),
-        (HALF, [[torch.zeros(4, dtype=I16)] for _ in range(2)], r"of replica 0 \(torch.float16\) has the dtype torch.int16"),
-        ([[torch.ones(4)] for _ in range(2)], WIDE, "must be None: the parameter is its own master"),
+        (
+            HALF,
+            [[torch.zeros(4, dtype=I16)] for _ in range(2)],
+            r"of replica 0 \(torch.float16\) has the dtype torch.int16",
+        ),
+        (
+            [[torch.ones(4)] for _ in range(2)],
+            WIDE,
+            "must be None: the parameter is its own master",
+        ),
     ],
 )
 def test_refused_masters(params: list, masters: list, message: str) -> None:
@@ -166,13 +222,27 @@ def test_refused_weights(weights: list[float], message: str) -> None:
 @pytest.mark.parametrize(
     ("spoiled", "error", "message"),
     [
-        ([torch.zeros(4).half()], TypeError, "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has torch.float32"),
-        ([torch.zeros(5)], ValueError, r"tensor 0 of replica 1 has the shape \(5,\), but replica 0 has \(4,\)"),
-        ([torch.zeros(4), torch.zeros(4)], ValueError, "replica 1 has 2 tensors, but replica 0 has 1"),
+        (
+            [torch.zeros(4).half()],
+            TypeError,
+            "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has torch.float32",
+        ),
+        (
+            [torch.zeros(5)],
+            ValueError,
+            r"tensor 0 of replica 1 has the shape \(5,\), but replica 0 has \(4,\)",
+        ),
+        (
+            [torch.zeros(4), torch.zeros(4)],
+            ValueError,
+            "replica 1 has 2 tensors, but replica 0 has 1",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_refused_replicas_change_nothing(backend: str, spoiled: list, error: type[Exception], message: str) -> None:
+def test_refused_replicas_change_nothing(
+    backend: str, spoiled: list, error: type[Exception], message: str
+) -> None:
     first = torch.arange(4.0)
     with pytest.raises(error, match=message):
         kernels.average_([[first], spoiled], [1, 1], backend)

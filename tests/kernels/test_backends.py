@@ -21,17 +21,31 @@ def test_available_says_usable_or_why_not() -> None:
     states = kernels.available()
     assert list(states) == ["cpu", "cuda", "triton", "torch"]
     assert states["cpu"] == states["torch"] == "usable"
-    assert states["cuda"] == "usable" if torch.cuda.is_available() and native._C.cuda else len(states["cuda"]) > 20
+    assert (
+        states["cuda"] == "usable"
+        if torch.cuda.is_available() and native._C.cuda
+        else len(states["cuda"]) > 20
+    )
 
 
-def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip(
+        "triton", reason="Triton is not installed; there are wheels for Linux"
+    )
     for interpret, gpu in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # a torch with CUDA would look for the GPU
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device: (9, 0)
+        )  # a torch with CUDA would look for the GPU
         state = kernels.available()["triton"]
-        assert state == "usable" if interpret or gpu else "no usable CUDA device" in state and "TRITON_INTERPRET=1" in state
+        assert (
+            state == "usable"
+            if interpret or gpu
+            else "no usable CUDA device" in state and "TRITON_INTERPRET=1" in state
+        )
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     assert kernels.available()["triton"] == "Triton 3.5.1 is too old: install 3.6 or later"
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -54,14 +68,19 @@ def test_what_cannot_be_chosen_is_refused(backend: str, device: str, message: st
     with pytest.raises(ValueError, match=message):
         kernels.select(backend, torch.device(device))
     with pytest.raises(ValueError, match=message):
-        kernels.average_(torch.zeros(1, 0 if backend == "metal" else 3, device=device), [1], backend)
+        kernels.average_(
+            torch.zeros(1, 0 if backend == "metal" else 3, device=device), [1], backend
+        )
 
 
 def test_a_missing_module_is_reported_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "missing", "hdet's native module cannot be imported: no such file")
     assert kernels.available()["cpu"] == native.missing
     for name in ("auto", "cpu"):
-        with pytest.raises(RuntimeError, match='backend="cpu" is not usable: .* no such file. backend="torch" works'):
+        with pytest.raises(
+            RuntimeError,
+            match='backend="cpu" is not usable: .* no such file. backend="torch" works',
+        ):
             kernels.select(name, torch.device("cpu"))
     assert kernels.select("torch", torch.device("cpu")).name == "torch"
 
@@ -75,11 +94,15 @@ _WITHOUT_CUDA = _built(cuda=False, cuda_note="nvcc was not found when hdet was b
 _WITH_CUDA = _built(cuda=True, cuda_archs="80 90")
 
 
-def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
     monkeypatch.setattr(kernels, "_warned", False)
     monkeypatch.setitem(sys.modules, "triton", None)  # is missing
-    with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"):
+    with pytest.warns(
+        RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"
+    ):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -88,12 +111,18 @@ def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatc
         kernels.select("cuda", torch.device("cuda", 0))
 
 
-def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip(
+        "triton", reason="Triton is not installed; there are wheels for Linux"
+    )
     monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
     monkeypatch.setattr(kernels, "_warned", False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    with pytest.warns(RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"):
+    with pytest.warns(
+        RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"
+    ):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "triton"
 
 
@@ -117,7 +146,11 @@ def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "_C", _WITH_CUDA)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0),
+    )
     assert kernels.available()["cuda"] == kernels.USABLE
     with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90"):
         kernels.select("cuda", torch.device("cuda", 1))
@@ -131,10 +164,20 @@ print(native.missing)
 """
 
 
-@pytest.mark.parametrize(("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
-def test_a_module_built_with_another_table_is_not_used(more_interface: int, more_call: int, more_row: int) -> None:
-    script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=GROUP_SETTINGS + more_row)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
+@pytest.mark.parametrize(
+    ("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
+)
+def test_a_module_built_with_another_table_is_not_used(
+    more_interface: int, more_call: int, more_row: int
+) -> None:
+    script = OTHER_BUILD.format(
+        interface=_C.INTERFACE + more_interface,
+        call=CALL_SETTINGS + more_call,
+        row=GROUP_SETTINGS + more_row,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     other = bool(more_interface or more_call or more_row)
     assert ("built from other sources: reinstall hdet" in done.stdout) == other, done.stdout

@@ -41,17 +41,25 @@ cpu: Any = functools.partial(kernels.step_plan, backend="cpu")
 
 
 @pytest.mark.parametrize(
-    "case", [*WIDE, *(case for case in CASES if case.rule != "adamw" and "all float" in case.name)], ids=lambda c: c.name
+    "case",
+    [*WIDE, *(case for case in CASES if case.rule != "adamw" and "all float" in case.name)],
+    ids=lambda c: c.name,
 )
-def test_instruction_sets_and_threads_give_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_same_bits(lambda backend: list(final_tensors(case, cpu).values()), monkeypatch, threads=(1, 2, 5))
+def test_instruction_sets_and_threads_give_the_same_bits(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_same_bits(
+        lambda backend: list(final_tensors(case, cpu).values()), monkeypatch, threads=(1, 2, 5)
+    )
 
 
 def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDET_ISA", "z80")
     problem = Problem(Case("", sizes=(100,), max_norm=1.0, zero_gradients=True), "cpu")
     gradients, settings, options = problem.arguments(0)
-    refused = pytest.raises(ValueError, match="HDET_ISA=z80 is not available here; choose one of: .*baseline")
+    refused = pytest.raises(
+        ValueError, match="HDET_ISA=z80 is not available here; choose one of: .*baseline"
+    )
     with problem.unchanged(gradients), refused:
         cpu(problem.tensors).step(gradients.tensors, settings, options)
 
@@ -64,9 +72,18 @@ def chunk_table(elements: list[int], formats: list[int], longest: int = CHUNK) -
 
 @pytest.mark.parametrize(
     ("elements", "least", "length"),
-    [([5], 0, CHUNK), ([5], 1, 2048), ([10**6] * 2, 2112, 2048), ([10**7], 2112, 4096), ([CHUNK * 2112], 2112, CHUNK), ([], 7, 2048)],
+    [
+        ([5], 0, CHUNK),
+        ([5], 1, 2048),
+        ([10**6] * 2, 2112, 2048),
+        ([10**7], 2112, 4096),
+        ([CHUNK * 2112], 2112, CHUNK),
+        ([], 7, 2048),
+    ],
 )
-def test_chunks_are_shorter_where_there_would_be_too_few(elements: list[int], least: int, length: int) -> None:
+def test_chunks_are_shorter_where_there_would_be_too_few(
+    elements: list[int], least: int, length: int
+) -> None:
     assert _C.chunk_length(elements, least) == length
 
 

@@ -30,13 +30,20 @@ SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsign
 def spread(count: int, signed: bool, seed: int = 0) -> Tensor:
     """Numbers over eight decades; a number in ten is 0."""
     generator = torch.Generator().manual_seed(seed)
-    values = 10 ** (-8 * torch.rand(count, generator=generator)) * (torch.rand(count, generator=generator) > 0.1)
-    return values * (torch.randint(0, 2, (count,), generator=generator) * 2 - 1) if signed else values
+    values = 10 ** (-8 * torch.rand(count, generator=generator)) * (
+        torch.rand(count, generator=generator) > 0.1
+    )
+    return (
+        values * (torch.randint(0, 2, (count,), generator=generator) * 2 - 1) if signed else values
+    )
 
 
 @SIGNED
 def test_the_table_is_the_papers(signed: bool) -> None:
-    table, thresholds = (torch.tensor(of(signed), dtype=torch.float64) for of in (eight_bit.magnitudes, eight_bit.thresholds))
+    table, thresholds = (
+        torch.tensor(of(signed), dtype=torch.float64)
+        for of in (eight_bit.magnitudes, eight_bit.thresholds)
+    )
     assert len(table) == (128 if signed else 256) == len(thresholds) + 1
     torch.testing.assert_close(table, reference.tree(signed), rtol=2.0**-24, atol=0)
     assert ((table[:-1] < thresholds) & (thresholds < table[1:]))[0 if signed else 1 :].all()
@@ -53,10 +60,16 @@ def test_the_table_is_the_papers(signed: bool) -> None:
 def test_every_number_gets_the_nearest_code(count: int, signed: bool) -> None:
     values = spread(count, signed)
     codes, scales = eight_bit.encode(values, signed)
-    assert codes.shape == values.shape and codes.dtype == torch.uint8 and scales.shape == (-(-count // 256),)
+    assert (
+        codes.shape == values.shape
+        and codes.dtype == torch.uint8
+        and scales.shape == (-(-count // 256),)
+    )
     reference.assert_coded(codes, scales, reference.exactly(values.double()), "", signed)
     exact = reference.decoded(codes, scales, signed)
-    torch.testing.assert_close(eight_bit.decode(codes, scales, signed).double(), exact, rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(
+        eight_bit.decode(codes, scales, signed).double(), exact, rtol=2.0**-22, atol=0
+    )
 
 
 @pytest.fixture(params=[False, True], ids=["", "subnormal numbers are 0"])
@@ -71,7 +84,11 @@ def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> 
     """All codes, with scales of every exponent from the least one on and with mantissas at random: bit for bit."""
     generator = torch.Generator().manual_seed(1)
     exponents = torch.arange(127 - 104, 255).repeat(8)
-    scales = ((exponents << 23) + torch.randint(0, 1 << 23, exponents.shape, generator=generator)).to(torch.int32).view(F32)
+    scales = (
+        ((exponents << 23) + torch.randint(0, 1 << 23, exponents.shape, generator=generator))
+        .to(torch.int32)
+        .view(F32)
+    )
     codes = torch.arange(256).repeat(len(scales)).to(torch.uint8)
     codes[codes == 128] = 0 if signed else 128  # minus zero, which no number becomes
     values = eight_bit.decode(codes, scales, signed)
@@ -80,7 +97,9 @@ def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> 
 
 
 @SIGNED
-@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 2.0**-105, 1e-20, 1.0, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "largest", [0.0, 2.0**-149, 2.0**-126, 2.0**-105, 1e-20, 1.0, 3e38, math.inf, math.nan]
+)
 def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
     """Also where nearly all is subnormal; and NaN is a whole block's, whose neighbours keep their values."""
     values = spread(700, signed) * (largest if math.isfinite(largest) else 1.0)
@@ -91,7 +110,9 @@ def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
     assert bool(decoded[block].isnan().all()) != math.isfinite(largest)
     assert not decoded[:256].isnan().any() and not decoded[512:].isnan().any()
     again = eight_bit.encode(decoded, signed)
-    assert torch.equal(again[0], codes) and all(a == b or (a.isnan() and b.isnan()) for a, b in zip(again[1], scales, strict=True))
+    assert torch.equal(again[0], codes) and all(
+        a == b or (a.isnan() and b.isnan()) for a, b in zip(again[1], scales, strict=True)
+    )
     if math.isfinite(largest):
         assert decoded[300] == largest or largest < eight_bit.LEAST_SCALE, "the largest is exact"
         assert signed or torch.equal(decoded == 0, values == 0)
@@ -104,14 +125,27 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
     device = device_of(backend)
     codes, scales = (t.to(device) for t in eight_bit.encode(spread(CHUNK + 300, True) * size, True))
     param = torch.ones(CHUNK + 300, device=device)
-    tensors = StepTensors("sgd", [[param]], [0], [torch.ones((), device=device)], [codes.clone()], exp_avg_scales=[scales.clone()])
-    kernels.step_plan(tensors, backend).step([torch.zeros_like(param)], [StepSettings(lr=1.0, beta1=1.0)])
-    assert torch.equal(tensors.exp_avgs[0], codes) and torch.equal(tensors.exp_avg_scales[0], scales)  # type: ignore[index, arg-type]
+    tensors = StepTensors(
+        "sgd",
+        [[param]],
+        [0],
+        [torch.ones((), device=device)],
+        [codes.clone()],
+        exp_avg_scales=[scales.clone()],
+    )
+    kernels.step_plan(tensors, backend).step(
+        [torch.zeros_like(param)], [StepSettings(lr=1.0, beta1=1.0)]
+    )
+    assert torch.equal(tensors.exp_avgs[0], codes) and torch.equal(
+        tensors.exp_avg_scales[0], scales
+    )  # type: ignore[index, arg-type]
     torch.testing.assert_close(param, 1 - eight_bit.decode(codes, scales, True))
 
 
 def usual() -> StepTensors:
-    return Problem(Case("", sizes=(300, 6), formats=(Format(exp_avg=U8, exp_avg_sq=U8),)), "cpu").tensors
+    return Problem(
+        Case("", sizes=(300, 6), formats=(Format(exp_avg=U8, exp_avg_sq=U8),)), "cpu"
+    ).tensors
 
 
 @pytest.mark.parametrize(
@@ -119,10 +153,22 @@ def usual() -> StepTensors:
     [
         ({"exp_avg_scales": None}, "exp_avg of parameter 0 .* must have scales"),
         ({"exp_avg_scales": [None, torch.ones(1)]}, "exp_avg of parameter 0 .* must have scales"),
-        ({"exp_avg_scales": [torch.ones(1), torch.ones(1)]}, r"scales of exp_avg of parameter 0 has the shape \(1,\), it must be \(2,\)"),
-        ({"exp_avg_sq_scales": [torch.ones(2).bfloat16(), torch.ones(1)]}, "scales of exp_avg_sq of parameter 0 has the dtype"),
-        ({"exp_avg_sqs": [torch.ones(300), torch.ones(6)]}, "exp_avg and exp_avg_sq of parameter 0 must both be torch.uint8"),
-        ({"exp_avgs": [torch.ones(300), torch.ones(6)]}, "exp_avg of parameter 0 .* must have scales if it is .* and none else"),
+        (
+            {"exp_avg_scales": [torch.ones(1), torch.ones(1)]},
+            r"scales of exp_avg of parameter 0 has the shape \(1,\), it must be \(2,\)",
+        ),
+        (
+            {"exp_avg_sq_scales": [torch.ones(2).bfloat16(), torch.ones(1)]},
+            "scales of exp_avg_sq of parameter 0 has the dtype",
+        ),
+        (
+            {"exp_avg_sqs": [torch.ones(300), torch.ones(6)]},
+            "exp_avg and exp_avg_sq of parameter 0 must both be torch.uint8",
+        ),
+        (
+            {"exp_avgs": [torch.ones(300), torch.ones(6)]},
+            "exp_avg of parameter 0 .* must have scales if it is .* and none else",
+        ),
         ({"exp_avgs": [torch.ones(300).char(), torch.ones(6)]}, "has the dtype torch.int8"),
     ],
 )
@@ -134,14 +180,21 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 def test_replicas_on_one_line_have_no_codes() -> None:
     tensors = Line("adamw", [300], 2, "cpu").tensors
     codes: Callable[[], Any] = lambda: [torch.zeros(300, dtype=U8)]
-    with pytest.raises(TypeError, match="codes of 8 bits, which replicas on one line do not have: use float32 or bfloat16"):
+    with pytest.raises(
+        TypeError,
+        match="codes of 8 bits, which replicas on one line do not have: use float32 or bfloat16",
+    ):
         kernels.rank_one_plan(replace(tensors, exp_avgs=codes(), exp_avg_sqs=codes()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
     """Of codes and of others, with other types of gradients than before: the same as plans for each."""
-    forms = (Format(exp_avg=U8, exp_avg_sq=U8), Format(BF16, F32, BF16), Format(exp_avg=BF16, exp_avg_sq=F32))
+    forms = (
+        Format(exp_avg=U8, exp_avg_sq=U8),
+        Format(BF16, F32, BF16),
+        Format(exp_avg=BF16, exp_avg_sq=F32),
+    )
     sizes = (700, 40, 33)
     together = Problem(Case("", sizes=sizes, formats=forms, changing=True), device_of(backend))
     plan = kernels.step_plan(together.tensors, backend)
@@ -154,7 +207,10 @@ def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
             groups=[0],
             steps=[t.steps[0].clone()],
             masters=None,
-            **{name: [getattr(t, name)[0].clone()] for name in ("exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")},
+            **{
+                name: [getattr(t, name)[0].clone()]
+                for name in ("exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")
+            },
         )
         kernels.step_plan(alone, backend).step(gradients.tensors[:1], settings, options)
         plan.step(gradients.tensors, settings, options)

@@ -33,23 +33,49 @@ def go_far(plan: Any, tensors: list[Tensor]) -> None:
     chunks.view(torch.int64).view(-1, _C.CHUNK_BYTES // 8)[:, 0] += FAR
     widths = {t.data_ptr(): t.element_size() for t in tensors if t.numel()}
     inputs = getattr(plan, "inputs", None)
-    for table in (plan.addresses, None if inputs is None else inputs.placed, getattr(plan, "line_addresses", None)):
+    for table in (
+        plan.addresses,
+        None if inputs is None else inputs.placed,
+        getattr(plan, "line_addresses", None),
+    ):
         for place, address in enumerate([] if table is None else table.tolist()):
             table[place] -= FAR * widths.get(address, 0)
 
 
 def step(backend: str) -> Prepared:
-    formats = (Format(), Format(BF16, None, BF16, BF16, BF16), Format(BF16, I16, BF16), Format(F16, F32, F16, F32, BF16))
-    case = Case("", sizes=(1, 17, CHUNK + 13, 2 * CHUNK, 33, 0, 129), formats=formats, replicas=5, groups=2, shifts=(0, 1, 2), max_norm=1.0)
+    formats = (
+        Format(),
+        Format(BF16, None, BF16, BF16, BF16),
+        Format(BF16, I16, BF16),
+        Format(F16, F32, F16, F32, BF16),
+    )
+    case = Case(
+        "",
+        sizes=(1, 17, CHUNK + 13, 2 * CHUNK, 33, 0, 129),
+        formats=formats,
+        replicas=5,
+        groups=2,
+        shifts=(0, 1, 2),
+        max_norm=1.0,
+    )
     problem = Problem(case, device_of(backend))
     gradients, settings, options = problem.arguments(1)
     plan = kernels.step_plan(problem.tensors, backend)
-    tensors = [t for name, guarded in problem.memory.items() if name != "steps" for t in guarded.given()]
-    return plan, lambda: plan.step(gradients.tensors, settings, options) or problem.steps, [*tensors, *gradients.given()]  # type: ignore[func-returns-value]
+    tensors = [
+        t for name, guarded in problem.memory.items() if name != "steps" for t in guarded.given()
+    ]
+    return (
+        plan,
+        lambda: plan.step(gradients.tensors, settings, options) or problem.steps,
+        [*tensors, *gradients.given()],
+    )  # type: ignore[func-returns-value]
 
 
 def line(backend: str) -> Prepared:
-    on_line, gradients = Line("adamw", SIZES, 2, backend, BF16), Guarded(SIZES, 0, 99, device_of(backend))
+    on_line, gradients = (
+        Line("adamw", SIZES, 2, backend, BF16),
+        Guarded(SIZES, 0, 99, device_of(backend)),
+    )
 
     def call() -> list[Tensor]:
         on_line.plan.step(gradients.tensors, settings_of("adamw", [0.5, 1.5]))
@@ -57,7 +83,14 @@ def line(backend: str) -> Prepared:
         on_line.plan.converge([0.25, 0.75])
         return parted
 
-    parts = (on_line.base, on_line.displacement, *on_line.outputs, on_line.first, on_line.second, gradients)
+    parts = (
+        on_line.base,
+        on_line.displacement,
+        *on_line.outputs,
+        on_line.first,
+        on_line.second,
+        gradients,
+    )
     return on_line.plan, call, [t for part in parts for t in part.tensors]
 
 
@@ -77,7 +110,9 @@ def average(backend: str) -> Prepared:
 
 def pair(operation: str, *scale: float) -> Callable[[str], Prepared]:
     def prepared(backend: str) -> Prepared:
-        sources, destinations = (Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(2))
+        sources, destinations = (
+            Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(2)
+        )
         kept = [t.clone() for t in destinations]
         plan = kernels.pair_plan(sources, destinations, backend=backend)
 
@@ -134,8 +169,14 @@ def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensor
 @pytest.mark.parametrize("backend", NATIVE)
 def test_random_numbers_know_where_they_are(backend: str) -> None:
     """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of them."""
-    exact, tensors = step_tensors(F32, backend), step_tensors(BF16, backend, stochastic=77, first_replica=3, ids=[5, 9])
-    gradients, settings = Guarded(SIZES, 1, 60, device_of(backend)).tensors, [SETTINGS._replace(multipliers=[1.0])]
+    exact, tensors = (
+        step_tensors(F32, backend),
+        step_tensors(BF16, backend, stochastic=77, first_replica=3, ids=[5, 9]),
+    )
+    gradients, settings = (
+        Guarded(SIZES, 1, 60, device_of(backend)).tensors,
+        [SETTINGS._replace(multipliers=[1.0])],
+    )
     kernels.step_plan(exact, backend).step(gradients, settings)
     plan = kernels.step_plan(tensors, backend)
     streams = [*tensors.params[0], *tensors.exp_avgs, *tensors.exp_avg_sqs]  # type: ignore[misc]
@@ -147,6 +188,8 @@ def test_random_numbers_know_where_they_are(backend: str) -> None:
     for identity, value, found in zip([5, 9], exact.params[0], tensors.params[0], strict=True):
         element = FAR + torch.arange(value.numel())
         zero, quad = torch.zeros_like(element), element // 4
-        words = rounding.philox(77, (quad & 0xFFFFFFFF, (quad >> 32) | 3 << 16, zero + identity, zero + 1))
+        words = rounding.philox(
+            77, (quad & 0xFFFFFFFF, (quad >> 32) | 3 << 16, zero + identity, zero + 1)
+        )
         word = torch.stack(words)[element % 4, torch.arange(value.numel())]
         assert torch.equal(found.cpu(), rounding.stochastic_bfloat16(value.cpu(), word & 0xFFFF))

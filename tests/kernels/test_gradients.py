@@ -19,7 +19,8 @@ SETTINGS = [StepSettings(0.1, (1.0,))]
 API = "__dlpack_c_exchange_api__"
 
 with_exchange = pytest.mark.skipif(
-    not hasattr(Tensor, API), reason="this torch has no DLPack exchange interface: Python looks at every gradient anew"
+    not hasattr(Tensor, API),
+    reason="this torch has no DLPack exchange interface: Python looks at every gradient anew",
 )
 
 
@@ -40,9 +41,13 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     """Its memory holds the opposite of what it stands for, and DLPack does not tell."""
     p = torch.zeros(3, device=device_of(backend))
     g = torch.ones_like(p)
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)]), backend)
+    plan = kernels.step_plan(
+        StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)]), backend
+    )
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"gradient of parameter 0 is a negated view.*resolve_neg"):
+        with pytest.raises(
+            ValueError, match=r"gradient of parameter 0 is a negated view.*resolve_neg"
+        ):
             plan.step([torch._neg_view(g)], SETTINGS)
         assert p.tolist() == [0.0] * 3
     plan.step([torch._neg_view(g).resolve_neg()], SETTINGS)
@@ -50,12 +55,20 @@ def test_a_negated_view_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["torch's", "none", "not a capsule", "another capsule"])
-def test_a_plan_follows_gradients_that_move_and_change_type(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_follows_gradients_that_move_and_change_type(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if exchange != "torch's":  # a torch without the interface, or with another
-        other = {"none": {}, "not a capsule": {API: 3}, "another capsule": {API: datetime.datetime_CAPI}}[exchange]  # type: ignore[attr-defined]
+        other = {
+            "none": {},
+            "not a capsule": {API: 3},
+            "another capsule": {API: datetime.datetime_CAPI},
+        }[exchange]  # type: ignore[attr-defined]
         monkeypatch.setattr(kernels.native.step, "Tensor", type("Tensor", (), other))
     params = some(0)
-    plan = kernels.step_plan(StepTensors("sgd", [params], [0] * len(SHAPES), [torch.zeros(()) for _ in SHAPES]), "cpu")
+    plan = kernels.step_plan(
+        StepTensors("sgd", [params], [0] * len(SHAPES), [torch.zeros(()) for _ in SHAPES]), "cpu"
+    )
     expected = [p.clone() for p in params]
 
     def step(gradients: list[Tensor]) -> None:

@@ -30,7 +30,11 @@ def check_rates(backend: str) -> None:
     for _ in range(2):
         plan.step([g], [StepSettings(rate.detach())])
     assert not travelled and p.tolist() == [-1.5] * 3
-    for other in (torch.zeros(2), torch.zeros(1, dtype=torch.float64), torch.empty((), device="meta")):
+    for other in (
+        torch.zeros(2),
+        torch.zeros(1, dtype=torch.float64),
+        torch.empty((), device="meta"),
+    ):
         with pytest.raises((ValueError, TypeError), match="lr of group 0"):
             plan.step([g], [StepSettings(other)])
     plan.step([g], [StepSettings(rate.clone().fill_(1.0))])
@@ -66,7 +70,9 @@ class HostMemory(cuda.CudaMemory):
 
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), HostMemory(torch.device("cpu")))
+    plan = NativeStepPlan(
+        StepTensors("sgd", [[p]], [0], [torch.zeros(())]), HostMemory(torch.device("cpu"))
+    )
     plan.step([g], [StepSettings(rate.detach())])
     copies, device.capturing = device.copies, True
     plan.step([g], [StepSettings(rate.detach())])
@@ -74,7 +80,9 @@ def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace)
     plan.step([g], [StepSettings(rate.detach())])
     assert p.tolist() == [-1.25] * 3 and device.copies == copies
     moved = torch.tensor(1.0)
-    with pytest.raises(RuntimeError, match=r"hyperparameters have changed.*warm-up.*write_hyperparameters"):
+    with pytest.raises(
+        RuntimeError, match=r"hyperparameters have changed.*warm-up.*write_hyperparameters"
+    ):
         plan.step([g], [StepSettings(moved)])
     plan.step([g], [StepSettings(rate)])
     device.capturing = False
@@ -96,7 +104,9 @@ class Carrying(HostMemory):
             raise KeyboardInterrupt
 
 
-def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last_ones(device: SimpleNamespace) -> None:
+def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last_ones(
+    device: SimpleNamespace,
+) -> None:
     p, g, memory = torch.zeros(3), torch.ones(3), Carrying(torch.device("cpu"))
     plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
     plan.step([g], [StepSettings(1.0)])
@@ -108,7 +118,9 @@ def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last
     assert p.tolist() == [-2.5] * 3
 
 
-def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(device: SimpleNamespace) -> None:
+def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(
+    device: SimpleNamespace,
+) -> None:
     p, memory = torch.zeros(3), HostMemory(torch.device("cpu"))
     plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
     plan.step([torch.ones(3)], [StepSettings(1.0)])

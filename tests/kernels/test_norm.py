@@ -13,11 +13,21 @@ from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
 from .table import BF16, F16, F32
 
 
-@pytest.mark.parametrize("dtypes", [(F32,), (BF16,), (F16,), (F16, F32, BF16)], ids=["f32", "bf16", "f16", "mixed"])
+@pytest.mark.parametrize(
+    "dtypes", [(F32,), (BF16,), (F16,), (F16, F32, BF16)], ids=["f32", "bf16", "f16", "mixed"]
+)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_is_the_root_of_the_sum_of_squares_rounded_once(backend: str, sizes: list[int], dtypes: tuple[torch.dtype, ...]) -> None:
-    tensors = Guarded(sizes, 1, seed=0, device=device_of(backend), dtypes=[dtypes[i % len(dtypes)] for i in range(len(sizes))])
+def test_is_the_root_of_the_sum_of_squares_rounded_once(
+    backend: str, sizes: list[int], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    tensors = Guarded(
+        sizes,
+        1,
+        seed=0,
+        device=device_of(backend),
+        dtypes=[dtypes[i % len(dtypes)] for i in range(len(sizes))],
+    )
     exact = math.sqrt(math.fsum(float((t.double() ** 2).sum()) for t in tensors.tensors))
     norm = kernels.norm_plan(tensors.tensors, backend).norm()
     assert norm.dtype == F32 and norm.dim() == 0 and norm.device == tensors.buffer.device
@@ -31,14 +41,21 @@ def test_large_and_small_numbers_neither_overflow_nor_vanish(backend: str) -> No
     for value in (3e38, 1e-38):
         norm = kernels.norm_plan([torch.full((1000,), value / 32, device=device)], backend).norm()
         assert norm.item() == pytest.approx(value / 32 * math.sqrt(1000), rel=1e-6)
-    small = [torch.full((1,), 1e4, device=device), torch.full((1 << 20,), 1.0, device=device)]  # lost if summed in float32
-    assert kernels.norm_plan(small, backend).norm().item() == pytest.approx(math.sqrt(1e8 + 2**20), rel=1e-7)
+    small = [
+        torch.full((1,), 1e4, device=device),
+        torch.full((1 << 20,), 1.0, device=device),
+    ]  # lost if summed in float32
+    assert kernels.norm_plan(small, backend).norm().item() == pytest.approx(
+        math.sqrt(1e8 + 2**20), rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_is_not_finite_where_one_element_is_not(backend: str, dtype: torch.dtype, bad: float) -> None:
+def test_is_not_finite_where_one_element_is_not(
+    backend: str, dtype: torch.dtype, bad: float
+) -> None:
     x = torch.ones(2 * CHUNK + 3, device=device_of(backend), dtype=dtype)
     plan = kernels.norm_plan([x], backend)
     for place in (0, CHUNK, 2 * CHUNK + 2):
@@ -60,7 +77,9 @@ def test_each_call_gives_a_tensor_of_its_own(backend: str) -> None:
 
 def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x = [torch.randn(5 * CHUNK + 7), torch.randn(33).bfloat16(), torch.randn(3 * CHUNK).half()]
-    check_same_bits(lambda backend: [kernels.norm_plan(x, "cpu").norm()], monkeypatch, threads=(1, 2, 5))
+    check_same_bits(
+        lambda backend: [kernels.norm_plan(x, "cpu").norm()], monkeypatch, threads=(1, 2, 5)
+    )
 
 
 def test_no_tensors_are_refused() -> None:

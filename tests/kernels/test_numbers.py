@@ -15,9 +15,27 @@ from .cases import BACKENDS, device_of
 
 def all_kinds_of_floats() -> Tensor:
     """Every sign, exponent and upper mantissa, each with lower halves around the ties of bfloat16 (0x8000) and float16 (0x1000)."""
-    lower = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF])
+    lower = torch.tensor(
+        [
+            0,
+            1,
+            0xFFF,
+            0x1000,
+            0x1001,
+            0x2FFF,
+            0x3000,
+            0x3001,
+            0x7FFF,
+            0x8000,
+            0x8001,
+            0xF000,
+            0xFFFF,
+        ]
+    )
     bits = (torch.arange(65536)[:, None] << 16) + lower
-    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).flatten().view(torch.float32)
+    return (
+        torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).flatten().view(torch.float32)
+    )
 
 
 def copied(values: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
@@ -27,7 +45,10 @@ def copied(values: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
 
 
 def split(values: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    upper, lower = (torch.empty(len(values), dtype=dtype, device=device_of(backend)) for dtype in (torch.bfloat16, torch.int16))
+    upper, lower = (
+        torch.empty(len(values), dtype=dtype, device=device_of(backend))
+        for dtype in (torch.bfloat16, torch.int16)
+    )
     kernels.pair_plan([values.to(upper.device)], [upper], masters=[lower], backend=backend).copy()
     return upper, lower
 
@@ -68,7 +89,12 @@ def test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest(backe
 def test_a_nan_shows_in_the_upper_half_of_the_split_form(backend: str) -> None:
     """Also that of a GPU, 0x7fffffff, which would round to minus zero."""
     values = all_kinds_of_floats()
-    values = torch.cat([values[values.isnan()], torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
+    values = torch.cat(
+        [
+            values[values.isnan()],
+            torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32),
+        ]
+    )
     upper, lower = split(values, backend)
     assert bool(upper.isnan().all()) and bool(joined(upper, lower, backend).isnan().all())
     assert set(upper.view(torch.int16).tolist()) == {0x7FC0} and not lower.any()
@@ -76,8 +102,14 @@ def test_a_nan_shows_in_the_upper_half_of_the_split_form(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half(backend: str) -> None:
-    lower = torch.arange(-32768, 0, dtype=torch.int32, device=device_of(backend)).to(torch.int16).repeat(2)
-    upper = torch.tensor([0.0, -0.0], dtype=torch.bfloat16, device=device_of(backend)).repeat_interleave(32768)
+    lower = (
+        torch.arange(-32768, 0, dtype=torch.int32, device=device_of(backend))
+        .to(torch.int16)
+        .repeat(2)
+    )
+    upper = torch.tensor(
+        [0.0, -0.0], dtype=torch.bfloat16, device=device_of(backend)
+    ).repeat_interleave(32768)
     assert equal(joined(upper, lower, backend), upper.cpu().float())
 
 
@@ -88,14 +120,19 @@ def test_stochastic_rounding_goes_up_as_often_as_what_is_cut_off() -> None:
     for value in (1.0, 1.0 + 2**-9, 1.0 + 2**-23, -3.14159, 1e-40, -1e-42, 3.4e38):
         values = torch.full((65536,), value)
         found = rounding.stochastic_bfloat16(values, torch.arange(65536))
-        down, up = values.view(torch.int32)[0] & -65536, (values.view(torch.int32)[0] & -65536) + 65536
+        down, up = (
+            values.view(torch.int32)[0] & -65536,
+            (values.view(torch.int32)[0] & -65536) + 65536,
+        )
         bits = found.view(torch.int16).to(torch.int32) << 16
         assert bool(((bits == down) | (bits == up)).all()), value
         assert int((bits == up).sum()) == int(values.view(torch.int32)[0] & 0xFFFF), value
 
 
 def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
-    values = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    values = torch.tensor(
+        [0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32
+    ).view(torch.float32)
     assert equal(rounding.stochastic_bfloat16(values, torch.full((5,), 0xFFFF)), values.bfloat16())
 
 
@@ -104,10 +141,16 @@ def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
     [
         (0, [0, 0, 0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         (0xFFFFFFFF_FFFFFFFF, [0xFFFFFFFF] * 4, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (0x299F31D0_A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+        (
+            0x299F31D0_A4093822,
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
     ],
 )
-def test_philox_gives_the_published_numbers(seed: int, counter: list[int], expected: list[int]) -> None:
+def test_philox_gives_the_published_numbers(
+    seed: int, counter: list[int], expected: list[int]
+) -> None:
     words = rounding.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
     assert [int(word) for word in words] == expected
 
@@ -119,12 +162,24 @@ def test_formats_that_kernels_are_compiled_for() -> None:
 
     def known(*tensors: tuple[torch.dtype, torch.dtype | None, torch.dtype | None]) -> int:
         """`tensors`: type of parameter and gradient, of the master, of moments."""
-        columns = [[None if of is None else torch.empty(0, dtype=of) for of in column] for column in zip(*tensors, strict=True)]
+        columns = [
+            [None if of is None else torch.empty(0, dtype=of) for of in column]
+            for column in zip(*tensors, strict=True)
+        ]
         params, lowers, moments = columns
         return _C.known_of(native.formats(len(tensors), params, params, lowers, moments, moments))
 
-    assert [known((f32, None, moment)) for moment in (f32, codes, None, bf16)] == [floats, floats, floats, any_]
-    assert [known((bf16, master, codes)) for master in (f32, torch.int16, None)] == [masters, split, any_]
+    assert [known((f32, None, moment)) for moment in (f32, codes, None, bf16)] == [
+        floats,
+        floats,
+        floats,
+        any_,
+    ]
+    assert [known((bf16, master, codes)) for master in (f32, torch.int16, None)] == [
+        masters,
+        split,
+        any_,
+    ]
     assert known((f32, None, codes), (f32, None, f32)) == floats
     assert known((f32, None, codes), (bf16, f32, f32)) == any_
     assert known((bf16, torch.int16, f32), (bf16, torch.int16, codes)) == split

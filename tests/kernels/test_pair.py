@@ -26,15 +26,24 @@ class Pair:
     """Sources and destinations in guarded memory; `kinds` are cycled over the tensors."""
 
     def __init__(
-        self, sizes: list[int], sources: list[Kind], destinations: list[Kind], backend: str, shifts: Sequence[int] = (0, 1, 2, 3)
+        self,
+        sizes: list[int],
+        sources: list[Kind],
+        destinations: list[Kind],
+        backend: str,
+        shifts: Sequence[int] = (0, 1, 2, 3),
     ) -> None:
         device = device_of(backend)
-        cycled = [[kinds[i % len(kinds)] for i in range(len(sizes))] for kinds in (sources, destinations)]
+        cycled = [
+            [kinds[i % len(kinds)] for i in range(len(sizes))] for kinds in (sources, destinations)
+        ]
         self.memory = [
             Guarded(sizes, shifts[place], place, device, [kind[j] for kind in kinds])
             for place, (kinds, j) in enumerate(itertools.product(cycled, (0, 1)))
         ]
-        self.sources, self.lowers, self.destinations, self.masters = (guarded.tensors for guarded in self.memory)
+        self.sources, self.lowers, self.destinations, self.masters = (
+            guarded.tensors for guarded in self.memory
+        )
         self.plan = kernels.pair_plan(
             self.sources,
             self.destinations,
@@ -45,12 +54,20 @@ class Pair:
 
     def values(self) -> tuple[list[Tensor], list[Tensor]]:
         """What sources and destinations stand for, in float64."""
-        pairs = [zip(*columns, strict=True) for columns in ((self.sources, self.lowers), (self.destinations, self.masters))]
-        sources, destinations = [[value_of(p.cpu(), None if m is None else m.cpu()).clone() for p, m in pair] for pair in pairs]
+        pairs = [
+            zip(*columns, strict=True)
+            for columns in ((self.sources, self.lowers), (self.destinations, self.masters))
+        ]
+        sources, destinations = [
+            [value_of(p.cpu(), None if m is None else m.cpu()).clone() for p, m in pair]
+            for pair in pairs
+        ]
         return sources, destinations
 
     def assert_written(self, exact: list[Bounded]) -> None:
-        for i, (expected, destination, master) in enumerate(zip(exact, self.destinations, self.masters, strict=True)):
+        for i, (expected, destination, master) in enumerate(
+            zip(exact, self.destinations, self.masters, strict=True)
+        ):
             assert_kept(destination, master, expected, f"destination {i}")
 
     def assert_sources_untouched(self, before: list[Tensor]) -> None:
@@ -64,7 +81,9 @@ class Pair:
 @pytest.mark.parametrize("destination", KINDS, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_kinds_of_sources_and_destinations(backend: str, source: Kind, destination: Kind, operation: str) -> None:
+def test_all_kinds_of_sources_and_destinations(
+    backend: str, source: Kind, destination: Kind, operation: str
+) -> None:
     pair = Pair([5, 0, CHUNK + 9, 33, 1], [source], [destination], backend)
     check_operation(pair, operation)
 
@@ -87,16 +106,23 @@ def check_operation(pair: Pair, operation: str) -> None:
     else:
         weight = 0.3 if operation == "lerp" else 0.75
         pair.plan.lerp(weight)
-        exact = [reference.running_average(average, exactly(source), weight) for average, source in zip(old, sources, strict=True)]
+        exact = [
+            reference.running_average(average, exactly(source), weight)
+            for average, source in zip(old, sources, strict=True)
+        ]
     pair.assert_written(exact)
     pair.assert_sources_untouched(sources)
 
 
-@pytest.mark.parametrize("kinds", [[kind] for kind in SOURCES] + [SOURCES], ids=[*map(str, SOURCES), "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [[kind] for kind in SOURCES] + [SOURCES], ids=[*map(str, SOURCES), "mixed"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_swap_exchanges_bits_and_back(backend: str, kinds: list[Kind]) -> None:
     pair = Pair([5, 0, CHUNK + 9, 33, 1, 16], kinds, kinds, backend)
-    before = [[None if t is None else t.clone() for t in guarded.tensors] for guarded in pair.memory]
+    before = [
+        [None if t is None else t.clone() for t in guarded.tensors] for guarded in pair.memory
+    ]
     for order in ((2, 3, 0, 1), (0, 1, 2, 3)):
         pair.plan.swap()
         for guarded, place in zip(pair.memory, order, strict=True):
@@ -107,7 +133,11 @@ def test_swap_exchanges_bits_and_back(backend: str, kinds: list[Kind]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_swap_keeps_every_bit_pattern_of_nan(backend: str) -> None:
-    patterns = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, -(1 << 31)], dtype=torch.int32, device=device_of(backend))
+    patterns = torch.tensor(
+        [0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, -(1 << 31)],
+        dtype=torch.int32,
+        device=device_of(backend),
+    )
     x, y = patterns.view(F32), torch.zeros(5, device=patterns.device)
     expected = patterns.clone()
     kernels.pair_plan([x], [y], backend=backend).swap()
@@ -129,7 +159,9 @@ def test_scale_zero_reads_nothing_and_lerp_to_the_end_copies(backend: str, kind:
     assert pair.values()[1][0].tolist() == [0.5] * 100
 
 
-@pytest.mark.parametrize("shifts", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 2, 0), (4, 4, 12, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shifts", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 2, 0), (4, 4, 12, 4)], ids=str
+)
 @pytest.mark.parametrize("destination", KINDS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_backends_and_instruction_sets_give_the_same_bits(
@@ -164,26 +196,52 @@ LOW = torch.ones(2, dtype=BF16)
     [
         ([], [], {}, "at least one"),
         ([torch.ones(2)], [], {}, "as many"),
-        ([LOW], [torch.ones(2)], {"source_lowers": [torch.ones(2)]}, "lower half of source 0 has the dtype torch.float32"),
-        ([LOW], [torch.ones(2)], {"source_lowers": []}, "lower halves. has 0 entries, but there are 1"),
+        (
+            [LOW],
+            [torch.ones(2)],
+            {"source_lowers": [torch.ones(2)]},
+            "lower half of source 0 has the dtype torch.float32",
+        ),
+        (
+            [LOW],
+            [torch.ones(2)],
+            {"source_lowers": []},
+            "lower halves. has 0 entries, but there are 1",
+        ),
         ([torch.ones(2)], [torch.ones(2)], {"masters": [torch.ones(2)]}, "own master"),
         ([torch.ones(2)], [LOW], {"masters": [torch.ones(3)]}, "has the shape"),
-        ([torch.ones(2)], [LOW.half()], {"masters": [torch.ones(2, dtype=I16)]}, "has the dtype torch.int16; it must be torch.float32"),
+        (
+            [torch.ones(2)],
+            [LOW.half()],
+            {"masters": [torch.ones(2, dtype=I16)]},
+            "has the dtype torch.int16; it must be torch.float32",
+        ),
     ],
 )
-def test_refusals(sources: list[Tensor], destinations: list[Tensor], options: dict[str, list[Tensor]], message: str) -> None:
+def test_refusals(
+    sources: list[Tensor],
+    destinations: list[Tensor],
+    options: dict[str, list[Tensor]],
+    message: str,
+) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         kernels.pair_plan(sources, destinations, **options)  # type: ignore[arg-type]
 
 
 def test_a_source_that_overlaps_a_destination_is_refused() -> None:
     memory = torch.zeros(100)
-    for source, destination in ((memory[:60], memory[40:]), (memory[40:], memory[:60]), (memory[10:20], memory[10:20])):
+    for source, destination in (
+        (memory[:60], memory[40:]),
+        (memory[40:], memory[:60]),
+        (memory[10:20], memory[10:20]),
+    ):
         with pytest.raises(ValueError, match="overlap in memory"):
             kernels.pair_plan([source], [destination[: source.numel()]])
     with pytest.raises(ValueError, match="overlap in memory"):
         kernels.pair_plan([memory[:50], memory[60:70]], [torch.zeros(50), memory[40:50]])
-    kernels.pair_plan([memory[:50], memory[:50]], [memory[50:], torch.zeros(50)])  # sources may be the same
+    kernels.pair_plan(
+        [memory[:50], memory[:50]], [memory[50:], torch.zeros(50)]
+    )  # sources may be the same
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

@@ -51,23 +51,43 @@ def refused(
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "no tensor": (lambda x: 3.0, TypeError, "must be a tensor, not float"),
-    "a wrapper": (lambda x: TwoTensor(x, x), TypeError, "is a TwoTensor, which wraps other tensors; pass its local tensor"),
+    "a wrapper": (
+        lambda x: TwoTensor(x, x),
+        TypeError,
+        "is a TwoTensor, which wraps other tensors; pass its local tensor",
+    ),
     "sparse": (Tensor.to_sparse, TypeError, "has the layout torch.sparse_coo; .* use .to_dense"),
-    "double": (Tensor.double, TypeError, r"has the dtype torch.float64; it must be torch.float32.* use .to\("),
+    "double": (
+        Tensor.double,
+        TypeError,
+        r"has the dtype torch.float64; it must be torch.float32.* use .to\(",
+    ),
     "integers": (Tensor.int, TypeError, "has the dtype torch.int32"),
     "complex": (lambda x: x.to(torch.complex64), TypeError, "has the dtype torch.complex64"),
     "elsewhere": (lambda x: x.to("meta"), ValueError, "is on meta, but the first tensor is on cpu"),
-    "strided": (lambda x: x.repeat_interleave(2)[::2], ValueError, r"is not contiguous \(strides \(2,\)\): use .contiguous"),
+    "strided": (
+        lambda x: x.repeat_interleave(2)[::2],
+        ValueError,
+        r"is not contiguous \(strides \(2,\)\): use .contiguous",
+    ),
     "negated": (torch._neg_view, ValueError, "is a negated view.*resolve_neg"),
     "another shape": (lambda x: x.view(2, 5), ValueError, r"has the shape \("),
 }
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "parameter 1": lambda x: kernels.step_plan(replace(usual(), params=[[torch.zeros(6), x]])),
-    "exp_avg of parameter 1": lambda x: kernels.step_plan(replace(usual(), exp_avgs=[torch.zeros(6), x])),
-    "base 1": lambda x: kernels.rank_one_plan(replace(Line("adamw", [6, 10], 2, "cpu").tensors, bases=[torch.zeros(6), x])),
-    "tensor 1 of replica 1": lambda x: kernels.average_([[torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]], [1, 1]),
+    "exp_avg of parameter 1": lambda x: kernels.step_plan(
+        replace(usual(), exp_avgs=[torch.zeros(6), x])
+    ),
+    "base 1": lambda x: kernels.rank_one_plan(
+        replace(Line("adamw", [6, 10], 2, "cpu").tensors, bases=[torch.zeros(6), x])
+    ),
+    "tensor 1 of replica 1": lambda x: kernels.average_(
+        [[torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]], [1, 1]
+    ),
     "source 1": lambda x: kernels.pair_plan([torch.zeros(6), x], [torch.zeros(6), torch.zeros(10)]),
-    "destination 1": lambda x: kernels.pair_plan([torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]),
+    "destination 1": lambda x: kernels.pair_plan(
+        [torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]
+    ),
     "tensor 1": lambda x: kernels.norm_plan([torch.zeros(6), x]),
 }
 
@@ -76,15 +96,22 @@ def usual() -> StepTensors:
     return Problem(Case("", sizes=(6, 10)), "cpu").tensors
 
 
-@pytest.mark.parametrize(("name", "wrong"), [pair for pair in product(OPERATIONS, WRONG) if pair != ("tensor 1", "another shape")])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [pair for pair in product(OPERATIONS, WRONG) if pair != ("tensor 1", "another shape")],
+)
 def test_a_tensor_that_no_kernel_reads(name: str, wrong: str) -> None:
     spoil, error, message = WRONG[wrong]
-    with pytest.raises(error, match=message if wrong == "another shape" else f"{name} .*{message}"):  # of two that differ either is named
+    with pytest.raises(
+        error, match=message if wrong == "another shape" else f"{name} .*{message}"
+    ):  # of two that differ either is named
         OPERATIONS[name](spoil(torch.zeros(10)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "negated"])  # see test_gradients.py
+@pytest.mark.parametrize(
+    "wrong", [wrong for wrong in WRONG if wrong != "negated"]
+)  # see test_gradients.py
 def test_gradients(backend: str, wrong: str) -> None:
     """In a step between two that work: what is noticed of gradients is kept from step to step (csrc/gradients.h)."""
     spoil, error, message = WRONG[wrong]
@@ -92,38 +119,85 @@ def test_gradients(backend: str, wrong: str) -> None:
     def spoiled(gradients: list[Any]) -> None:
         gradients[1] = spoil(gradients[1].clone())
 
-    refused(Problem(Case("", sizes=(6, 10)), "cpu"), backend, error, f"gradient of parameter 1 .*{message}", spoiled)
+    refused(
+        Problem(Case("", sizes=(6, 10)), "cpu"),
+        backend,
+        error,
+        f"gradient of parameter 1 .*{message}",
+        spoiled,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_that_are_not_there(backend: str) -> None:
-    refused(Problem(Case("", sizes=(6, 10)), "cpu"), backend, ValueError, "1 gradients for 2 parameters", list.pop)
+    refused(
+        Problem(Case("", sizes=(6, 10)), "cpu"),
+        backend,
+        ValueError,
+        "1 gradients for 2 parameters",
+        list.pop,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["lr", "beta1", "beta2", "eps", "weight_decay"])
 @pytest.mark.parametrize("value", [NAN, -0.1, INF, -INF])
 def test_hyperparameters(backend: str, name: str, value: float) -> None:
-    refused(Problem(Case("", sizes=(10,)), "cpu"), backend, ValueError, f"{name} .*of group 0 must be .* got .*{value}", **{name: value})
+    refused(
+        Problem(Case("", sizes=(10,)), "cpu"),
+        backend,
+        ValueError,
+        f"{name} .*of group 0 must be .* got .*{value}",
+        **{name: value},
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        (Case("", replicas=2), {"multipliers": [1.0]}, "multipliers of group 0 has 1 entries for 2 replicas"),
-        (Case("", replicas=2), {"multipliers": [1.0, NAN]}, "multipliers of group 0 must be finite"),
-        (Case("", replicas=2), {"multipliers": [1.0, -1.0]}, "multipliers of group 0 must be finite and not negative"),
+        (
+            Case("", replicas=2),
+            {"multipliers": [1.0]},
+            "multipliers of group 0 has 1 entries for 2 replicas",
+        ),
+        (
+            Case("", replicas=2),
+            {"multipliers": [1.0, NAN]},
+            "multipliers of group 0 must be finite",
+        ),
+        (
+            Case("", replicas=2),
+            {"multipliers": [1.0, -1.0]},
+            "multipliers of group 0 must be finite and not negative",
+        ),
         (Case(""), {"beta1": 1.0}, r"beta1 and beta2 of group 0 must be in \[0, 1\)"),
         (Case("", rule="lion"), {"beta2": 1.0}, r"beta1 and beta2 of group 0 must be in \[0, 1\)"),
         (Case(""), {"lr": torch.ones(2)}, "lr of group 0 must hold one number"),
         (Case(""), {"lr": torch.ones(1).double()}, "lr of group 0 has the dtype torch.float64"),
         (Case(""), {"lr": torch.ones(1, device="meta")}, "lr of group 0 is on meta"),
-        (Case("", rule="sgd"), {"dampening": NAN}, "momentum of group 0 .* dampening finite, got .*nan"),
-        (Case("", rule="sgd"), {"nesterov": True, "dampening": 0.1}, "nesterov of group 0 needs momentum > 0 and dampening 0"),
-        (Case("", rule="sgd"), {"nesterov": True, "beta1": 0.0}, "nesterov of group 0 needs momentum > 0"),
         (
-            Case("", rule="sgd", formats=(Format(exp_avg=None),), settings=SETTINGS._replace(beta1=0.0)),
+            Case("", rule="sgd"),
+            {"dampening": NAN},
+            "momentum of group 0 .* dampening finite, got .*nan",
+        ),
+        (
+            Case("", rule="sgd"),
+            {"nesterov": True, "dampening": 0.1},
+            "nesterov of group 0 needs momentum > 0 and dampening 0",
+        ),
+        (
+            Case("", rule="sgd"),
+            {"nesterov": True, "beta1": 0.0},
+            "nesterov of group 0 needs momentum > 0",
+        ),
+        (
+            Case(
+                "",
+                rule="sgd",
+                formats=(Format(exp_avg=None),),
+                settings=SETTINGS._replace(beta1=0.0),
+            ),
             {"beta1": 0.9},
             "momentum is 0.9, but exp_avg",
         ),
@@ -176,7 +250,10 @@ LOW = [X.bfloat16(), Y.bfloat16()]
     ("change", "message"),
     [
         ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, sgd, lion"),
-        ({"params": [[X, Y], [X]]}, "params of replica 1 has 1 entries, but there are 2 parameters"),
+        (
+            {"params": [[X, Y], [X]]},
+            "params of replica 1 has 1 entries, but there are 2 parameters",
+        ),
         (
             {"params": [[X, Y], [torch.zeros(10).half(), torch.zeros(6)]]},
             "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0",
@@ -191,23 +268,53 @@ LOW = [X.bfloat16(), Y.bfloat16()]
             "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, torch.bfloat16 or torch.uint8",
         ),
         ({"exp_avgs": None}, "exp_avgs of parameter 0 is missing; adamw needs it"),
-        ({"exp_avg_sqs": [torch.zeros(10), None]}, "exp_avg_sqs of parameter 1 is missing; adamw needs it"),
-        ({"exp_avg_sqs": [torch.zeros(10)]}, "exp_avg_sqs has 1 entries, but there are 2 parameters"),
+        (
+            {"exp_avg_sqs": [torch.zeros(10), None]},
+            "exp_avg_sqs of parameter 1 is missing; adamw needs it",
+        ),
+        (
+            {"exp_avg_sqs": [torch.zeros(10)]},
+            "exp_avg_sqs has 1 entries, but there are 2 parameters",
+        ),
         ({"rule": "lion"}, "exp_avg_sqs given, but lion keeps no second moment"),
         ({"rule": "sgd"}, "exp_avg_sqs given, but sgd keeps no second moment"),
-        ({"rule": "lion", "exp_avgs": [X, None], "exp_avg_sqs": None}, "exp_avgs of parameter 1 is missing; lion needs it"),
-        ({"steps": [torch.tensor(0), torch.tensor(0.0)]}, "step of parameter 0 has the dtype torch.int64"),
-        ({"steps": [torch.zeros(1), torch.tensor(0.0)]}, "step of parameter 0 must be a 0-d float32 tensor"),
+        (
+            {"rule": "lion", "exp_avgs": [X, None], "exp_avg_sqs": None},
+            "exp_avgs of parameter 1 is missing; lion needs it",
+        ),
+        (
+            {"steps": [torch.tensor(0), torch.tensor(0.0)]},
+            "step of parameter 0 has the dtype torch.int64",
+        ),
+        (
+            {"steps": [torch.zeros(1), torch.tensor(0.0)]},
+            "step of parameter 0 must be a 0-d float32 tensor",
+        ),
         ({"steps": [torch.tensor(0.0)] * 2}, "step of parameter 0 and step of parameter 1 overlap"),
         ({"groups": [0, 2]}, r"groups must number the settings from 0 without a gap, got \[0, 2\]"),
         ({"groups": [0]}, "groups has 1 entries"),
-        ({"masters": [[torch.zeros(10), None]]}, r"master of parameter 0 \(torch.float32\) has the dtype torch.float32; it must be None"),
-        ({"params": [LOW], "masters": [[torch.zeros(10).half(), None]]}, "master of parameter 0 has the dtype torch.float16"),
-        ({"params": [[x.half() for x in LOW]], "masters": [[torch.zeros(10, dtype=I16), None]]}, "int16; it must be torch.float32"),
-        ({"params": [LOW], "masters": [[torch.zeros(9), None]]}, "master of parameter 0 has the shape"),
+        (
+            {"masters": [[torch.zeros(10), None]]},
+            r"master of parameter 0 \(torch.float32\) has the dtype torch.float32; it must be None",
+        ),
+        (
+            {"params": [LOW], "masters": [[torch.zeros(10).half(), None]]},
+            "master of parameter 0 has the dtype torch.float16",
+        ),
+        (
+            {"params": [[x.half() for x in LOW]], "masters": [[torch.zeros(10, dtype=I16), None]]},
+            "int16; it must be torch.float32",
+        ),
+        (
+            {"params": [LOW], "masters": [[torch.zeros(9), None]]},
+            "master of parameter 0 has the shape",
+        ),
         ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
         (
-            {"params": [LOW, [torch.zeros_like(x) for x in LOW]], "masters": [[X, None], [torch.zeros(10, dtype=I16), None]]},
+            {
+                "params": [LOW, [torch.zeros_like(x) for x in LOW]],
+                "masters": [[X, None], [torch.zeros(10, dtype=I16), None]],
+            },
             "master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 has torch.float32",
         ),
         ({"params": [[X, Y]], "exp_avgs": [X, torch.zeros(6)]}, "overlap in memory"),
@@ -231,4 +338,6 @@ def test_what_looks_odd_and_is_allowed() -> None:
         StepSettings(lr=torch.tensor([[0.5]])),
     ):
         for backend in BACKENDS:
-            kernels.step_plan(tensors, backend).step([torch.ones(3)], [s], StepOptions(max_norm=math.inf))
+            kernels.step_plan(tensors, backend).step(
+                [torch.ones(3)], [s], StepOptions(max_norm=math.inf)
+            )

@@ -19,9 +19,15 @@ from ..limits import HANG_S
 from .shim import build
 
 HERE = Path(__file__).resolve().parent
-TABLES = [f"test_{name}.py" for name in ("step", "average", "pair", "norm", "rank_one", "numbers", "far_offsets")]
+TABLES = [
+    f"test_{name}.py"
+    for name in ("step", "average", "pair", "norm", "rank_one", "numbers", "far_offsets")
+]
 pytestmark = [
-    pytest.mark.skipif(build.COMPILER is None or not build.SOURCES.exists(), reason="needs a C++ compiler and hdet's sources"),
+    pytest.mark.skipif(
+        build.COMPILER is None or not build.SOURCES.exists(),
+        reason="needs a C++ compiler and hdet's sources",
+    ),
     pytest.mark.timeout(6 * HANG_S),  # the build, and a thousand tests under sanitizers
 ]
 
@@ -42,15 +48,35 @@ def environment() -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=build.ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=build.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_cuda_sources_on_the_host(environment: dict[str, str]) -> None:
     files = [str(HERE / name) for name in ("shim/checks.py", *TABLES)]
-    result = run(environment, "-m", "pytest", "-p", "tests.kernels.shim.plugin", "-q", "-x", "-p", "no:cacheprovider", *files)
+    result = run(
+        environment,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.kernels.shim.plugin",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed is not None and int(passed[1]) > 600 and "skipped" not in result.stdout, result.stdout[-500:]
+    assert passed is not None and int(passed[1]) > 600 and "skipped" not in result.stdout, (
+        result.stdout[-500:]
+    )
 
 
 # That the sanitizers would notice: the sources run on tables that are wrong.
@@ -78,7 +104,9 @@ print("nothing noticed")
     ],
     ids=["nothing", "a chunk that is too long", "an address too far", "an odd address"],
 )
-def test_the_sanitizers_notice(environment: dict[str, str], longer: int, bytes_further: int, report: str) -> None:
+def test_the_sanitizers_notice(
+    environment: dict[str, str], longer: int, bytes_further: int, report: str
+) -> None:
     result = run(environment, "-c", BROKEN.format(longer=longer, bytes=bytes_further))
     if not report:
         assert result.returncode == 0 and "nothing noticed" in result.stdout, result.stderr

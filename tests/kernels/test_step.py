@@ -30,11 +30,16 @@ def test_the_table(backend: str, case: Case) -> None:
     check(case, plan_maker(backend), device_of(backend))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name
+)
 @pytest.mark.parametrize("other", BACKENDS[1:])
 def test_all_backends_have_the_bits_of_the_cpu(other: str, case: Case) -> None:
     """One operation, one rounding everywhere. (Norms add up in another order.)"""
-    assert_same_bits(final_tensors(case, plan_maker("cpu")), final_tensors(case, plan_maker(other), device_of(other)))
+    assert_same_bits(
+        final_tensors(case, plan_maker("cpu")),
+        final_tensors(case, plan_maker(other), device_of(other)),
+    )
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -50,7 +55,9 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("storage", [name for name in STORAGE if name != "mixed"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage: str, count: int) -> None:
+def test_replicas_are_separate_runs_bit_for_bit(
+    backend: str, rule: str, storage: str, count: int
+) -> None:
     decay = 0.1 if RULES[rule].decoupled else 0.0
     ((param, master),) = STORAGE[storage]
     low = F32 if param == F32 else BF16
@@ -71,7 +78,9 @@ def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage
         for name in ("param", "master"):
             problem.memory[f"{name} 0"].buffer.copy_(all_of_them.memory[f"{name} {k}"].buffer)
     plans = [
-        kernels.step_plan(replace(problem.tensors, first_replica=all_of_them.tensors.first_replica + k), backend)
+        kernels.step_plan(
+            replace(problem.tensors, first_replica=all_of_them.tensors.first_replica + k), backend
+        )
         for k, problem in enumerate(alone)
     ]
     shared = kernels.step_plan(all_of_them.tensors, backend)
@@ -79,10 +88,16 @@ def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage
         gradients, settings, options = all_of_them.arguments(turn)
         shared.step(gradients.tensors, settings, options)
         for k, plan in enumerate(plans):
-            plan.step(gradients.tensors, [s._replace(multipliers=[s.multipliers[k]]) for s in settings], options)
+            plan.step(
+                gradients.tensors,
+                [s._replace(multipliers=[s.multipliers[k]]) for s in settings],
+                options,
+            )
     for k, problem in enumerate(alone):
         for name in ("param", "master"):
-            assert torch.equal(problem.memory[f"{name} 0"].buffer, all_of_them.memory[f"{name} {k}"].buffer)
+            assert torch.equal(
+                problem.memory[f"{name} 0"].buffer, all_of_them.memory[f"{name} {k}"].buffer
+            )
         for name in ("exp_avg", "exp_avg_sq", "steps"):
             assert torch.equal(problem.memory[name].buffer, all_of_them.memory[name].buffer)
 
@@ -93,7 +108,9 @@ def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_bad_number_anywhere_skips_the_step(backend: str, dtype: torch.dtype, bad: float) -> None:
+def test_one_bad_number_anywhere_skips_the_step(
+    backend: str, dtype: torch.dtype, bad: float
+) -> None:
     case = Case("", sizes=(0, 3, CHUNK + 5, 7), formats=(Format(gradient=dtype),), max_norm=1.0)
     for tensor, element in ((1, 0), (2, CHUNK), (3, 6)):
         problem = Problem(case, device_of(backend))
@@ -114,13 +131,25 @@ def test_one_bad_number_anywhere_skips_the_step(backend: str, dtype: torch.dtype
 LOW = Format(BF16, None, BF16, BF16, BF16)
 
 
-def stochastic_step(backend: str, start: Tensor, ids: list[int], sizes: list[int], seed: int, first_replica: int = 0) -> Tensor:
+def stochastic_step(
+    backend: str, start: Tensor, ids: list[int], sizes: list[int], seed: int, first_replica: int = 0
+) -> Tensor:
     """New parameters of a step on pieces of `start`, and their second moments."""
     device = device_of(backend)
     params = [piece.clone().to(device) for piece in start.bfloat16().split(sizes)]
     first, second = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
     steps = [torch.zeros((), device=device) for _ in params]
-    tensors = StepTensors("adamw", [params], [0] * len(params), steps, first, second, ids=ids, stochastic=seed, first_replica=first_replica)
+    tensors = StepTensors(
+        "adamw",
+        [params],
+        [0] * len(params),
+        steps,
+        first,
+        second,
+        ids=ids,
+        stochastic=seed,
+        first_replica=first_replica,
+    )
     gradients = [torch.ones_like(p) for p in params]
     settings = StepSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     kernels.step_plan(tensors, backend).step(gradients, [settings])
@@ -142,12 +171,16 @@ def test_stochastic_rounding_is_unbiased(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alone(backend: str) -> None:
+def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alone(
+    backend: str,
+) -> None:
     start = torch.randn(4 * CHUNK, generator=torch.Generator().manual_seed(3))
     whole = [4 * CHUNK]
     reference = stochastic_step(backend, start, [7], whole, seed=1)
     assert torch.equal(reference, stochastic_step(backend, start, [7], whole, seed=1))
-    beside = stochastic_step(backend, torch.cat([start[:33], start]), [0, 7], [33, 4 * CHUNK], seed=1)
+    beside = stochastic_step(
+        backend, torch.cat([start[:33], start]), [0, 7], [33, 4 * CHUNK], seed=1
+    )
     assert torch.equal(reference, torch.cat([beside[33 : 33 + 4 * CHUNK], beside[-4 * CHUNK :]]))
     seconds = slice(4 * CHUNK, None)
     for other in (
@@ -155,10 +188,14 @@ def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alo
         stochastic_step(backend, start, [8], whole, seed=1),
         stochastic_step(backend, start, [7], whole, seed=1 + 2**32),
     ):
-        assert not torch.equal(reference, other) and not torch.equal(reference[seconds], other[seconds])
+        assert not torch.equal(reference, other) and not torch.equal(
+            reference[seconds], other[seconds]
+        )
     other = stochastic_step(backend, start, [7], whole, seed=1, first_replica=1)
     assert not torch.equal(reference, other)
-    assert torch.equal(reference[seconds], other[seconds])  # moments are shared: they are rounded as replica 0's
+    assert torch.equal(
+        reference[seconds], other[seconds]
+    )  # moments are shared: they are rounded as replica 0's
 
 
 # settings and plans over time
@@ -167,12 +204,19 @@ def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_plan_takes_other_settings_and_options_in_every_step(backend: str) -> None:
     """As many plans as steps, each made for its step, and one plan for all steps: the same bits."""
-    base = Case("", sizes=(5, 40), formats=(Format(BF16, I16), Format()), replicas=2, groups=2, steps=1)
+    base = Case(
+        "", sizes=(5, 40), formats=(Format(BF16, I16), Format()), replicas=2, groups=2, steps=1
+    )
     variants = [
         base,
         replace(base, max_norm=0.5, grad_scale=2.0),
         replace(base, found_inf=(1.0,), zero_gradients=True),
-        replace(base, settings=SETTINGS._replace(beta1=0.5, beta2=0.5, weight_decay=0.0, decay_at_base=True, maximize=True)),
+        replace(
+            base,
+            settings=SETTINGS._replace(
+                beta1=0.5, beta2=0.5, weight_decay=0.0, decay_at_base=True, maximize=True
+            ),
+        ),
         replace(base, max_norm=1.0, found_inf=(0.0,)),
         base,
     ]

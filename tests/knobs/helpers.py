@@ -43,10 +43,23 @@ def adamw(net: Net, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
     return kind(groups_of(net), **{"lr": 0.01, **settings})
 
 
-def ensemble(net: Net, knobs: Sequence[Any], *, optimizer: Any = None, index: int = 0, count: int = 8, **settings: Any) -> hdet.Ensemble:
+def ensemble(
+    net: Net,
+    knobs: Sequence[Any],
+    *,
+    optimizer: Any = None,
+    index: int = 0,
+    count: int = 8,
+    **settings: Any,
+) -> hdet.Ensemble:
     """One of 8 that takes itself for all of them: what it averages is its own."""
     made = adamw(net) if optimizer is None else optimizer
-    return hdet.Ensemble(made, knobs=knobs, replicas=hdet.Replicas(index, count, None), **policies(**{"every": 1000, **settings}))
+    return hdet.Ensemble(
+        made,
+        knobs=knobs,
+        replicas=hdet.Replicas(index, count, None),
+        **policies(**{"every": 1000, **settings}),
+    )
 
 
 def backward(net: Net, seed: int = 0) -> torch.Tensor:

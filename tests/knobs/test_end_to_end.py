@@ -29,7 +29,9 @@ def bent_batch(key: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(key)
     x = torch.randn(32, 6, generator=generator)
     noise = 0.3 * torch.randn(32, generator=generator)
-    return x, torch.tanh(2.0 * (x @ torch.linspace(-1, 1, 6))) + x @ torch.tensor([3.0, -2, 1, 1, -2, 3]) + noise
+    return x, torch.tanh(2.0 * (x @ torch.linspace(-1, 1, 6))) + x @ torch.tensor(
+        [3.0, -2, 1, 1, -2, 3]
+    ) + noise
 
 
 def squared(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -48,7 +50,9 @@ def test_four_co_resident_replicas_find_a_temperature_and_a_rate(steep: float, r
         replicas=replicas,
         sync=hdet.Sync(8),
         total_steps=240,
-        controller=hdet.ProbeController(squared, lambda cycle: [bent_batch(10**6 + 8 * cycle + i) for i in range(8)], model=net),
+        controller=hdet.ProbeController(
+            squared, lambda cycle: [bent_batch(10**6 + 8 * cycle + i) for i in range(8)], model=net
+        ),
     )
     for step in range(240):
         for k in range(4):
@@ -91,7 +95,11 @@ def too_regular(rank: int, world: int) -> Any:
         sync=hdet.Sync(10, gradients="local", moments="keep"),
         total_steps=160,
         controller=hdet.ProbeController(
-            squared, lambda cycle: [endless(10**6 + 8 * cycle + i) for i in range(8)], model=net, average_every=2, held_out=True
+            squared,
+            lambda cycle: [endless(10**6 + 8 * cycle + i) for i in range(8)],
+            model=net,
+            average_every=2,
+            held_out=True,
         ),
     )
     seen = []
@@ -103,7 +111,14 @@ def too_regular(rank: int, world: int) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         run.step()
-    return run.values(), run.corrections, net.drop.p, optimizer.param_groups[0]["weight_decay"], seen[:10], squared(net, endless(-1)).item()
+    return (
+        run.values(),
+        run.corrections,
+        net.drop.p,
+        optimizer.param_groups[0]["weight_decay"],
+        seen[:10],
+        squared(net, endless(-1)).item(),
+    )
 
 
 def test_four_processes_give_up_dropout_and_decay_that_only_harm() -> None:
@@ -112,5 +127,7 @@ def test_four_processes_give_up_dropout_and_decay_that_only_harm() -> None:
     assert corrections["dropout"] < 0.5 and corrections["weight_decay"] < 0.5
     assert (p, decay) == (values["dropout"], values["weight_decay"])
     assert all(other[0] == values for other in ranks)
-    assert sorted(rank[4][0] for rank in ranks) == pytest.approx([0.6, 0.6, 1.4, 1.4]), "two replicas up, two down"
+    assert sorted(rank[4][0] for rank in ranks) == pytest.approx([0.6, 0.6, 1.4, 1.4]), (
+        "two replicas up, two down"
+    )
     assert loss < 1.0

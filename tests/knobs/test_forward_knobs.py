@@ -30,16 +30,35 @@ class Held:
 
 
 def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None:
-    net, held, tasks, criterion = Net(), Held(4.0), {"click": 1.0, "like": 0.5}, nn.CrossEntropyLoss(label_smoothing=0.1)
+    net, held, tasks, criterion = (
+        Net(),
+        Held(4.0),
+        {"click": 1.0, "like": 0.5},
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+    )
     knobs = [
         hdet.Dropout(net), hdet.Temperature(net), hdet.LabelSmoothing(criterion), hdet.LossWeights(tasks, tasks=["like"]), held.knob(),
         hdet.ClipNorm(2.0),
     ]  # fmt: skip
     run = ensemble(net, knobs, **LOCAL)
-    read = lambda: [net.drop.p, net.temperature, criterion.label_smoothing, tasks["like"], held.value, run.value("clip_norm")]
+    read = lambda: [
+        net.drop.p,
+        net.temperature,
+        criterion.label_smoothing,
+        tasks["like"],
+        held.value,
+        run.value("clip_norm"),
+    ]
     base, rho = read(), list(run.multipliers.values())
     assert base == [0.2, 2.0, 0.1, 0.5, 4.0, 2.0]
-    assert list(run.multipliers) == ["dropout", "temperature", "label_smoothing", "loss_weight/like", "mine", "clip_norm"]
+    assert list(run.multipliers) == [
+        "dropout",
+        "temperature",
+        "label_smoothing",
+        "loss_weight/like",
+        "mine",
+        "clip_norm",
+    ]
     assert all(abs(x - 1) == pytest.approx(0.3) for x in rho)
     with run.explore():
         assert read() == [b * x for b, x in zip(base, rho, strict=True)]
@@ -52,7 +71,9 @@ def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None
 
 
 def test_values_kept_by_the_knob_are_read_through_the_ensemble() -> None:
-    run = ensemble(Net(), [hdet.LabelSmoothing(0.1, spread=0.5), hdet.Scalar("noise", value=3.0)], **LOCAL)
+    run = ensemble(
+        Net(), [hdet.LabelSmoothing(0.1, spread=0.5), hdet.Scalar("noise", value=3.0)], **LOCAL
+    )
     assert (run.value("label_smoothing"), run.value("noise")) == (0.1, 3.0)
     with run.explore():
         assert run.value("label_smoothing") == 0.1 * run.multipliers["label_smoothing"]
@@ -72,11 +93,16 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("correction", "rho", "base", "used"), [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)]
+    ("correction", "rho", "base", "used"),
+    [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)],
 )
-def test_bounds_are_hard_for_the_base_and_for_replicas(correction: float, rho: float, base: float, used: float) -> None:
+def test_bounds_are_hard_for_the_base_and_for_replicas(
+    correction: float, rho: float, base: float, used: float
+) -> None:
     held = Held(0.8)
-    run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=given(rho), **LOCAL)
+    run = ensemble(
+        Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=given(rho), **LOCAL
+    )
     force(run, correction)
     assert held.value == base
     with run.explore():
@@ -127,7 +153,9 @@ def test_a_value_that_is_set_between_steps_is_the_base_of_exploring(scale: str) 
         run.set_value("mine", base)
         rho = run.multipliers["mine"]
         with run.explore():
-            assert held.value == pytest.approx(base * rho if scale == "log" else base + 2.0 * (rho - 1))
+            assert held.value == pytest.approx(
+                base * rho if scale == "log" else base + 2.0 * (rho - 1)
+            )
         run.step()
         assert held.value == pytest.approx(base) and run.values()["mine"] == pytest.approx(base)
 
@@ -135,7 +163,12 @@ def test_a_value_that_is_set_between_steps_is_the_base_of_exploring(scale: str) 
 def test_what_is_written_inside_explore_is_refused() -> None:
     net = Net()
     run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
-    with pytest.raises(ValueError, match=r"dropout was changed to 0.5 inside `with ensemble.explore"), run.explore():
+    with (
+        pytest.raises(
+            ValueError, match=r"dropout was changed to 0.5 inside `with ensemble.explore"
+        ),
+        run.explore(),
+    ):
         net.drop.p = 0.5
     assert net.drop.p == 0.2
     with pytest.raises(KeyError), run.explore():  # what happened first counts
@@ -160,20 +193,37 @@ class Dropping(nn.Module):
         (1.99, {"bounds": (0.0, 0.5)}, [0.199, 0.5, 0.0, 0.398]),
     ],
 )  # fmt: skip
-def test_dropout_moves_what_it_is_told_to(rho: float, settings: dict[str, Any], expected: list[float]) -> None:
+def test_dropout_moves_what_it_is_told_to(
+    rho: float, settings: dict[str, Any], expected: list[float]
+) -> None:
     net = Dropping()
-    run = ensemble(net, [hdet.Dropout(net, **settings)], optimizer=torch.optim.SGD(net.parameters(), 0.1), controller=given(rho), **LOCAL)
+    run = ensemble(
+        net,
+        [hdet.Dropout(net, **settings)],
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        controller=given(rho),
+        **LOCAL,
+    )
     with run.explore():
         assert [net.a.p, net.b.p, net.off.p, net.attention.dropout] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("part", "modules", "message"),
-    [("", ["c"], "'c'"), ("", ["linear"], "'linear'"), ("", ["off"], "is 0"), ("linear", None, "Linear has no dropout above 0")],
+    [
+        ("", ["c"], "'c'"),
+        ("", ["linear"], "'linear'"),
+        ("", ["off"], "is 0"),
+        ("linear", None, "Linear has no dropout above 0"),
+    ],
 )
-def test_dropout_that_is_not_there_is_refused(part: str, modules: list[str] | None, message: str) -> None:
+def test_dropout_that_is_not_there_is_refused(
+    part: str, modules: list[str] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+        hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(
+            torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+        )
 
 
 def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> None:
@@ -218,7 +268,9 @@ def test_closing_leaves_base_values() -> None:
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net = Net()
     run = ensemble(net, [hdet.Dropout(net)], every=2, count=2, **LOCAL)
-    run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
+    run.replicas.sum_rows = lambda *rows: torch.stack(
+        [*rows, *rows]
+    )  # the other replica is as this one
     run.weights.end_cycle = lambda *ending: []
 
     def cycle(explore: bool) -> list[str]:
@@ -243,21 +295,32 @@ def test_the_loop_clips_to_the_replicas_norm() -> None:
     with run.explore():
         backward(net)
         nn.utils.clip_grad_norm_(net.parameters(), run.value("clip_norm"))
-    assert nn.utils.get_total_norm([p.grad for p in net.parameters()]) == pytest.approx(0.15, rel=1e-4)
+    assert nn.utils.get_total_norm([p.grad for p in net.parameters()]) == pytest.approx(
+        0.15, rel=1e-4
+    )
     assert run.value("clip_norm") == 0.1
 
 
 # -- co-resident replicas ----------------------------------------------------------------------------------------------------
 
 
-def coresident(knobs: Any, net: Net, count: int = 4, **settings: Any) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble]:
+def coresident(
+    knobs: Any, net: Net, count: int = 4, **settings: Any
+) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble]:
     replicas = hdet.CoresidentReplicas(net, count)
-    return replicas, hdet.Ensemble(adamw(net, hdet.FusedAdamW), knobs=knobs(net), replicas=replicas, **policies(every=2, **settings))
+    return replicas, hdet.Ensemble(
+        adamw(net, hdet.FusedAdamW),
+        knobs=knobs(net),
+        replicas=replicas,
+        **policies(every=2, **settings),
+    )
 
 
 def test_each_co_resident_replica_explores_its_own_value() -> None:
     net = Net()
-    replicas, run = coresident(lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net)
+    replicas, run = coresident(
+        lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net
+    )
     table = run.engine.multipliers()
     assert len({*table[1]}) == 2
     for k in range(4):
@@ -266,7 +329,11 @@ def test_each_co_resident_replica_explores_its_own_value() -> None:
             with run.explore():
                 assert net.temperature == 2.0 * table[1][k] == run.value("temperature")
                 if k:
-                    with pytest.raises(ValueError, match=f"inside that of replica {k}"), replicas.use(0), run.explore():
+                    with (
+                        pytest.raises(ValueError, match=f"inside that of replica {k}"),
+                        replicas.use(0),
+                        run.explore(),
+                    ):
                         pass
                 assert net.temperature == 2.0 * table[1][k]
             assert net.temperature == 2.0
@@ -274,15 +341,21 @@ def test_each_co_resident_replica_explores_its_own_value() -> None:
         pass
 
 
-def test_a_probe_scores_a_direct_knob_at_each_replicas_own_value_and_others_at_base_values() -> None:
+def test_a_probe_scores_a_direct_knob_at_each_replicas_own_value_and_others_at_base_values() -> (
+    None
+):
     net, seen = Net(), []
 
     def loss_fn(model: Net, batch: torch.Tensor) -> torch.Tensor:
         seen.append((model.temperature, model.drop.p))
         return model(batch).square().mean()
 
-    controller = hdet.ProbeController(loss_fn, [torch.randn(4, 4) for _ in range(2)], 2, model=net, held_out=True)
-    replicas, run = coresident(lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net, controller=controller)
+    controller = hdet.ProbeController(
+        loss_fn, [torch.randn(4, 4) for _ in range(2)], 2, model=net, held_out=True
+    )
+    replicas, run = coresident(
+        lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net, controller=controller
+    )
     table = run.engine.multipliers()
     for _ in range(2):
         for k in range(4):

@@ -17,7 +17,9 @@ from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
 
 def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
-    return hdet.ProbeController(lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings)
+    return hdet.ProbeController(
+        lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings
+    )
 
 
 VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
@@ -37,11 +39,22 @@ KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
     "dropout": (lambda net: hdet.Dropout(net), set()),
     "label_smoothing": (lambda net: hdet.LabelSmoothing(0.1), set()),
-    "label_smoothing of a loss": (lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)), set()),
+    "label_smoothing of a loss": (
+        lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)),
+        set(),
+    ),
     "loss_weight/a": (lambda net: hdet.LossWeights({"a": 1.0}), set()),
     "temperature": (lambda net: hdet.Temperature(net), {VALID, "affects_eval_loss"}),
 }
-FORWARD = ["silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss", "loss_weight/a"]
+FORWARD = [
+    "silent",
+    "mine",
+    "valid mine",
+    "dropout",
+    "label_smoothing",
+    "label_smoothing of a loss",
+    "loss_weight/a",
+]
 
 
 def knob_of(name: str) -> tuple[Net, Any, dict[str, Any]]:
@@ -78,7 +91,9 @@ def test_what_each_knob_says_of_itself(name: str) -> None:
 
 def test_every_knob_is_in_the_table() -> None:
     listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
-    assert {name for name in of_model.__all__ + of_optimizer.__all__ if name != "ModuleValue"} <= listed  # ModuleValue is Scalar
+    assert {
+        name for name in of_model.__all__ + of_optimizer.__all__ if name != "ModuleValue"
+    } <= listed  # ModuleValue is Scalar
 
 
 @pytest.mark.parametrize("name", [name for name in KNOBS if VALID not in KNOBS[name][1]])
@@ -87,7 +102,8 @@ def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
         net, knob, settings = knob_of(name)
         controller = make(net)
         with pytest.raises(
-            ValueError, match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True.*judges_held_out = True"
+            ValueError,
+            match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True.*judges_held_out = True",
         ):
             ensemble(net, [knob], controller=controller, **settings)
         assert "step" not in settings["optimizer"].__dict__
@@ -99,7 +115,12 @@ def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in KNOBS if VALID in KNOBS[name][1]])
 def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
     net, knob, settings = knob_of(name)
-    assert title(name) in ensemble(net, [knob], controller=hdet.SoftmaxController(decay=None), **settings).multipliers
+    assert (
+        title(name)
+        in ensemble(
+            net, [knob], controller=hdet.SoftmaxController(decay=None), **settings
+        ).multipliers
+    )
 
 
 @pytest.mark.parametrize("held_out", [1, "yes", None])
@@ -111,13 +132,18 @@ def test_held_out_is_said_plainly(held_out: Any) -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
     net, knob, _ = knob_of(name)
-    with pytest.raises(ValueError, match=f"'{title(name)}' acts in the forward pass, but with gradients='shared'.*gradients='local'"):
+    with pytest.raises(
+        ValueError,
+        match=f"'{title(name)}' acts in the forward pass, but with gradients='shared'.*gradients='local'",
+    ):
         ensemble(net, [knob], controller=probe_of(net, held_out=True))
 
 
 def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
     net = Net()
-    run = ensemble(net, [hdet.Temperature(net), hdet.WeightDecay()], controller=probe_of(net, held_out=True))
+    run = ensemble(
+        net, [hdet.Temperature(net), hdet.WeightDecay()], controller=probe_of(net, held_out=True)
+    )
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
 
@@ -126,12 +152,16 @@ def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None
     net, knob, settings = knob_of(name)
     for moments in (None, "keep", "forget"):
         with pytest.raises(
-            ValueError, match=f"moments is {moments!r}, but replicas that differ in '{title(name)}' differ in their moments"
+            ValueError,
+            match=f"moments is {moments!r}, but replicas that differ in '{title(name)}' differ in their moments",
         ):
             ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments)
     for moments in ("average", "reset"):
         net, knob, settings = knob_of(name)
-        assert title(name) in ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments).multipliers
+        assert (
+            title(name)
+            in ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments).multipliers
+        )
 
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
@@ -153,18 +183,37 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
     if coupled:
         with pytest.raises(ValueError, match="'weight_decay' differ in their moments"):
             ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)))
-    run = ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)), **({"moments": "average"} if coupled else {}))
+    run = ensemble(
+        net,
+        [hdet.WeightDecay()],
+        optimizer=make(groups_of(net)),
+        **({"moments": "average"} if coupled else {}),
+    )
     assert run.multipliers
 
 
 @pytest.mark.parametrize(
-    "knob", [hdet.WeightDecay(), hdet.Betas(), hdet.Eps(), hdet.ClipNorm(), hdet.ClipNorm(1.0), hdet.Scalar("x", value=1.0)]
+    "knob",
+    [
+        hdet.WeightDecay(),
+        hdet.Betas(),
+        hdet.Eps(),
+        hdet.ClipNorm(),
+        hdet.ClipNorm(1.0),
+        hdet.Scalar("x", value=1.0),
+    ],
 )
-def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob: Any) -> None:
+def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(
+    knob: Any,
+) -> None:
     net = Net()
     replicas = hdet.CoresidentReplicas(net, 4)
-    with pytest.raises(ValueError, match="co-resident replicas.*one process per replica|gradients='local'"):
-        hdet.Ensemble(adamw(net, hdet.FusedAdamW, max_grad_norm=1.0), knobs=[knob], replicas=replicas)
+    with pytest.raises(
+        ValueError, match="co-resident replicas.*one process per replica|gradients='local'"
+    ):
+        hdet.Ensemble(
+            adamw(net, hdet.FusedAdamW, max_grad_norm=1.0), knobs=[knob], replicas=replicas
+        )
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------------
@@ -179,7 +228,8 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     controller = probe_of(net)
     ensemble(net, several(3), controller=controller, count=4, **LOCAL)
     with pytest.raises(
-        ValueError, match=r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replicas or fewer"
+        ValueError,
+        match=r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replicas or fewer",
     ):
         ensemble(net, several(4), controller=controller, count=4, **LOCAL)
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), count=4, **LOCAL)
@@ -201,16 +251,28 @@ def test_designs() -> None:
     assert ensemble(net, several(2), design="permutation", **LOCAL).engine.design == "permutation"
     assert ensemble(net, several(1), design="orthogonal", **LOCAL).engine.design == "orthogonal"
     assert ensemble(net, several(4), count=4, **LOCAL).engine.design == "permutation"
-    with pytest.raises(ValueError, match="design is 'orthogonal', but 4 replicas can tell at most 3"):
+    with pytest.raises(
+        ValueError, match="design is 'orthogonal', but 4 replicas can tell at most 3"
+    ):
         ensemble(net, several(4), count=4, design="orthogonal", **LOCAL)
-    with pytest.raises(ValueError, match="design must be 'permutation', 'orthogonal' or None, got 'latin'"):
+    with pytest.raises(
+        ValueError, match="design must be 'permutation', 'orthogonal' or None, got 'latin'"
+    ):
         ensemble(net, several(1), design="latin", **LOCAL)
 
 
 def test_the_drop_in_keeps_permutations() -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1
+    )
     schedule = hdet.OneCycleAutoLR(
-        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=hdet.Replicas(0, 8, None)
+        optimizer,
+        0.1,
+        10,
+        enable_auto_lr=True,
+        auto_lr_warmup_steps=1,
+        ensemble_lr_spread_ratio=0.1,
+        replicas=hdet.Replicas(0, 8, None),
     )
     assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
 
@@ -224,13 +286,19 @@ def test_the_drop_in_keeps_permutations() -> None:
         (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
         (lambda: hdet.Scalar("x"), "needs get and set"),
         (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
-        (lambda: hdet.Scalar("x", value=1.0, scale="cubic"), "scale of 'x' must be 'log' or 'linear'"),
+        (
+            lambda: hdet.Scalar("x", value=1.0, scale="cubic"),
+            "scale of 'x' must be 'log' or 'linear'",
+        ),
         (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
         (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
         (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
         (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
         (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
-        (lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
+        (
+            lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)),
+            "bounds is .* with product=True",
+        ),
         (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
         (lambda: hdet.Betas(which=[2]), "which must list 0"),
         (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
@@ -239,7 +307,10 @@ def test_the_drop_in_keeps_permutations() -> None:
         (lambda: hdet.GroupValue(3), "key must be the name"),
         (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
         (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
-        (lambda: hdet.LearningRate(groups=[]), "groups must be None, 'each' or a list .* not empty"),
+        (
+            lambda: hdet.LearningRate(groups=[]),
+            "groups must be None, 'each' or a list .* not empty",
+        ),
     ],
 )
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
@@ -252,18 +323,36 @@ def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     [
         ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
         ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
-        ([hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)], "x is nan: begin with a finite number"),
-        ([hdet.Temperature(nn.Linear(1, 1), attribute="forward")], "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
+        (
+            [hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)],
+            "x is nan: begin with a finite number",
+        ),
+        (
+            [hdet.Temperature(nn.Linear(1, 1), attribute="forward")],
+            "'forward' of a module is .*, but a knob is a number or a 0-d tensor",
+        ),
         ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
         ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
         ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
         ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
         ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
         ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
-        ([hdet.WeightDecay(groups=["drop"])], r"'drop', but the optimizer has the groups \['first', 'last'\]"),
-        ([hdet.WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
-        ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)], "no knob moves the rate"),
-        ([hdet.LabelSmoothing(nn.MSELoss())], "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
+        (
+            [hdet.WeightDecay(groups=["drop"])],
+            r"'drop', but the optimizer has the groups \['first', 'last'\]",
+        ),
+        (
+            [hdet.WeightDecay(product=True)],
+            "no knob moves the rate of its groups: add a LearningRate",
+        ),
+        (
+            [hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)],
+            "no knob moves the rate",
+        ),
+        (
+            [hdet.LabelSmoothing(nn.MSELoss())],
+            "target must be an nn.CrossEntropyLoss or a number, got MSELoss",
+        ),
         ([hdet.LossWeights({})], "weights must be a dict"),
         ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
         ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
@@ -282,21 +371,39 @@ class Bad:
         self.found, self.settings = found, settings
 
     def bind(self, optimizer: torch.optim.Optimizer) -> Any:
-        return self.found[0] if self.found else [Bound("bad", 0.3, **{"cells": [held_cell(1.0)], **self.settings})]
+        return (
+            self.found[0]
+            if self.found
+            else [Bound("bad", 0.3, **{"cells": [held_cell(1.0)], **self.settings})]
+        )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"acts": "explore"}, r"acts of the knob 'bad' must be 'step' or 'forward' \(inside explore\(\)\), got 'explore'"),
+        (
+            {"acts": "explore"},
+            r"acts of the knob 'bad' must be 'step' or 'forward' \(inside explore\(\)\), got 'explore'",
+        ),
         ({"cells": []}, "cells of the knob 'bad' must be a list with at least one cell"),
-        ({"cells": held_cell(1.0)}, "cells of the knob 'bad' must be a list with at least one cell"),
-        ({"scale": "linear"}, r"scale of the knob 'bad' must be made by scale_of\(bounds, kind, unit\), got 'linear'"),
-        ({"cells": [attribute_cell(Bad("text"), "found")]}, r"bad is \('text',\): begin with a finite number"),
+        (
+            {"cells": held_cell(1.0)},
+            "cells of the knob 'bad' must be a list with at least one cell",
+        ),
+        (
+            {"scale": "linear"},
+            r"scale of the knob 'bad' must be made by scale_of\(bounds, kind, unit\), got 'linear'",
+        ),
+        (
+            {"cells": [attribute_cell(Bad("text"), "found")]},
+            r"bad is \('text',\): begin with a finite number",
+        ),
         ({"cells": [held_cell(0.0)], "acts": "forward"}, "bad is 0, and scale='log' multiplies"),
     ],
 )
-def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(settings: dict[str, Any], message: str) -> None:
+def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ensemble(Net(), [Bad(**settings)], **LOCAL)
 
@@ -304,7 +411,9 @@ def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(settings: dict[s
 def test_what_is_no_knob_is_refused() -> None:
     bound = Bound("bad", 0.3, [held_cell(1.0)])
     for found in (None, bound, [None]):
-        with pytest.raises(TypeError, match="Bad.bind gave .*: it must return a list of hdet.knobs.Bound"):
+        with pytest.raises(
+            TypeError, match="Bad.bind gave .*: it must return a list of hdet.knobs.Bound"
+        ):
             ensemble(Net(), [Bad(found)])
     for wrong in (bound, hdet.LearningRate):
         with pytest.raises(TypeError, match="knobs must be a list of knobs such as"):
@@ -314,7 +423,11 @@ def test_what_is_no_knob_is_refused() -> None:
 def test_a_decay_of_0_is_none() -> None:
     net = Net()
     with pytest.raises(ValueError, match="no parameter group has a weight_decay to explore"):
-        ensemble(net, [hdet.WeightDecay()], optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.0))
+        ensemble(
+            net,
+            [hdet.WeightDecay()],
+            optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.0),
+        )
 
 
 def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused() -> None:
@@ -343,8 +456,12 @@ def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: st
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
-    with pytest.raises(ValueError, match="decay='printed' takes the place of a rate's schedule.*'eps'"):
-        ensemble(Net(), [hdet.Eps()], controller=hdet.SoftmaxController(decay="printed"), total_steps=100)
+    with pytest.raises(
+        ValueError, match="decay='printed' takes the place of a rate's schedule.*'eps'"
+    ):
+        ensemble(
+            Net(), [hdet.Eps()], controller=hdet.SoftmaxController(decay="printed"), total_steps=100
+        )
 
 
 def test_the_exact_local_mean_is_of_balanced_rates_alone() -> None:
@@ -352,12 +469,16 @@ def test_the_exact_local_mean_is_of_balanced_rates_alone() -> None:
 
     def run(knobs: Any, count: int = 4) -> hdet.Ensemble:
         optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
-        return ensemble(net, knobs, optimizer=optimizer, count=count, converge=hdet.converge.ExactLocal())
+        return ensemble(
+            net, knobs, optimizer=optimizer, count=count, converge=hdet.converge.ExactLocal()
+        )
 
     run([hdet.LearningRate(groups="each")])
     with pytest.raises(ValueError, match="ExactLocal.*'weight_decay'"):
         run([hdet.WeightDecay()])
     with pytest.raises(ValueError, match="ExactLocal.*'lr'"):
         run([hdet.LearningRate(bounds=(0.0, 1.0))])
-    with pytest.raises(ValueError, match="no orthogonal design of 3 replicas for 2 knobs is balanced"):
+    with pytest.raises(
+        ValueError, match="no orthogonal design of 3 replicas for 2 knobs is balanced"
+    ):
         run([hdet.LearningRate(groups="each")], count=3)

@@ -17,7 +17,10 @@ both = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def weights(net: Net) -> torch.Tensor:
@@ -26,7 +29,9 @@ def weights(net: Net) -> torch.Tensor:
 
 @both
 @pytest.mark.parametrize("index", range(4))
-def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind: Any, index: int) -> None:
+def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(
+    kind: Any, index: int
+) -> None:
     """In param_groups, and in the parameters: after three steps they are those of an optimizer that was given these values."""
     net, twin = Net(), Net()
     optimizer, other = adamw(net, kind), adamw(twin, kind)
@@ -34,7 +39,9 @@ def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind:
     run = ensemble(net, knobs, optimizer=optimizer, index=index, moments="average")
     before, rho = settings_of(optimizer), run.multipliers
     assert set(rho) == {"lr", "weight_decay", "beta1", "beta2", "eps"}
-    assert [abs(rho[name] - 1) for name in ("weight_decay", "beta1", "eps")] == pytest.approx([0.5, 0.4, 0.9])
+    assert [abs(rho[name] - 1) for name in ("weight_decay", "beta1", "eps")] == pytest.approx(
+        [0.5, 0.4, 0.9]
+    )
     for group in other.param_groups:
         group["lr"] *= rho["lr"]
         group["weight_decay"] *= rho["weight_decay"]
@@ -48,7 +55,10 @@ def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind:
             its.step()
             its.zero_grad()
     for inside, expected in zip(seen[0], settings_of(other), strict=True):
-        assert (inside["weight_decay"], inside["eps"]) == (expected["weight_decay"], expected["eps"])
+        assert (inside["weight_decay"], inside["eps"]) == (
+            expected["weight_decay"],
+            expected["eps"],
+        )
         assert inside["betas"] == pytest.approx(expected["betas"], rel=1e-12)
     assert settings_of(optimizer) == before
     assert torch.allclose(weights(net), weights(twin), rtol=1e-6, atol=1e-7)
@@ -73,7 +83,9 @@ def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
 def test_decay_is_a_knob_of_each_group_that_has_one() -> None:
     net = Net()
     for groups in ("each", ["first"]):
-        assert list(ensemble(net, [hdet.WeightDecay(groups=groups)]).multipliers) == ["weight_decay/first"]
+        assert list(ensemble(net, [hdet.WeightDecay(groups=groups)]).multipliers) == [
+            "weight_decay/first"
+        ]
 
 
 # -- rate x decay ------------------------------------------------------------------------------------------------------------
@@ -89,17 +101,23 @@ def product(kind: Any, *multipliers: float, **settings: Any) -> tuple[Net, Any, 
 
 @both
 @pytest.mark.parametrize(("rate", "decay"), [(1.3, 0.5), (0.7, 1.5)])
-def test_the_product_of_rate_and_decay_moves_by_the_decays_multiplier_alone(kind: Any, rate: float, decay: float) -> None:
+def test_the_product_of_rate_and_decay_moves_by_the_decays_multiplier_alone(
+    kind: Any, rate: float, decay: float
+) -> None:
     net, optimizer, run = product(kind, rate, decay)
     seen = seen_in_step(optimizer, settings_of)
     backward(net)
     optimizer.step()
-    assert seen[0][0]["lr"] == pytest.approx(0.01 * (rate if kind is torch.optim.AdamW else 1.0))  # a fused step multiplies the rate itself
+    assert seen[0][0]["lr"] == pytest.approx(
+        0.01 * (rate if kind is torch.optim.AdamW else 1.0)
+    )  # a fused step multiplies the rate itself
     assert seen[0][0]["weight_decay"] == pytest.approx(0.1 * decay / rate)
     force(run, 3.0, 0.5)
     assert run.values() == pytest.approx({"lr": 0.03, "weight_decay": 0.1 * 0.5 / 3.0})
     optimizer.step()
-    assert seen[1][0]["weight_decay"] * optimizer.param_groups[0]["lr"] * rate == pytest.approx(0.1 * 0.01 * 0.5 * decay)
+    assert seen[1][0]["weight_decay"] * optimizer.param_groups[0]["lr"] * rate == pytest.approx(
+        0.1 * 0.01 * 0.5 * decay
+    )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.03)
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
 
@@ -113,7 +131,9 @@ def test_a_replica_shrinks_weights_by_the_product_alone(kind: Any, rho: float) -
         p.grad = torch.zeros_like(p)
     before = net.first.weight.detach().clone()
     optimizer.step()
-    assert (net.first.weight.detach() / before).mean().item() == pytest.approx(1 - 0.01 * 0.1 * 1.5, abs=1e-7)
+    assert (net.first.weight.detach() / before).mean().item() == pytest.approx(
+        1 - 0.01 * 0.1 * 1.5, abs=1e-7
+    )
 
 
 def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
@@ -126,10 +146,19 @@ def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
 
 def test_each_groups_decay_follows_its_own_rate() -> None:
     net = Net()
-    optimizer = torch.optim.AdamW([{**group, "weight_decay": 0.1} for group in adamw(net).param_groups], lr=0.01)
-    run = ensemble(net, [hdet.LearningRate(0.3, groups="each"), hdet.WeightDecay(0.5, product=True)], optimizer=optimizer)
+    optimizer = torch.optim.AdamW(
+        [{**group, "weight_decay": 0.1} for group in adamw(net).param_groups], lr=0.01
+    )
+    run = ensemble(
+        net,
+        [hdet.LearningRate(0.3, groups="each"), hdet.WeightDecay(0.5, product=True)],
+        optimizer=optimizer,
+    )
     force(run, 2.0, 4.0, 1.0)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [pytest.approx(0.05), pytest.approx(0.025)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [
+        pytest.approx(0.05),
+        pytest.approx(0.025),
+    ]
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------------
@@ -137,15 +166,24 @@ def test_each_groups_decay_follows_its_own_rate() -> None:
 
 def rate_in_step(optimizer: Any) -> float:
     """Fused optimizers multiply it themselves."""
-    return optimizer.param_groups[0]["lr"] * (optimizer.multipliers[0][0] if hasattr(optimizer, "multipliers") else 1)
+    return optimizer.param_groups[0]["lr"] * (
+        optimizer.multipliers[0][0] if hasattr(optimizer, "multipliers") else 1
+    )
 
 
 @both
 @pytest.mark.parametrize(
     ("rho", "factor", "base", "used"),
-    [(1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004), (1.5, 9.0, 0.012, 0.012)],
+    [
+        (1.5, 1.0, 0.01, 0.012),
+        (0.5, 1.0, 0.01, 0.005),
+        (0.5, 0.1, 0.004, 0.004),
+        (1.5, 9.0, 0.012, 0.012),
+    ],
 )
-def test_bounds_hold_base_values_and_replicas_values_of_rates(kind: Any, rho: float, factor: float, base: float, used: float) -> None:
+def test_bounds_hold_base_values_and_replicas_values_of_rates(
+    kind: Any, rho: float, factor: float, base: float, used: float
+) -> None:
     net = Net()
     optimizer = adamw(net, kind, lr=0.01)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.004, 0.012))
@@ -163,7 +201,14 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     optimizer = adamw(net, kind, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))
-    run = hdet.Ensemble(optimizer, schedule, knobs=[knob], controller=given(1.5), replicas=hdet.Replicas(0, 8, None), sync=hdet.Sync(1000))
+    run = hdet.Ensemble(
+        optimizer,
+        schedule,
+        knobs=[knob],
+        controller=given(1.5),
+        replicas=hdet.Replicas(0, 8, None),
+        sync=hdet.Sync(1000),
+    )
     used = seen_in_step(optimizer, rate_in_step)
     for _ in range(3):
         backward(net)
@@ -189,7 +234,9 @@ def test_a_schedule_of_the_momentum_keeps_its_shape_under_a_correction() -> None
     net, plain = Net(), Net()
     optimizer, other = adamw(net), adamw(plain)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.01, 20) for one in (optimizer, other)]
-    run = hdet.Ensemble(optimizer, schedules[0], knobs=[hdet.Betas(0.0, which=[0])], sync=hdet.Sync(1000))
+    run = hdet.Ensemble(
+        optimizer, schedules[0], knobs=[hdet.Betas(0.0, which=[0])], sync=hdet.Sync(1000)
+    )
     run.engine.corrections = [2.0]
     for _ in range(8):
         for one, its in ((net, optimizer), (plain, other)):
@@ -220,12 +267,19 @@ def test_states_hold_base_values_and_load(kind: Any, first: str) -> None:
         net = Net()
         optimizer = adamw(net, kind)
         knobs = [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
-        return {"optimizer": optimizer, "ensemble": ensemble(net, knobs, optimizer=optimizer, moments="average")}
+        return {
+            "optimizer": optimizer,
+            "ensemble": ensemble(net, knobs, optimizer=optimizer, moments="average"),
+        }
 
     made, other = make(), make()
     force(made["ensemble"], 2.0, 2.0, 0.5)
     states = {name: part.state_dict() for name, part in made.items()}
-    assert states["ensemble"]["scheduled"] == {"weight_decay": [0.1], "beta1": [0.9, 0.9], "beta2": [0.999, 0.999]}
+    assert states["ensemble"]["scheduled"] == {
+        "weight_decay": [0.1],
+        "beta1": [0.9, 0.9],
+        "beta2": [0.999, 0.999],
+    }
     assert [group["weight_decay"] for group in states["optimizer"]["param_groups"]] == [0.2, 0.0]
     assert states["optimizer"]["param_groups"][0]["betas"] == pytest.approx((0.95, 0.998))
     for name in sorted(states, key=lambda name: name != first):
@@ -261,7 +315,7 @@ def test_another_value_of_the_groups_is_multiplied() -> None:
 
 def test_a_value_of_a_module_is_a_scalar() -> None:
     net = Net()
-    (knob,) = hdet.ModuleValue("temperature", lambda: net.temperature, lambda x: setattr(net, "temperature", x), 0.2).bind(
-        torch.optim.SGD(net.parameters(), lr=0.1)
-    )
+    (knob,) = hdet.ModuleValue(
+        "temperature", lambda: net.temperature, lambda x: setattr(net, "temperature", x), 0.2
+    ).bind(torch.optim.SGD(net.parameters(), lr=0.1))
     assert knob.name == "temperature" and knob.spread == 0.2 and knob.value() == 2.0

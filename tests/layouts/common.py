@@ -28,7 +28,9 @@ def batch(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.double(), y.double()
 
 
-def loss_of(net: Callable[[torch.Tensor], torch.Tensor], data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(
+    net: Callable[[torch.Tensor], torch.Tensor], data: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     return nn.functional.mse_loss(net(data[0]), data[1])
 
 
@@ -83,7 +85,9 @@ class ByHand:
     def step(self) -> None:
         cycle = self.done // INTERVAL
         for r, net in enumerate(self.nets):
-            losses = [loss_of(net, batch(self.done, r * self.shards + s)) for s in range(self.shards)]
+            losses = [
+                loss_of(net, batch(self.done, r * self.shards + s)) for s in range(self.shards)
+            ]
             torch.stack(losses).mean().backward()
             self.losses[cycle][r] += sum(loss.item() for loss in losses) / self.shards / INTERVAL
         if not self.local:
@@ -103,10 +107,14 @@ class ByHand:
     @torch.no_grad()
     def converge(self) -> None:
         for copies in zip(*(net.parameters() for net in self.nets), strict=True):
-            mean = method.converge([p.flatten().tolist() for p in copies], method.uniform_weights(self.count))
+            mean = method.converge(
+                [p.flatten().tolist() for p in copies], method.uniform_weights(self.count)
+            )
             for p in copies:
                 p.copy_(torch.tensor(mean, dtype=p.dtype).view_as(p))
-            states = [optimizer.state[p] for optimizer, p in zip(self.optimizers, copies, strict=True)]
+            states = [
+                optimizer.state[p] for optimizer, p in zip(self.optimizers, copies, strict=True)
+            ]
             for key in ("exp_avg", "exp_avg_sq") if self.policy == "average" else ():
                 average = torch.stack([state[key] for state in states]).mean(0)
                 for state in states:
@@ -141,7 +149,9 @@ def train(
 ) -> Trace:
     """``backward(step, observe)`` leaves gradients, and observes losses; ``between``: after the optimizer's step. ``settings``: of the Ensemble."""
     trace = Trace([], [])
-    ensemble = ensemble_of(optimizer, log=lambda record, step: trace.records.append(record), **settings)
+    ensemble = ensemble_of(
+        optimizer, log=lambda record, step: trace.records.append(record), **settings
+    )
     for i in range(steps):
         optimizer.zero_grad()
         backward(i, ensemble.observe)
@@ -154,7 +164,14 @@ def train(
     return trace
 
 
-def check(traces: Sequence[Trace], *, shards: int = 1, close: dict[str, float] = CLOSE, loss: float = 1e-10, **settings: Any) -> ByHand:
+def check(
+    traces: Sequence[Trace],
+    *,
+    shards: int = 1,
+    close: dict[str, float] = CLOSE,
+    loss: float = 1e-10,
+    **settings: Any,
+) -> ByHand:
     """The cycles that are done equal the training by hand, whose ``settings`` these are; ranks of a replica follow one another.
 
     ``close``: tolerance of parameters; ``loss``: of the cycles' losses, relative. All ranks are equal after an average, to the bit.
@@ -162,13 +179,17 @@ def check(traces: Sequence[Trace], *, shards: int = 1, close: dict[str, float] =
     records = traces[0].records
     steps = len(records) * INTERVAL
     assert len(traces[0].steps) // INTERVAL == len(records) > 0
-    hand = ByHand([record["multipliers"]["lr"] for record in records], shards=shards, **settings).run(steps)
+    hand = ByHand(
+        [record["multipliers"]["lr"] for record in records], shards=shards, **settings
+    ).run(steps)
     for trace in traces:
         for ours, first, losses in zip(trace.records, records, hand.losses, strict=True):
             assert ours["losses"] == first["losses"] == pytest.approx(losses, rel=loss)
     for rank, trace in enumerate(traces):
         for i, (_, before, after) in enumerate(trace.steps[:steps]):
-            torch.testing.assert_close(before.double(), hand.weights[i][rank * hand.count // len(traces)], **close)
+            torch.testing.assert_close(
+                before.double(), hand.weights[i][rank * hand.count // len(traces)], **close
+            )
             if i % INTERVAL == INTERVAL - 1:
                 torch.testing.assert_close(after.double(), hand.means[i // INTERVAL], **close)
                 assert torch.equal(after, traces[0].weights(i))

@@ -14,19 +14,40 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, Trace, adamw, batch, check, ensemble_of, flat, loss_of, model, train
+from tests.layouts.common import (
+    CLOSE,
+    INTERVAL,
+    Trace,
+    adamw,
+    batch,
+    check,
+    ensemble_of,
+    flat,
+    loss_of,
+    model,
+    train,
+)
 
 STEPS = 7
 
 
 def wrapped(way: str, net: nn.Module) -> Any:
-    ddp = DDP(net, static_graph=way == "static_graph", gradient_as_bucket_view=way == "static_graph")
+    ddp = DDP(
+        net, static_graph=way == "static_graph", gradient_as_bucket_view=way == "static_graph"
+    )
     if way == "bf16_hook":
         # DDP allows it by name on NCCL alone; gloo adds bfloat16 too.
-        ddp.register_comm_hook(dist.group.WORLD, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+        ddp.register_comm_hook(
+            dist.group.WORLD, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+        )
     if way == "power_sgd":
         # From the third step on: within the first cycle, so that averages fall into its warm-started part too.
-        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1)
+        state = powerSGD_hook.PowerSGDState(
+            dist.group.WORLD,
+            matrix_approximation_rank=1,
+            start_powerSGD_iter=2,
+            min_compression_rate=0.1,
+        )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return torch.compile(ddp, backend="aot_eager") if way == "compile" else ddp
 
@@ -77,7 +98,9 @@ def test_equals_the_training_by_hand(runs: list[dict[str, Trace]], way: str) -> 
 
 
 @pytest.mark.parametrize("way", EXACT + COMPRESSED)
-def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str, Trace]], way: str) -> None:
+def test_gradients_stay_shared_and_parameters_part_and_meet(
+    runs: list[dict[str, Trace]], way: str
+) -> None:
     first, second = (run[way].steps for run in runs)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(one[0], two[0]), "the same gradient on both"
@@ -86,11 +109,18 @@ def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str,
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Trace]], way: str) -> None:
+def test_a_hook_changes_the_gradient_and_nothing_else(
+    runs: list[dict[str, Trace]], way: str
+) -> None:
     """So that the hook is known to have run: its gradients are near DDP's, not equal."""
-    pairs = [(ours[0], plain[0]) for ours, plain in zip(runs[0][way].steps, runs[0]["plain"].steps, strict=True)]
+    pairs = [
+        (ours[0], plain[0])
+        for ours, plain in zip(runs[0][way].steps, runs[0]["plain"].steps, strict=True)
+    ]
     assert not all(torch.equal(ours, plain) for ours, plain in pairs)
-    torch.testing.assert_close(*pairs[0], rtol=2**-7, atol=1e-3)  # bf16: 8 bits; two rounded numbers may cancel
+    torch.testing.assert_close(
+        *pairs[0], rtol=2**-7, atol=1e-3
+    )  # bf16: 8 bits; two rounded numbers may cancel
 
 
 # -- GradScaler --------------------------------------------------------------------------------------------------------------

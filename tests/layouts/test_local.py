@@ -17,7 +17,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hdet
 from tests.converge.helpers import account
 from tests.distributed import run_ranks
-from tests.layouts.common import INTERVAL, Trace, adamw, batch, check, ensemble_of, flat, loss_of, model, train
+from tests.layouts.common import (
+    INTERVAL,
+    Trace,
+    adamw,
+    batch,
+    check,
+    ensemble_of,
+    flat,
+    loss_of,
+    model,
+    train,
+)
 
 CYCLES = 3
 STEPS = CYCLES * INTERVAL
@@ -55,10 +66,20 @@ def local(rank: int, world: int, policy: str, sharded: bool) -> tuple[Trace, lis
     settings = {"replicas": replicas, "gradients": "local", "moments": policy}
     begins: list[int] = []
     with account() as sent:
-        trace = train(list(net.parameters()), adamw(net.parameters()), backward, STEPS, lambda step: begins.append(len(sent)), **settings)
+        trace = train(
+            list(net.parameters()),
+            adamw(net.parameters()),
+            backward,
+            STEPS,
+            lambda step: begins.append(len(sent)),
+            **settings,
+        )
     assert not by_ddp
     cycles = itertools.pairwise([*begins[::INTERVAL], len(sent)])
-    return trace, [sum(size for name, size in sent[first:last] if name == "all_reduce") for first, last in cycles]
+    return trace, [
+        sum(size for name, size in sent[first:last] if name == "all_reduce")
+        for first, last in cycles
+    ]
 
 
 def shared(rank: int, world: int) -> int:
@@ -71,7 +92,9 @@ def shared(rank: int, world: int) -> int:
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
-    return {policy: local(rank, world, policy, False) for policy in POLICIES} | {"ddp": shared(rank, world)}
+    return {policy: local(rank, world, policy, False) for policy in POLICIES} | {
+        "ddp": shared(rank, world)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +108,9 @@ def shards() -> list[tuple[Trace, list[float]]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replicas_train_alone_and_equal_the_training_by_hand(runs: list[dict[str, Any]], policy: str) -> None:
+def test_replicas_train_alone_and_equal_the_training_by_hand(
+    runs: list[dict[str, Any]], policy: str
+) -> None:
     """Moments are kept, averaged or reset: else the next cycle would go elsewhere."""
     traces = [run[policy][0] for run in runs]
     check(traces, local=True, policy=policy)
@@ -96,12 +121,17 @@ def test_one_dimensional_fsdp_in_each_replica(shards: list[tuple[Trace, list[flo
     check([trace for trace, _ in shards], shards=2, local=True)
 
 
-def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[tuple[Trace, list[float]]]) -> None:
+def test_a_cycle_sends_what_ddp_sends_in_one_step(
+    runs: list[dict[str, Any]], shards: list[tuple[Trace, list[float]]]
+) -> None:
     """1/T of DDP's bytes, and the stats: 3 N numbers, N more where moments are averaged, so that peers know to have the same ones; these
     then make it three times as much. In the first cycle one number a replica tells the kind of gradients."""
     gradients = runs[0]["ddp"]
     for policy in POLICIES:
-        expected = gradients // INTERVAL * (3 if policy == "average" else 1) + 2 * (4 if policy == "average" else 3) * 8
+        expected = (
+            gradients // INTERVAL * (3 if policy == "average" else 1)
+            + 2 * (4 if policy == "average" else 3) * 8
+        )
         assert runs[0][policy][1] == [expected + 2 * 8] + [expected] * (CYCLES - 1), policy
     # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
     volumes = [sent[-1] - 2 * 3 / 4 * 2 * 3 * 8 for _, sent in shards]
@@ -132,7 +162,13 @@ def skipping(rank: int, world: int, steps: int) -> Any:
         cycles.append(ensemble.cycle)
         weights.append(flat(net.parameters()))
     assert ensemble.history is not None and ensemble.private_state
-    return cycles, ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"], weights
+    return (
+        cycles,
+        ensemble.engine.rollbacks,
+        ensemble.corrections,
+        ensemble.history["scheduled"],
+        weights,
+    )
 
 
 def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
@@ -141,7 +177,9 @@ def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
     assert one[:4] == two[:4] and one[0][-1] == 5 and one[1] == 1
     for last in (2, 5, 8, 11, 12):
         assert torch.equal(one[4][last], two[4][last])
-    assert torch.equal(one[4][8], one[4][5]), "taken back, also where no step was done that could have begun the cycle"
+    assert torch.equal(one[4][8], one[4][5]), (
+        "taken back, also where no step was done that could have begun the cycle"
+    )
 
 
 def skipping_the_last(rank: int, world: int, steps: int) -> Any:

@@ -31,7 +31,9 @@ would be magnified by Adam, up to a step's length; three digits are left for tha
 
 
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hdet_example_parallel", ROOT / "examples/parallel.py")
+    spec = importlib.util.spec_from_file_location(
+        "hdet_example_parallel", ROOT / "examples/parallel.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +56,12 @@ def collect(arguments: list[str]) -> dict[str, Any]:
         run["losses"].append([loss.item() for loss in losses])
         run["rates"].append(ensemble.values()["lr"])
         # This rank's part, and the parameters of its stage, gathered over tp.
-        run["own"].append({name: getattr(p, "to_local", p.detach)().clone() for name, p in stage.named_parameters()})
+        run["own"].append(
+            {
+                name: getattr(p, "to_local", p.detach)().clone()
+                for name, p in stage.named_parameters()
+            }
+        )
         run["weights"].append({name: full(p) for name, p in stage.named_parameters()})
         record = ensemble.history
         if record is not None and record["step"] == step:
@@ -69,7 +76,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Something to predict."""
     folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
     for number in range(4):
-        (folder / f"{number}.txt").write_text("".join(draw.choices(["one ", "two ", "three ", "\n"], [4, 3, 2, 1], k=5000)))
+        (folder / f"{number}.txt").write_text(
+            "".join(draw.choices(["one ", "two ", "three ", "\n"], [4, 3, 2, 1], k=5000))
+        )
     return folder
 
 
@@ -90,10 +99,16 @@ def ends_cycle(step: int) -> bool:
     return step % INTERVAL == INTERVAL - 1
 
 
-def test_losses_and_base_values_are_those_of_two_ranks(eight: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
+def test_losses_and_base_values_are_those_of_two_ranks(
+    eight: list[dict[str, Any]], two: list[dict[str, Any]]
+) -> None:
     for replica, ranks in enumerate(REPLICAS):
         for rank in ranks[2:]:  # the last stage
-            torch.testing.assert_close(torch.tensor(eight[rank]["losses"]), torch.tensor(two[replica]["losses"]), **TOLERANCE)
+            torch.testing.assert_close(
+                torch.tensor(eight[rank]["losses"]),
+                torch.tensor(two[replica]["losses"]),
+                **TOLERANCE,
+            )
         assert all(eight[rank]["losses"] == [[]] * STEPS for rank in ranks[:2])
         for rank in ranks:
             assert eight[rank]["rates"] == pytest.approx(two[0]["rates"], rel=1e-12)
@@ -101,12 +116,18 @@ def test_losses_and_base_values_are_those_of_two_ranks(eight: list[dict[str, Any
             for ours, theirs in zip(eight[rank]["records"], two[0]["records"], strict=True):
                 assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-12)
                 assert ours["multipliers"] == theirs["multipliers"]
-                assert ours["losses"] == eight[0]["records"][ours["cycle"]]["losses"], "bitwise, on every rank"
+                assert ours["losses"] == eight[0]["records"][ours["cycle"]]["losses"], (
+                    "bitwise, on every rank"
+                )
     corrections = [record["corrections"]["lr"] for record in two[0]["records"]]
-    assert all(abs(correction - 1) > 1e-4 for correction in corrections), "the controller acts on what it is told"
+    assert all(abs(correction - 1) > 1e-4 for correction in corrections), (
+        "the controller acts on what it is told"
+    )
 
 
-def test_weights_are_those_of_two_ranks(eight: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
+def test_weights_are_those_of_two_ranks(
+    eight: list[dict[str, Any]], two: list[dict[str, Any]]
+) -> None:
     """At every step, of each replica, within cycles and after them."""
     for replica, ranks in enumerate(REPLICAS):
         for step in range(STEPS):
@@ -129,7 +150,9 @@ def test_copies_of_the_embedding_are_one_to_the_bit(eight: list[dict[str, Any]])
 def test_peers_part_and_meet_and_shards_stay_apart(eight: list[dict[str, Any]]) -> None:
     for step in range(STEPS):
         for one, other in zip(*REPLICAS, strict=True):
-            pairs = zip(eight[one]["own"][step].values(), eight[other]["own"][step].values(), strict=True)
+            pairs = zip(
+                eight[one]["own"][step].values(), eight[other]["own"][step].values(), strict=True
+            )
             assert all(torch.equal(a, b) for a, b in pairs) == ends_cycle(step)
         for rank in (0, 2, 4, 6):
             for name, ours in eight[rank]["own"][step].items():
@@ -142,13 +165,46 @@ def test_peers_part_and_meet_and_shards_stay_apart(eight: list[dict[str, Any]]) 
 def test_runs_as_a_user_starts_it(text: Path) -> None:
     """Two processes, each a replica: stages and shards are in the tests above, and starting processes costs most of the time."""
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("examples/parallel.py", "--tp", "1", "--pp", "1", "--steps", "4", "--sync-interval", "2", "--data", str(text)),
+        *(
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ),
+        *(
+            "examples/parallel.py",
+            "--tp",
+            "1",
+            "--pp",
+            "1",
+            "--steps",
+            "4",
+            "--sync-interval",
+            "2",
+            "--data",
+            str(text),
+        ),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # which torch 2.10 prints
+    lines = [
+        line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")
+    ]  # which torch 2.10 prints
     assert [line.split()[1] for line in lines] == ["2", "4"], done.stdout
-    losses = [float(word) for line in lines for word in line.split("replicas")[1].split("rate")[0].split()]
+    losses = [
+        float(word) for line in lines for word in line.split("replicas")[1].split("rate")[0].split()
+    ]
     assert all(5 < loss < 6 for loss in losses) and len(losses) == 4  # ln 256 is 5.55

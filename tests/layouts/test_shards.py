@@ -30,7 +30,12 @@ class Experts(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([expert(torch.tanh(self.dense(rows))) for expert, rows in zip(self.experts, x.split(4), strict=True)])
+        return torch.cat(
+            [
+                expert(torch.tanh(self.dense(rows)))
+                for expert, rows in zip(self.experts, x.split(4), strict=True)
+            ]
+        )
 
 
 class Tied(nn.Module):
@@ -55,7 +60,9 @@ class Tied(nn.Module):
 
 # -- the same, in parts: each gives its parameters and a backward pass ------------------------------------------------------------
 
-Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Callable[..., None]], None], dict[str, Any]]
+Part = tuple[
+    hdet.Replicas, list[nn.Parameter], Callable[[int, Callable[..., None]], None], dict[str, Any]
+]
 
 
 def context_parallel(rank: int) -> Part:
@@ -137,7 +144,12 @@ def subgroup(replicas: hdet.Replicas) -> Any:
     return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
 
 
-CASES = {"context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups}
+CASES = {
+    "context": context_parallel,
+    "expert": expert_parallel,
+    "pipeline": pipeline,
+    "groups": groups,
+}
 
 
 class Seen(NamedTuple):
@@ -148,7 +160,9 @@ class Seen(NamedTuple):
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Of flat parameters, each by itself."""
         sizes = [shape.numel() for shape in self.shapes]
-        return [part.view(shape) for part, shape in zip(vector.split(sizes), self.shapes, strict=True)]
+        return [
+            part.view(shape) for part, shape in zip(vector.split(sizes), self.shapes, strict=True)
+        ]
 
 
 def run(rank: int, case: str) -> Seen:
@@ -185,16 +199,25 @@ def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any
     def whole(members: list[int], i: int, when: int) -> torch.Tensor:
         return flat(assemble(*(ranks[m].parts(ranks[m].trace.steps[i][when]) for m in members)))
 
-    traces = [[(torch.empty(0), whole(members, i, 1), whole(members, i, 2)) for i in range(STEPS)] for members in table]
-    check([Trace(steps, ranks[members[0]].trace.records) for steps, members in zip(traces, table, strict=True)], **settings)
+    traces = [
+        [(torch.empty(0), whole(members, i, 1), whole(members, i, 2)) for i in range(STEPS)]
+        for members in table
+    ]
+    check(
+        [
+            Trace(steps, ranks[members[0]].trace.records)
+            for steps, members in zip(traces, table, strict=True)
+        ],
+        **settings,
+    )
     losses = [[record["losses"] for record in rank.trace.records] for rank in ranks]
     assert all(own == losses[0] for own in losses), "bitwise, on ranks that see no loss too"
     for i in range(STEPS):
         for peers in zip(*table, strict=True):
             first, *others = (ranks[rank].trace.weights(i) for rank in peers)
-            assert all(torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), (
-                "peers meet after a cycle, not before"
-            )
+            assert all(
+                torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others
+            ), "peers meet after a cycle, not before"
 
 
 def after(seen: Seen, i: int) -> list[torch.Tensor]:
@@ -202,7 +225,11 @@ def after(seen: Seen, i: int) -> list[torch.Tensor]:
 
 
 def alike_inside(ranks: list[Seen]) -> bool:
-    return all(torch.equal(ranks[r].trace.weights(i), ranks[r + 1].trace.weights(i)) for r in (0, 2) for i in range(STEPS))
+    return all(
+        torch.equal(ranks[r].trace.weights(i), ranks[r + 1].trace.weights(i))
+        for r in (0, 2)
+        for i in range(STEPS)
+    )
 
 
 def test_one_sample_on_two_ranks_of_cp(runs: dict[str, list[Seen]]) -> None:
@@ -216,7 +243,11 @@ def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -
     ranks = runs["expert"]
     check_parts(ranks, lambda a, b: [*a, *b[2:]], make=Experts)
     one, two = (after(ranks[member], STEPS - 1) for member in (0, 1))
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) and not torch.equal(one[2], two[2])
+    assert (
+        torch.equal(one[0], two[0])
+        and torch.equal(one[1], two[1])
+        and not torch.equal(one[2], two[2])
+    )
 
 
 def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: dict[str, list[Seen]]) -> None:
@@ -231,4 +262,6 @@ def test_stages_and_a_matrix_on_two_of_them() -> None:
     check_parts(ranks, lambda a, b: [a[0], a[1], b[1]], make=Tied)
     for first, last in ranks[0].table:
         for i in range(STEPS):
-            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0]), "two copies of one matrix, bit for bit"
+            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0]), (
+                "two copies of one matrix, bit for bit"
+            )

@@ -32,9 +32,16 @@ class LerpLion(Optimizer):
     """Lion (Chen et al. 2023, Algorithm 2) as torch would write it: one tensor after the other in float32, with the averages of its Adam."""
 
     def __init__(
-        self, params: Any, lr: Any = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, maximize: bool = False
+        self,
+        params: Any,
+        lr: Any = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -62,7 +69,11 @@ class Rule:
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
 
-_ADAM = [{"lr": 3e-3, "weight_decay": 0.1}, {"betas": (0.8, 0.9), "eps": 1e-4}, {"weight_decay": 0.0, "maximize": True}]
+_ADAM = [
+    {"lr": 3e-3, "weight_decay": 0.1},
+    {"betas": (0.8, 0.9), "eps": 1e-4},
+    {"weight_decay": 0.0, "maximize": True},
+]
 _MOMENTUM = [
     {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
     {"momentum": 0.8, "nesterov": True},
@@ -73,7 +84,13 @@ RULES = [
     Rule("adam", FusedAdam, Adam, _ADAM),
     Rule("sgd", FusedSGD, SGD, _MOMENTUM, ("momentum_buffer",)),
     Rule("plain sgd", FusedSGD, SGD, [{"weight_decay": 0.1}, {}, {"maximize": True}], ()),
-    Rule("lion", FusedLion, LerpLion, [{"lr": 3e-4, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}, {"maximize": True}], ("exp_avg",)),
+    Rule(
+        "lion",
+        FusedLion,
+        LerpLion,
+        [{"lr": 3e-4, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}, {"maximize": True}],
+        ("exp_avg",),
+    ),
 ]
 TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
 
@@ -89,11 +106,16 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parame
 
 def groups(params: Sequence[Parameter], rule: Rule = RULES[0]) -> list[dict[str, Any]]:
     cuts = [params[:2], params[2:4], params[4:]]
-    return [{"params": list(cut), **settings} for cut, settings in zip(cuts, rule.groups, strict=True)]
+    return [
+        {"params": list(cut), **settings} for cut, settings in zip(cuts, rule.groups, strict=True)
+    ]
 
 
 def set_gradients(
-    params: Sequence[Parameter], step: int, skip: Callable[[int, int], bool] = lambda step, i: False, dtype: torch.dtype | None = None
+    params: Sequence[Parameter],
+    step: int,
+    skip: Callable[[int, int], bool] = lambda step, i: False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for i, param in enumerate(params):
@@ -122,7 +144,9 @@ class Pair:
         else:
             self.a, self.b = make(self.ours, rule.fused), make(self.theirs, rule.peer)
 
-    def run(self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False) -> Iterator[int]:
+    def run(
+        self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False
+    ) -> Iterator[int]:
         """Steps both; yields after each."""
         for step in range(steps) if isinstance(steps, int) else steps:
             set_gradients(self.ours, step, skip)
@@ -131,7 +155,9 @@ class Pair:
             self.b.step()
             yield step
 
-    def go(self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False) -> None:
+    def go(
+        self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False
+    ) -> None:
         for _ in self.run(steps, skip):
             pass
 
@@ -161,13 +187,24 @@ def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
         assert one["state"][key].keys() == values.keys() | extra
         for name, value in values.items():
             found = one["state"][key][name]
-            assert (found.dtype, found.shape, found.device) == (value.dtype, value.shape, value.device)
+            assert (found.dtype, found.shape, found.device) == (
+                value.dtype,
+                value.shape,
+                value.device,
+            )
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
     assert one["state"].keys() == other["state"].keys() or isinstance(theirs, SGD)
-    assert [group.keys() for group in one["param_groups"]] == [group.keys() for group in other["param_groups"]]
+    assert [group.keys() for group in one["param_groups"]] == [
+        group.keys() for group in other["param_groups"]
+    ]
     assert one["param_groups"] == other["param_groups"]
 
 
 def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Of each parameter that has one, in the order of the groups."""
-    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"] if param in optimizer.state]
+    return [
+        optimizer.state[param]
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param in optimizer.state
+    ]

@@ -16,7 +16,18 @@ from torch.optim import Optimizer, lr_scheduler
 
 from hdet.optim import FusedAdamW, FusedOptimizer
 
-from .common import BACKENDS, RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, names, run, set_gradients
+from .common import (
+    BACKENDS,
+    RULES,
+    TORCH_RULES,
+    Pair,
+    Rule,
+    assert_close,
+    assert_equal,
+    names,
+    run,
+    set_gradients,
+)
 
 SKIPS: dict[str, Callable[[int, int], bool]] = {
     "all": lambda step, i: False,
@@ -38,16 +49,22 @@ def test_a_hundred_steps(rule: Rule, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=names)
 @pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS.keys())
-def test_gradients_that_are_none(rule: Rule, skip: Callable[[int, int], bool], backend: str) -> None:
+def test_gradients_that_are_none(
+    rule: Rule, skip: Callable[[int, int], bool], backend: str
+) -> None:
     pair = Pair(rule, backend=backend)
     pair.go(20, skip)
     pair.check()
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),  # moves betas or momentum as well
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, 1e-2, total_steps=12
+    ),  # moves betas or momentum as well
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
+    ),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4),
 }
 
@@ -55,7 +72,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=names)
 def test_torchs_schedulers(rule: Rule, name: str) -> None:
-    pair = Pair(rule, lambda params, cls: cls(params, lr=1e-2, **({"momentum": 0.9} if rule.name == "sgd" else {})))
+    pair = Pair(
+        rule,
+        lambda params, cls: cls(
+            params, lr=1e-2, **({"momentum": 0.9} if rule.name == "sgd" else {})
+        ),
+    )
     both = [SCHEDULERS[name](optimizer) for optimizer in (pair.a, pair.b)]
     for _ in pair.run(10):
         for scheduler in both:
@@ -68,7 +90,11 @@ def test_torchs_schedulers(rule: Rule, name: str) -> None:
 @pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
 def test_a_tensor_as_the_rate(rule: Rule, dtype: torch.dtype, backend: str) -> None:
     def make(params: list[Parameter], cls: type) -> Optimizer:
-        return cls(params, lr=torch.tensor(1e-2, dtype=dtype), **({"backend": backend} if cls is rule.fused else {}))
+        return cls(
+            params,
+            lr=torch.tensor(1e-2, dtype=dtype),
+            **({"backend": backend} if cls is rule.fused else {}),
+        )
 
     pair = Pair(rule, make)
     for step in pair.run(8):
@@ -160,7 +186,11 @@ def test_a_compiled_model(whole_step: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=names)
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copy_goes_on_alone(how: Callable[[FusedOptimizer], FusedOptimizer], rule: Rule) -> None:
     pair = Pair(rule)
     pair.a.multipliers[0][1] = 1.5

@@ -12,10 +12,25 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW, FusedSGD
 
-from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .common import (
+    BACKENDS,
+    RULES,
+    Pair,
+    Rule,
+    assert_close,
+    assert_equal,
+    groups,
+    names,
+    parameters,
+    run,
+    set_gradients,
+    state_of,
+)
 
 
-def scaled_backward(scaler: torch.amp.GradScaler, params: list[Parameter], step: int, spoil: bool = False) -> None:
+def scaled_backward(
+    scaler: torch.amp.GradScaler, params: list[Parameter], step: int, spoil: bool = False
+) -> None:
     generator = torch.Generator().manual_seed(step)
     losses = [(param * torch.randn(param.shape, generator=generator)).sum() for param in params]
     loss = torch.stack(losses).sum() * (math.inf if spoil else 1.0)
@@ -33,7 +48,8 @@ def test_a_grad_scaler(rule: Rule, unscale: bool, backend: str) -> None:
     """As torch.amp.GradScaler drives torch's optimizer; infinite gradients skip the step and its counters."""
     pair = Pair(rule, backend=backend)
     sides = [
-        (o, ps, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)) for o, ps in ((pair.a, pair.ours), (pair.b, pair.theirs))
+        (o, ps, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4))
+        for o, ps in ((pair.a, pair.ours), (pair.b, pair.theirs))
     ]
     for step in range(12):
         for optimizer, params, scaler in sides:
@@ -70,7 +86,9 @@ def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("norms", [[0.5] * 5, [20.0] * 5, [1e6] * 5, [None, 0.5, 2.0, None, math.inf]], ids=str)
+@pytest.mark.parametrize(
+    "norms", [[0.5] * 5, [20.0] * 5, [1e6] * 5, [None, 0.5, 2.0, None, math.inf]], ids=str
+)
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_clipping_by_the_global_norm(rule: Rule, norms: list[float | None], backend: str) -> None:
     """Which may change between steps."""
@@ -98,14 +116,18 @@ def test_clipping_by_the_global_norm(rule: Rule, norms: list[float | None], back
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_a_norm_that_is_not_finite_skips_the_step(rule: Rule, backend: str) -> None:
     params = parameters()
-    optimizer = rule.fused(groups(params, rule), backend=backend, max_grad_norm=1.0, zero_gradients=True)
+    optimizer = rule.fused(
+        groups(params, rule), backend=backend, max_grad_norm=1.0, zero_gradients=True
+    )
     for step, bad in enumerate([None, math.nan, math.inf, None]):
         set_gradients(params, step)
         if bad is not None:
             params[3].grad[0, 0, 0] = bad  # type: ignore[index]
         before = copies(optimizer, params)
         optimizer.step()
-        assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == (bad is not None)
+        assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == (
+            bad is not None
+        )
         if bad is not None:
             torch.testing.assert_close(copies(optimizer, params), before, rtol=0, atol=0)
         assert all(not param.grad.any() for param in params)  # type: ignore[union-attr]

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -35,21 +39,31 @@ def mesh_of(*sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
-def values(step: int, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+def values(
+    step: int, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def laid(full: Sequence[Tensor], mesh: DeviceMesh, placements: Sequence[Any]) -> list[Tensor]:
     return [
-        distribute_tensor(tensor.clone(), mesh, placement, src_data_rank=None) for tensor, placement in zip(full, placements, strict=True)
+        distribute_tensor(tensor.clone(), mesh, placement, src_data_rank=None)
+        for tensor, placement in zip(full, placements, strict=True)
     ]
 
 
 class Twins:
     """Equal parameters, plain and laid over a mesh, each with an optimizer. Gradients have the same bits, so everything must."""
 
-    def __init__(self, rule: Rule, mesh: DeviceMesh, placements: Sequence[Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        mesh: DeviceMesh,
+        placements: Sequence[Any],
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.mesh, self.placements, self.dtype = mesh, placements, dtype
         self.plain = [Parameter(tensor) for tensor in values(0, dtype)]
         self.laid = [Parameter(tensor) for tensor in laid(values(0, dtype), mesh, placements)]
@@ -79,7 +93,11 @@ class Twins:
             ours, theirs = self.a.state[one], self.b.state[other]
             assert ours.keys() == theirs.keys()
             for key, value in ours.items():
-                pairs = zip(value, theirs[key], strict=True) if isinstance(value, list) else [(value, theirs[key])]
+                pairs = (
+                    zip(value, theirs[key], strict=True)
+                    if isinstance(value, list)
+                    else [(value, theirs[key])]
+                )
                 for held, expected in pairs:
                     assert held.dtype == expected.dtype
                     assert key == "step" or shards.alike(held, one)
@@ -90,16 +108,26 @@ def full(tensor: Any) -> Tensor:
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor.detach()  # neither gloo nor NCCL knows int16
+        wide = (
+            tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor.detach()
+        )  # neither gloo nor NCCL knows int16
         return wide.full_tensor().to(tensor.dtype)
 
 
 ROWS = [[Shard(0)]] * len(SHAPES)
 MIXED = [[Shard(0)], [Replicate()], [Shard(1)], [Replicate()], [Shard(1)]]
-GRID = [[Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Replicate()]]
+GRID = [
+    [Replicate(), Shard(0)],
+    [Replicate(), Replicate()],
+    [Shard(0), Shard(1)],
+    [Shard(0), Shard(0)],
+    [Shard(1), Replicate()],
+]
 
 
-def same_bits_as_plain(rank: int, world_size: int, sizes: tuple[int, ...], placements: Sequence[Any]) -> None:
+def same_bits_as_plain(
+    rank: int, world_size: int, sizes: tuple[int, ...], placements: Sequence[Any]
+) -> None:
     mesh = mesh_of(*sizes)
     for rule in RULES:
         twins = Twins(rule, mesh, placements)
@@ -119,8 +147,14 @@ def same_bits_as_plain(rank: int, world_size: int, sizes: tuple[int, ...], place
         twins.check()
 
 
-@pytest.mark.parametrize(("sizes", "placements"), [((2,), ROWS), ((2,), MIXED), ((2, 2), GRID)], ids=["rows", "mixed", "grid"])
-def test_shards_step_as_the_full_tensors_would(sizes: tuple[int, ...], placements: Sequence[Any]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "placements"),
+    [((2,), ROWS), ((2,), MIXED), ((2, 2), GRID)],
+    ids=["rows", "mixed", "grid"],
+)
+def test_shards_step_as_the_full_tensors_would(
+    sizes: tuple[int, ...], placements: Sequence[Any]
+) -> None:
     run_ranks(same_bits_as_plain, math.prod(sizes), sizes, placements)
 
 
@@ -146,18 +180,31 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     if kind == "hsdp":
         return fully_shard(model, mesh=mesh_of(2, dist.get_world_size() // 2))
     if kind in ("tp", "fsdp x tp"):
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            SequenceParallel,
+            parallelize_module,
+        )
 
         mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
         for block in model[:2]:
             parallelize_module(block, mesh["tp"], plan)
-        parallelize_module(model[2], mesh["tp"], RowwiseParallel(input_layouts=Shard(1), use_local_output=False))
+        parallelize_module(
+            model[2], mesh["tp"], RowwiseParallel(input_layouts=Shard(1), use_local_output=False)
+        )
         return model if kind == "tp" else fully_shard(model, mesh=mesh["dp"])
     return model
 
 
-def train(model: nn.Module, optimizer: Any, kind: str, steps: range, clip: float | None = None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, kind: str, steps: range, clip: float | None = None
+) -> None:
     """The same batch on every rank: the mean over two ranks has the bits of each."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -206,7 +253,10 @@ def test_torchs_adamw_on_the_plain_model(kind: str, ranks: int) -> None:
 
 
 def sharded_run(
-    kind: str, make: Callable[..., Any] = FusedAdamW, dtype: torch.dtype = torch.float32, **options: Any
+    kind: str,
+    make: Callable[..., Any] = FusedAdamW,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
     model = model_of(kind, dtype)
     return model, make(model.parameters(), lr=1e-2, **options)
@@ -218,12 +268,18 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
         (torch.bfloat16, {"master_weights": "fp32"}),
         (torch.bfloat16, {"master_weights": "split", "moment_dtype": torch.bfloat16}),
     ]:
-        for form in (StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
+        for form in (
+            StateDictOptions(),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+            StateDictOptions(full_state_dict=True),
+        ):
             if form.full_state_dict and options.get("master_weights") == "split":
                 continue  # the remainder is int16, which neither gloo nor NCCL can gather
             model, optimizer = sharded_run("fsdp", dtype=dtype, **options)
             train(model, optimizer, "fsdp", range(2))
-            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))  # loading takes large tensors as they are
+            saved = copy.deepcopy(
+                get_optimizer_state_dict(model, optimizer, options=form)
+            )  # loading takes large tensors as they are
             if form.full_state_dict:  # on rank 0 alone by default: everyone needs it to load
                 box = [saved]
                 dist.broadcast_object_list(box, src=0)
@@ -239,7 +295,10 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
 def saved_by_dcp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor]:
     model, optimizer = sharded_run(kind, dtype=torch.bfloat16, master_weights="split")
     train(model, optimizer, kind, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
     train(model, optimizer, kind, range(2, 4))
     return weights(model)
 
@@ -271,7 +330,10 @@ def replicas_through_dcp(rank: int, world_size: int, folder: str) -> None:
         optimizer.multipliers = [[0.5], [1.5]]
         if not resumed:
             train(model, optimizer, "fsdp", range(2))
-        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         (dcp.load if resumed else dcp.save)(state, checkpoint_id=folder)
         if resumed:
             model.load_state_dict(state["model"])
@@ -287,7 +349,12 @@ def test_replicas_pass_through_a_distributed_checkpoint() -> None:
 
 
 def phantom_steps_change_no_value(rank: int, world_size: int) -> None:
-    for options in ({}, {"master_weights": "fp32"}, {"master_weights": "split"}, {"max_grad_norm": 1.0, "stochastic_rounding": True}):
+    for options in (
+        {},
+        {"master_weights": "fp32"},
+        {"master_weights": "split"},
+        {"max_grad_norm": 1.0, "stochastic_rounding": True},
+    ):
         for make in (FusedAdamW, FusedSGD):
             rest = {"momentum": 0.9} if make is FusedSGD else {}
             model, optimizer = sharded_run("fsdp", make, torch.bfloat16, **options, **rest)
@@ -332,7 +399,10 @@ def a_grad_scaler(rank: int, world_size: int) -> None:
     model, optimizer = sharded_run("fsdp", dtype=torch.float32)
     plain = model_of("plain")
     theirs = AdamW(plain.parameters(), lr=1e-2)
-    scaler, other = torch.amp.GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler, other = (
+        torch.amp.GradScaler("cpu", init_scale=256.0),
+        torch.amp.GradScaler("cpu", init_scale=256.0),
+    )
     for step in range(3):
         x = torch.full((2, 6), math.inf if step == 1 else float(step + 1))
         for m, o, s in ((model, optimizer, scaler), (plain, theirs, other)):
@@ -418,7 +488,9 @@ def what_is_written_to_a_parameter_or_moved_is_taken_over(rank: int, world_size:
 
 
 def a_step_between_forward_and_backward_is_noticed(rank: int, world_size: int) -> None:
-    param = Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)], src_data_rank=None))
+    param = Parameter(
+        distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)], src_data_rank=None)
+    )
     optimizer = FusedAdamW([param])
     param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -426,14 +498,18 @@ def a_step_between_forward_and_backward_is_noticed(rank: int, world_size: int) -
         loss = source().square().sum()
         param.grad = torch.zeros_like(param)
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|has been modified inplace"):
+        with pytest.raises(
+            RuntimeError, match="modified by an inplace operation|has been modified inplace"
+        ):
             (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
 
 
 def gradients_that_are_sums_still_to_be_taken_are_reduced(rank: int, world_size: int) -> None:
     mesh = mesh_of(2)
     for placement in (Replicate(), Shard(0)):
-        param = Parameter(distribute_tensor(torch.ones(3, 2), mesh, [placement], src_data_rank=None))
+        param = Parameter(
+            distribute_tensor(torch.ones(3, 2), mesh, [placement], src_data_rank=None)
+        )
         optimizer = FusedSGD([param], lr=1.0, zero_gradients=True)
         param.grad = DTensor.from_local(torch.full((3, 2), rank + 1.0), mesh, [Partial()])
         optimizer.step()
@@ -454,7 +530,9 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
 
     param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()], src_data_rank=None)
     refused(
-        ValueError, r"gradient of parameter 0 is a DTensor with \[Replicate\(\)\].*the parameter a DTensor with \[Shard", optimizer.step
+        ValueError,
+        r"gradient of parameter 0 is a DTensor with \[Replicate\(\)\].*the parameter a DTensor with \[Shard",
+        optimizer.step,
     )
     param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)], src_data_rank=None)
     refused(ValueError, "must be laid out as its parameter", optimizer.step)
@@ -463,11 +541,25 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
     optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg"] = full(saved["state"][0]["exp_avg"])
-    refused(ValueError, "exp_avg of parameter 0 is a plain tensor.*set_optimizer_state_dict", lambda: optimizer.load_state_dict(saved))
-    optimizer.state[param]["exp_avg"] = distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()], src_data_rank=None)
-    refused(ValueError, r"exp_avg of a parameter of shape \(4, 2\) is a DTensor with \[Replicate", optimizer.step)
+    refused(
+        ValueError,
+        "exp_avg of parameter 0 is a plain tensor.*set_optimizer_state_dict",
+        lambda: optimizer.load_state_dict(saved),
+    )
+    optimizer.state[param]["exp_avg"] = distribute_tensor(
+        torch.zeros(4, 2), mesh, [Replicate()], src_data_rank=None
+    )
+    refused(
+        ValueError,
+        r"exp_avg of a parameter of shape \(4, 2\) is a DTensor with \[Replicate",
+        optimizer.step,
+    )
     odd = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()], src_data_rank=None)
-    refused(ValueError, "copy 1 of a parameter is a DTensor", lambda: optimizer.set_replicas(2, lambda p: [p, odd]))
+    refused(
+        ValueError,
+        "copy 1 of a parameter is a DTensor",
+        lambda: optimizer.set_replicas(2, lambda p: [p, odd]),
+    )
     plain = Parameter(torch.ones(4, 2))
     other = FusedAdamW([plain])
     plain.grad = torch.zeros(4, 2)
@@ -491,8 +583,14 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("master_weights", [None, "fp32", "split"])
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("form", [StateDictOptions(), StateDictOptions(full_state_dict=True, cpu_offload=True)], ids=["plain", "full"])
-def test_plain_parameters_pass_through_torchs_state_dict_functions(master_weights: str | None, count: int, form: StateDictOptions) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [StateDictOptions(), StateDictOptions(full_state_dict=True, cpu_offload=True)],
+    ids=["plain", "full"],
+)
+def test_plain_parameters_pass_through_torchs_state_dict_functions(
+    master_weights: str | None, count: int, form: StateDictOptions
+) -> None:
     def run(steps: int) -> tuple[nn.Module, FusedAdamW]:
         model = Block().bfloat16()
         optimizer = FusedAdamW(model.parameters(), lr=1e-2, master_weights=master_weights)
@@ -502,7 +600,9 @@ def test_plain_parameters_pass_through_torchs_state_dict_functions(master_weight
         return model, optimizer
 
     (model, optimizer), (other, resumed) = run(2), run(0)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))  # loading takes large tensors as they are
+    saved = copy.deepcopy(
+        get_optimizer_state_dict(model, optimizer, options=form)
+    )  # loading takes large tensors as they are
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, resumed, saved, options=form)
     for one, two in ((model, optimizer), (other, resumed)):
@@ -522,7 +622,10 @@ def test_a_new_optimizer_says_what_a_checkpoint_has_to_fill(make: type[Any], cou
         optimizer = make(model.parameters(), lr=1e-2, master_weights="split", **rest)
         optimizer.set_replicas(count, copies(count))
         train(model, optimizer, "plain", range(steps))
-        return {name: sorted(state) for name, state in get_optimizer_state_dict(model, optimizer)["state"].items()}
+        return {
+            name: sorted(state)
+            for name, state in get_optimizer_state_dict(model, optimizer)["state"].items()
+        }
 
     assert entries(0) == entries(2)
     assert "remainder" in entries(0)["up.weight"]

@@ -13,7 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -36,7 +40,9 @@ MAKERS: dict[str, Make] = {
     "sgd": partial(FusedSGD, momentum=0.9),
     "lion": FusedLion,
     "muon": lambda params, **options: FusedMuon(
-        [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}], adamw_lr=options["lr"], **options
+        [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}],
+        adamw_lr=options["lr"],
+        **options,
     ),
 }
 EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -56,7 +62,9 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
         optimizer.step()
 
 
-def made(make: Make, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[list[Parameter], Any]:
+def made(
+    make: Make, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[Parameter], Any]:
     params = parameters(dtype)
     return params, make(params, **{"lr": 1e-3, "moment_dtype": "8bit", **options})
 
@@ -66,7 +74,9 @@ def assert_same_run(one: tuple[list[Parameter], Any], other: tuple[list[Paramete
         assert torch.equal(p, q)
         ours, theirs = one[1].state[p], other[1].state[q]
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor))
+        assert all(
+            torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor)
+        )
 
 
 @EACH
@@ -77,7 +87,11 @@ def test_it_stays_near_float32(make: Make) -> None:
         run(stepped, params, range(20))
     for p, q, start in zip(ours[:CODED], theirs, parameters(), strict=False):
         assert 0 < (p - q).norm() < 0.1 * (q - start).norm()
-        assert all(t.dtype == torch.uint8 for key, t in optimizer.state[p].items() if key in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
+        assert all(
+            t.dtype == torch.uint8
+            for key, t in optimizer.state[p].items()
+            if key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        )
     for p, q in zip(ours[CODED:], theirs[CODED:], strict=True):
         assert torch.equal(p, q), "small tensors have float32 moments"
 
@@ -98,7 +112,12 @@ def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
     """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the host's."""
     one, other = made(make, backend=backend), made(make, backend=backend)
     run(one[1], one[0], range(2))
-    for cached in (eight_bit.codebook, eight_bit._tables, eight_bit.magnitudes, eight_bit.thresholds):
+    for cached in (
+        eight_bit.codebook,
+        eight_bit._tables,
+        eight_bit.magnitudes,
+        eight_bit.thresholds,
+    ):
         cached.cache_clear()
     for step in range(2):
         generator = torch.Generator().manual_seed(100 + step)
@@ -118,7 +137,11 @@ def test_a_resume_is_exact(make: Make, dtype: torch.dtype) -> None:
     one = made(make, dtype, **options)
     run(one[1], one[0], range(3))
     saved = copy.deepcopy(one[1].state_dict())
-    assert all(t.dtype in (torch.float32, torch.int16) for state in saved["state"].values() for t in state.values())
+    assert all(
+        t.dtype in (torch.float32, torch.int16)
+        for state in saved["state"].values()
+        for t in state.values()
+    )
     other = made(make, dtype, **options)
     for p, q in zip(other[0], one[0], strict=True):
         p.data.copy_(q)
@@ -140,16 +163,22 @@ def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
     for p, q in zip(small[0][:CODED], wide[0], strict=False):
         for place, name in enumerate(key for key in wide[1].state[q] if key != "step"):
             codes, scales = eight_bit.encode(wide[1].state[q][name], signed=place == 0)
-            assert torch.equal(small[1].state[p][name], codes) and torch.equal(small[1].state[p][f"{name}_scale"], scales)
+            assert torch.equal(small[1].state[p][name], codes) and torch.equal(
+                small[1].state[p][f"{name}_scale"], scales
+            )
     run(small[1], small[0], range(3, 5))
     back = made(make, moment_dtype=None)
     back[1].load_state_dict(small[1].state_dict())
     for q, p in zip(back[0][:CODED], small[0], strict=False):
         state = back[1].state[q]
-        assert {t.dtype for t in state.values()} == {torch.float32} and not [key for key in state if key.endswith("_scale")]
+        assert {t.dtype for t in state.values()} == {torch.float32} and not [
+            key for key in state if key.endswith("_scale")
+        ]
         name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
         held = small[1].state[p]
-        assert torch.equal(state[name], eight_bit.decode(held[name], held[f"{name}_scale"], signed=True))
+        assert torch.equal(
+            state[name], eight_bit.decode(held[name], held[f"{name}_scale"], signed=True)
+        )
     run(back[1], back[0], range(5, 6))
 
 
@@ -181,7 +210,9 @@ def test_hooks_of_state_dict_see_values() -> None:
     assert seen == [{torch.float32}]
     for i, state in plain["state"].items():
         assert state.keys() == hooked["state"][f"p{i}"].keys()
-        assert all(torch.equal(value, hooked["state"][f"p{i}"][key]) for key, value in state.items())
+        assert all(
+            torch.equal(value, hooked["state"][f"p{i}"][key]) for key, value in state.items()
+        )
 
 
 def test_torchs_adamw_takes_the_state() -> None:
@@ -196,13 +227,20 @@ def test_torchs_adamw_takes_the_state() -> None:
 def test_replicas_share_the_codes(make: Make) -> None:
     params, optimizer = made(make)
     optimizer.set_replicas(3, copies(3))
-    optimizer.multipliers = [[0.5] * len(optimizer.param_groups), [1.0] * len(optimizer.param_groups), [1.5] * len(optimizer.param_groups)]
+    optimizer.multipliers = [
+        [0.5] * len(optimizer.param_groups),
+        [1.0] * len(optimizer.param_groups),
+        [1.5] * len(optimizer.param_groups),
+    ]
     alone, middle = made(make)
     run(optimizer, params, range(3))
     run(middle, alone, range(3))
     for ours, theirs in zip(optimizer.replica_parameters(1), alone, strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(optimizer.state[params[0]][next(iter(middle.state[alone[0]]))], next(iter(middle.state[alone[0]].values())))
+    assert torch.equal(
+        optimizer.state[params[0]][next(iter(middle.state[alone[0]]))],
+        next(iter(middle.state[alone[0]].values())),
+    )
     optimizer.average_replicas([1.0, 1.0, 1.0])
     saved = optimizer.state_dict()["state"][0]
     assert saved["replica_params"] and not [key for key in saved if key.endswith("_scale")]
@@ -215,10 +253,17 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match='storage="displacement" keeps no moments in 8 bits: use'):
         optimizer.set_replicas(2, copies(2), storage="displacement")
     run(optimizer, params, range(1))
-    raw = {**optimizer.state_dict(), "state": {i: dict(optimizer.state[p]) for i, p in enumerate(params)}}
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is torch.uint8, codes .* save its state_dict\(\)"):
+    raw = {
+        **optimizer.state_dict(),
+        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(params)},
+    }
+    with pytest.raises(
+        ValueError, match=r"exp_avg of parameter 0 is torch.uint8, codes .* save its state_dict\(\)"
+    ):
         optimizer.load_state_dict(raw)
-    with pytest.raises(ValueError, match="moments is 'average', but the optimizer keeps them in 8 bits"):
+    with pytest.raises(
+        ValueError, match="moments is 'average', but the optimizer keeps them in 8 bits"
+    ):
         hdet.Ensemble(optimizer, sync=hdet.Sync(1, gradients="local", moments="average"))
 
 
@@ -226,9 +271,15 @@ def test_what_is_refused() -> None:
 def test_codes_without_their_scales_are_refused_by_name(make: Make) -> None:
     params, optimizer = made(make)
     run(optimizer, params, range(1))
-    moment, before = next(key for key in optimizer.state[params[0]] if key != "step"), copy.deepcopy(params)
+    moment, before = (
+        next(key for key in optimizer.state[params[0]] if key != "step"),
+        copy.deepcopy(params),
+    )
     del optimizer.state[params[0]][f"{moment}_scale"]
-    with pytest.raises(ValueError, match=f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is missing: load"):
+    with pytest.raises(
+        ValueError,
+        match=f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is missing: load",
+    ):
         run(optimizer, params, range(1, 2))
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     del optimizer.state[params[0]][moment]
@@ -254,7 +305,11 @@ def test_moments_begin_anew_in_place() -> None:
     params, optimizer = made(FusedAdamW)
     run(optimizer, params, range(2))
     reset_moments(optimizer)
-    assert not any(moment.any() for name in ("exp_avg", "exp_avg_sq") for moment in [optimizer.state_dict()["state"][0][name]])
+    assert not any(
+        moment.any()
+        for name in ("exp_avg", "exp_avg_sq")
+        for moment in [optimizer.state_dict()["state"][0][name]]
+    )
     fresh, other = made(FusedAdamW)
     for p, q in zip(fresh, params, strict=True):
         p.data.copy_(q)
@@ -273,7 +328,9 @@ ROWS = 77
 def model_of(world_size: int) -> nn.Module:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(130, ROWS), nn.Linear(ROWS, 3))
-    return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))) if world_size > 1 else model
+    return (
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))) if world_size > 1 else model
+    )
 
 
 def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -291,27 +348,45 @@ def full(tensor: Any) -> Tensor:
 def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Parameters, then moments as they are saved."""
     saved = optimizer.state_dict()["state"]
-    return [full(t) for t in [*model.parameters(), *(state[key] for state in saved.values() for key in state if key != "step")]]
+    return [
+        full(t)
+        for t in [
+            *model.parameters(),
+            *(state[key] for state in saved.values() for key in state if key != "step"),
+        ]
+    ]
 
 
 def optimizer_of(model: nn.Module, kind: str, moment_dtype: str | None = "8bit") -> Any:
     if kind == "adamw":
         return FusedAdamW(model.parameters(), lr=1e-2, moment_dtype=moment_dtype, max_grad_norm=1.0)
-    return FusedMuon(model.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.ndim == 2, moment_dtype=moment_dtype)
+    return FusedMuon(
+        model.named_parameters(),
+        lr=1e-2,
+        use_muon=lambda name, p: p.ndim == 2,
+        moment_dtype=moment_dtype,
+    )
 
 
-def saved_by(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
+def saved_by(
+    rank: int, world_size: int, folder: str, kind: str
+) -> tuple[list[Tensor], list[Tensor]]:
     model = model_of(world_size)
     optimizer = optimizer_of(model, kind)
     trained(model, optimizer, range(3))
     assert torch.uint8 in {t.dtype for t in optimizer.state[next(model.parameters())].values()}
     now = values(model, optimizer)
-    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
     trained(model, optimizer, range(3, 5))
     return now, values(model, optimizer)
 
 
-def loaded_by(rank: int, world_size: int, folder: str, kind: str, moment_dtype: str | None = "8bit") -> tuple[list[Tensor], list[Tensor]]:
+def loaded_by(
+    rank: int, world_size: int, folder: str, kind: str, moment_dtype: str | None = "8bit"
+) -> tuple[list[Tensor], list[Tensor]]:
     model = model_of(world_size)
     optimizer = optimizer_of(model, kind, moment_dtype)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -330,10 +405,14 @@ def through_a_full_state(rank: int, world_size: int) -> None:
     one, two = (FusedAdamW(m.parameters(), lr=1e-2, moment_dtype="8bit") for m in (model, other))
     trained(model, one, range(3))
     other.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(other, two, get_optimizer_state_dict(model, one, options=form), options=form)
+    set_optimizer_state_dict(
+        other, two, get_optimizer_state_dict(model, one, options=form), options=form
+    )
     for m, optimizer in ((model, one), (other, two)):
         trained(m, optimizer, range(3, 5))
-    assert all(torch.equal(a, b) for a, b in zip(values(model, one), values(other, two), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(values(model, one), values(other, two), strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -40,7 +40,9 @@ def _new_object(optimizer: Optimizer, params: list[Parameter]) -> None:
 
 def _new_dictionaries(optimizer: Optimizer, params: list[Parameter]) -> None:
     for param in params:
-        optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
+        optimizer.state[param] = {
+            key: value.clone() for key, value in optimizer.state[param].items()
+        }
         optimizer.state[param]["exp_avg"].zero_()
 
 
@@ -74,13 +76,17 @@ CHANGES: dict[str, Callable[[Optimizer, list[Parameter]], Any]] = {
     "another order": lambda o, p: o.param_groups.reverse(),
     "added group": _added_group,
     "group without parameters": lambda o, p: o.add_param_group({"params": []}),
-    "other settings": lambda o, p: o.param_groups[0].update(lr=0.02, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.3, maximize=True),
+    "other settings": lambda o, p: o.param_groups[0].update(
+        lr=0.02, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.3, maximize=True
+    ),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_plan_was_made_for_may_change(change: Callable[[Optimizer, list[Parameter]], None], backend: str) -> None:
+def test_what_a_plan_was_made_for_may_change(
+    change: Callable[[Optimizer, list[Parameter]], None], backend: str
+) -> None:
     pair = Pair(backend=backend)
     for step in pair.run(6):
         if step == 2:
@@ -114,7 +120,12 @@ def test_gradients_that_come_and_go_are_planned_for_once(backend: str) -> None:
     """One plan for each first gradient, whatever set of them a step has; and no state, nor anything else, without one."""
     pair = Pair(backend=backend)
     with plans_made() as made:
-        for step in pair.run(9, skip=lambda step, i: step < 3 and i in (1, 4) or step < 5 and i == 4 or step > 5 and (step + i) % 3 == 0):
+        for step in pair.run(
+            9,
+            skip=lambda step, i: (
+                step < 3 and i in (1, 4) or step < 5 and i == 4 or step > 5 and (step + i) % 3 == 0
+            ),
+        ):
             known = {0, 2, 3, 5} | {i for i, first in ((1, 3), (4, 5)) if step >= first}
             assert set(pair.a.state_dict()["state"]) == set(pair.b.state_dict()["state"]) == known
     assert made.call_count == 3
@@ -122,7 +133,9 @@ def test_gradients_that_come_and_go_are_planned_for_once(backend: str) -> None:
     set_gradients(pair.ours, 9, skip=lambda _, i: i == 3)
     versions = [param._version for param in pair.ours]
     pair.a.step()  # what a backward pass has saved of a parameter without a gradient stays valid
-    assert [param._version > before for param, before in zip(pair.ours, versions, strict=True)] == [i != 3 for i in range(6)]
+    assert [param._version > before for param, before in zip(pair.ours, versions, strict=True)] == [
+        i != 3 for i in range(6)
+    ]
     for param in pair.ours:
         param.grad = None
     pair.a.step()
@@ -134,10 +147,15 @@ def test_gradients_that_come_and_go_are_planned_for_once(backend: str) -> None:
 def test_parameters_of_several_dtypes(rule: Rule, backend: str) -> None:
     """One plan for all; each steps as it would alone."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16] * 2
-    ours, alone = ([Parameter(p.detach().to(d)) for p, d in zip(parameters(), dtypes, strict=True)] for _ in range(2))
+    ours, alone = (
+        [Parameter(p.detach().to(d)) for p, d in zip(parameters(), dtypes, strict=True)]
+        for _ in range(2)
+    )
     a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend)
     others = [
-        rule.fused([{**group, "params": [param]}], lr=1e-2, backend=backend) for group in groups(alone, rule) for param in group["params"]
+        rule.fused([{**group, "params": [param]}], lr=1e-2, backend=backend)
+        for group in groups(alone, rule)
+        for param in group["params"]
     ]
     for step in range(4):
         set_gradients(ours, step)
@@ -158,7 +176,9 @@ def test_a_parameter_changes_its_dtype() -> None:
             param.data = param.data.to(dtype)
         set_gradients(pair.ours, 3)
         pair.a.step()
-        assert sum("master_param" in pair.a.state[param] for param in pair.ours) == masters * len(pair.ours)
+        assert sum("master_param" in pair.a.state[param] for param in pair.ours) == masters * len(
+            pair.ours
+        )
 
 
 def test_the_state_follows_a_parameter_to_its_device() -> None:
@@ -225,12 +245,40 @@ def test_named_parameters() -> None:
 def test_torchs_arguments_are_accepted_and_what_cannot_be_done_is_refused() -> None:
     param = [Parameter(torch.ones(3))]
     options: dict[str, Any] = {"foreach": True, "fused": True, "maximize": False}
-    FusedAdamW(param, 1e-3, (0.9, 0.99), 1e-8, 1e-2, False, capturable=True, differentiable=False, **options)
-    FusedAdam(param, 1e-3, (0.9, 0.99), 1e-8, 0, False, capturable=True, differentiable=False, decoupled_weight_decay=False, **options)
+    FusedAdamW(
+        param,
+        1e-3,
+        (0.9, 0.99),
+        1e-8,
+        1e-2,
+        False,
+        capturable=True,
+        differentiable=False,
+        **options,
+    )
+    FusedAdam(
+        param,
+        1e-3,
+        (0.9, 0.99),
+        1e-8,
+        0,
+        False,
+        capturable=True,
+        differentiable=False,
+        decoupled_weight_decay=False,
+        **options,
+    )
     FusedSGD(param, 1e-3, 0.9, 0, 0.1, True, differentiable=False, **options)
     FusedLion(param, 1e-3, (0.9, 0.99), 0.1, maximize=True)
-    for cls, name in [(FusedAdamW, "amsgrad"), (FusedAdam, "amsgrad"), (FusedAdamW, "differentiable"), (FusedSGD, "differentiable")]:
-        with pytest.raises(ValueError, match=f"{name}=True of the defaults is not supported by {cls.__name__}"):
+    for cls, name in [
+        (FusedAdamW, "amsgrad"),
+        (FusedAdam, "amsgrad"),
+        (FusedAdamW, "differentiable"),
+        (FusedSGD, "differentiable"),
+    ]:
+        with pytest.raises(
+            ValueError, match=f"{name}=True of the defaults is not supported by {cls.__name__}"
+        ):
             cls(param, **{name: True})
     with pytest.raises(ValueError, match="use FusedAdamW"):
         FusedAdam(param, decoupled_weight_decay=True)
@@ -241,7 +289,11 @@ def test_defaults_are_torchs() -> None:
         ours, theirs = rule.fused([Parameter(torch.ones(1))]), rule.peer([Parameter(torch.ones(1))])
         assert ours.defaults == theirs.defaults
     lion = FusedLion([Parameter(torch.ones(1))])
-    assert (lion.defaults["lr"], lion.defaults["betas"], lion.defaults["weight_decay"]) == (1e-4, (0.9, 0.99), 0)
+    assert (lion.defaults["lr"], lion.defaults["betas"], lion.defaults["weight_decay"]) == (
+        1e-4,
+        (0.9, 0.99),
+        0,
+    )
 
 
 NAN = float("nan")
@@ -252,7 +304,11 @@ NAN = float("nan")
     [
         (FusedAdamW, {"lr": -1.0}, "lr=-1.0 of the defaults must be finite and not negative"),
         (FusedAdamW, {"lr": NAN}, "lr=nan"),
-        (FusedAdamW, {"lr": torch.tensor([1.0, 2.0])}, "lr of the defaults must be a number or a one-element tensor"),
+        (
+            FusedAdamW,
+            {"lr": torch.tensor([1.0, 2.0])},
+            "lr of the defaults must be a number or a one-element tensor",
+        ),
         (FusedAdamW, {"eps": NAN}, "eps=nan"),
         (FusedAdamW, {"weight_decay": -0.1}, "weight_decay=-0.1"),
         (FusedAdamW, {"betas": (1.0, 0.9)}, "betas="),
@@ -261,10 +317,18 @@ NAN = float("nan")
         (FusedSGD, {"momentum": -0.1}, "momentum=-0.1"),
         (FusedSGD, {"dampening": NAN}, "dampening=nan"),
         (FusedSGD, {"nesterov": True}, "nesterov=True of the defaults needs momentum > 0"),
-        (FusedSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "and dampening 0, got 0.9 and 0.1"),
+        (
+            FusedSGD,
+            {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+            "and dampening 0, got 0.9 and 0.1",
+        ),
         (FusedAdamW, {"backend": "metal"}, "backend='metal' is unknown"),
         (FusedAdamW, {"master_weights": "fp64"}, "master_weights='fp64' is unknown"),
-        (FusedAdamW, {"moment_dtype": torch.float16}, "moment_dtype=torch.float16 is not supported"),
+        (
+            FusedAdamW,
+            {"moment_dtype": torch.float16},
+            "moment_dtype=torch.float16 is not supported",
+        ),
         (FusedAdamW, {"seed": -1}, "seed=-1"),
         (FusedAdamW, {"decay_at": "here"}, "decay_at='here' is unknown"),
         (FusedAdamW, {"max_grad_norm": 0}, "max_grad_norm=0 must be positive"),
@@ -306,7 +370,10 @@ def test_refused_groups_leave_the_optimizer_as_it_was() -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_refused_steps_change_nothing(
-    spoil: Callable[[FusedAdamW, list[Parameter]], None], error: type[Exception], first: bool, backend: str
+    spoil: Callable[[FusedAdamW, list[Parameter]], None],
+    error: type[Exception],
+    first: bool,
+    backend: str,
 ) -> None:
     params = parameters()
     optimizer = FusedAdamW(groups(params), backend=backend)
@@ -318,12 +385,20 @@ def test_refused_steps_change_nothing(
     for _ in range(2):  # asked twice, it is refused twice
         with pytest.raises(error):
             optimizer.step()
-    torch.testing.assert_close((optimizer.state_dict()["state"], [param.detach() for param in params]), before, rtol=0, atol=0)
+    torch.testing.assert_close(
+        (optimizer.state_dict()["state"], [param.detach() for param in params]),
+        before,
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_many_groups() -> None:
     ours, theirs = parameters(), parameters()
-    a, b = (cls([{"params": [p], "lr": 10.0**-i} for i, p in enumerate(ps)]) for cls, ps in ((FusedAdamW, ours), (AdamW, theirs)))
+    a, b = (
+        cls([{"params": [p], "lr": 10.0**-i} for i, p in enumerate(ps)])
+        for cls, ps in ((FusedAdamW, ours), (AdamW, theirs))
+    )
     for optimizer, params in ((a, ours), (b, theirs)):
         run(optimizer, params, range(4))
     assert_close(ours, theirs)

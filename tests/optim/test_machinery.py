@@ -22,7 +22,9 @@ from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 @pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))
 def test_the_examples_of_the_docstrings(name: str) -> None:
     torch.manual_seed(0)
-    tests = [test for test in doctest.DocTestFinder().find(getattr(hdet, name), name) if test.examples]
+    tests = [
+        test for test in doctest.DocTestFinder().find(getattr(hdet, name), name) if test.examples
+    ]
     assert len(tests) == 1
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}
@@ -31,7 +33,9 @@ def test_the_examples_of_the_docstrings(name: str) -> None:
 
 def test_every_rule_of_the_kernels_has_an_optimizer_here() -> None:
     """With as many moments as the kernels keep."""
-    ours = {rule.fused.rule: len(rule.moments) for rule in reversed(RULES)}  # SGD with momentum comes first
+    ours = {
+        rule.fused.rule: len(rule.moments) for rule in reversed(RULES)
+    }  # SGD with momentum comes first
     assert ours == {name: len(rule.moments) for name, rule in interface.RULES.items()}
 
 
@@ -40,7 +44,10 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under two names: parameters at even places lie on one, the others on the other."""
 
     def by_device(params: Any, members: Any) -> dict[torch.device, list[int]]:
-        found = {torch.device("cpu"): [i for i in members if i % 2 == 0], torch.device("cpu", 0): [i for i in members if i % 2]}
+        found = {
+            torch.device("cpu"): [i for i in members if i % 2 == 0],
+            torch.device("cpu", 0): [i for i in members if i % 2],
+        }
         return {device: places for device, places in found.items() if places}
 
     monkeypatch.setattr(plans, "by_device", by_device)
@@ -59,12 +66,16 @@ def test_parameters_on_two_devices(rule: Rule) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("storage", [None, "parameters", "displacement"])
-def test_tables_of_plans_are_the_hosts_whatever_the_default_device(storage: str | None, backend: str) -> None:
+def test_tables_of_plans_are_the_hosts_whatever_the_default_device(
+    storage: str | None, backend: str
+) -> None:
     """torch.set_default_device("cuda"), for which "meta" stands: native code would write to addresses of that device."""
     found = []
     for device in ("cpu", "meta"):
         param = Parameter(torch.linspace(-1, 1, 5000))
-        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, backend=backend)
+        optimizer = hdet.FusedAdamW(
+            [param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, backend=backend
+        )
         if storage is not None:
             optimizer.set_replicas(2, lambda p: [p, p.detach().clone()], storage)
             optimizer.multipliers = [[0.5], [1.5]]
@@ -84,14 +95,23 @@ def test_tables_of_plans_are_the_hosts_whatever_the_default_device(storage: str 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("moment_dtype", [None, "8bit"])
-def test_tables_of_plans_are_float32_whatever_the_default_dtype(moment_dtype: str | None, backend: str, dtype: torch.dtype) -> None:
+def test_tables_of_plans_are_float32_whatever_the_default_dtype(
+    moment_dtype: str | None, backend: str, dtype: torch.dtype
+) -> None:
     """torch.set_default_dtype: native code reads and writes float32."""
     found = []
     for default in (torch.float32, dtype):
         for cached in (eight_bit.codebook, eight_bit._tables):
             cached.cache_clear()
         param = Parameter(torch.linspace(-1, 1, 5000))
-        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, moment_dtype=moment_dtype, backend=backend)
+        optimizer = hdet.FusedAdamW(
+            [param],
+            lr=1e-2,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            moment_dtype=moment_dtype,
+            backend=backend,
+        )
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
         optimizer.multipliers = [[0.5], [1.5]]
         param.grad = torch.linspace(1, -2, 5000)
@@ -122,7 +142,9 @@ def test_on_two_devices_all_gradients_are_checked_before_one_is_stepped() -> Non
         pair.a.step()
     set_gradients(pair.ours, 1)
     pair.a.max_grad_norm = 1.0
-    with pytest.raises(ValueError, match="max_grad_norm needs all parameters on one device, they are on cpu, cpu:0"):
+    with pytest.raises(
+        ValueError, match="max_grad_norm needs all parameters on one device, they are on cpu, cpu:0"
+    ):
         pair.a.step()
     for param, value in zip(pair.ours, before, strict=True):
         assert torch.equal(param, value)
@@ -134,7 +156,11 @@ def test_an_average_over_two_devices() -> None:
     optimizer = hdet.FusedAdamW(params)
     optimizer.set_replicas(2, lambda param: [param, param.detach() + 2])
     optimizer.average_replicas([0.5, 0.5])
-    assert all((tensor == i + 1).all() for k in range(2) for i, tensor in enumerate(optimizer.replica_parameters(k)))
+    assert all(
+        (tensor == i + 1).all()
+        for k in range(2)
+        for i, tensor in enumerate(optimizer.replica_parameters(k))
+    )
 
 
 def test_a_capture_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +168,9 @@ def test_a_capture_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     set_gradients(pair.ours, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    with pytest.raises(RuntimeError, match="run one step with the same parameters before capturing"):
+    with pytest.raises(
+        RuntimeError, match="run one step with the same parameters before capturing"
+    ):
         pair.a.step()
     assert not pair.a.state
 
@@ -164,11 +192,18 @@ def test_lists_are_the_same_if_their_objects_are(lists: Any) -> None:
     one, other = torch.ones(2), torch.ones(2)
     same, contents, same_contents = lists.same, lists.contents, lists.same_contents
     assert same([one, other], [one, other]) and same([], [])
-    assert not same([one, other], [one, one]) and not same([one], [one, other]) and not same([one, other], [one])
+    assert (
+        not same([one, other], [one, one])
+        and not same([one], [one, other])
+        and not same([one, other], [one])
+    )
 
     held = {"x": {"a": one}, "y": {}, "z": other}
     known = contents(held)
-    assert same_contents(held, known) and same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known) is False
+    assert (
+        same_contents(held, known)
+        and same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known) is False
+    )
     for key, value in (("x", {"a": one}), ("z", one), ("new", {})):
         assert not same_contents({**held, key: value}, known)
     assert not same_contents({"x": held["x"], "y": held["y"]}, known)

@@ -11,10 +11,26 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW, FusedLion, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .common import (
+    BACKENDS,
+    RULES,
+    Rule,
+    assert_equal,
+    groups,
+    names,
+    parameters,
+    run,
+    set_gradients,
+    state_of,
+)
 from .test_replicas import values
 
-KINDS = [("fp32", torch.bfloat16), ("fp32", torch.float16), ("split", torch.bfloat16), ("split", torch.float16)]
+KINDS = [
+    ("fp32", torch.bfloat16),
+    ("fp32", torch.float16),
+    ("split", torch.bfloat16),
+    ("split", torch.float16),
+]
 
 
 def step_both(a: Any, ours: list[Parameter], b: Any, theirs: list[Parameter], step: int) -> None:
@@ -34,7 +50,9 @@ def bfloat16_run(**options: Any) -> tuple[list[Parameter], FusedAdamW]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("master_weights", "dtype"), KINDS)
 @pytest.mark.parametrize("rule", RULES, ids=names)
-def test_masters_step_as_float32_parameters_would(rule: Rule, master_weights: str, dtype: torch.dtype, backend: str) -> None:
+def test_masters_step_as_float32_parameters_would(
+    rule: Rule, master_weights: str, dtype: torch.dtype, backend: str
+) -> None:
     ours = parameters(dtype=dtype)
     theirs = [Parameter(param.detach().float()) for param in ours]
     a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend, master_weights=master_weights)
@@ -43,7 +61,10 @@ def test_masters_step_as_float32_parameters_would(rule: Rule, master_weights: st
         step_both(a, ours, b, theirs, step)
     assert_equal(values(a), theirs)
     split = (master_weights, dtype) == ("split", torch.bfloat16)
-    assert all(("remainder" in state, "master_param" in state) == (split, not split) for state in state_of(a))
+    assert all(
+        ("remainder" in state, "master_param" in state) == (split, not split)
+        for state in state_of(a)
+    )
     if not split:
         assert_equal(ours, [param.to(dtype) for param in theirs])
 
@@ -61,7 +82,9 @@ def test_float32_parameters_need_no_master(master_weights: str) -> None:
 
 @pytest.mark.parametrize("of", [None, "torch"])
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
-def test_states_without_masters_get_them_from_the_parameter(master_weights: str, of: str | None) -> None:
+def test_states_without_masters_get_them_from_the_parameter(
+    master_weights: str, of: str | None
+) -> None:
     ours, old = bfloat16_run()
     if of == "torch":
         old = torch.optim.AdamW(groups(ours), lr=1e-2)  # type: ignore[assignment]
@@ -134,7 +157,14 @@ def test_what_is_written_to_a_parameter_in_place_is_taken_over() -> None:
     expected[0][3:5] = 7.0
     theirs = [Parameter(value) for value in expected]
     b = FusedAdamW(groups(theirs), lr=1e-2)
-    b.load_state_dict({**a.state_dict(), "state": {k: _without_master(v) for k, v in copy.deepcopy(a.state_dict()["state"]).items()}})
+    b.load_state_dict(
+        {
+            **a.state_dict(),
+            "state": {
+                k: _without_master(v) for k, v in copy.deepcopy(a.state_dict()["state"]).items()
+            },
+        }
+    )
     step_both(a, ours, b, theirs, 3)
     assert_equal(values(a), theirs)
 
@@ -172,7 +202,10 @@ def test_masters_are_asked_for_up_to_date(master_weights: str | None, loaded: bo
         assert kept == [None] * 7
         return
     key = "master_param" if master_weights == "fp32" else "remainder"
-    assert all(master is a.state[param][key] for param, master in zip(ours, kept, strict=False)) and kept[6] is None
+    assert (
+        all(master is a.state[param][key] for param, master in zip(ours, kept, strict=False))
+        and kept[6] is None
+    )
     assert a.masters(ours, 1) == [None] * 6  # there is no such replica
     with torch.no_grad():
         ours[0].fill_(1.0)
@@ -242,7 +275,9 @@ def test_moments_in_bfloat16_do_not_stand_still(backend: str) -> None:
     state = optimizer.state[param]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
     exact_average = (1 - 0.999**30) * 0.999**30 + 4 * (1 - 0.999**30)
-    torch.testing.assert_close(state["exp_avg_sq"].float().mean().item(), exact_average, rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        state["exp_avg_sq"].float().mean().item(), exact_average, rtol=2e-3, atol=0
+    )
 
 
 def test_moments_in_bfloat16_of_one_moment_rules() -> None:

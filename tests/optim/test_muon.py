@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
 from hdet.kernels import StepOptions, StepSettings
-from hdet.optim import FusedMuon, hidden_matrices, hidden_matrix, matrices, newton_schulz, owners, step_plans
+from hdet.optim import (
+    FusedMuon,
+    hidden_matrices,
+    hidden_matrix,
+    matrices,
+    newton_schulz,
+    owners,
+    step_plans,
+)
 from hdet.optim.finish import ShardedClip
 
 from .common import assert_close, assert_equal
@@ -42,7 +50,10 @@ def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def make(params: Sequence[Tensor], muon: dict[str, Any] | None = None, **options: Any) -> FusedMuon:
-    both = [{"params": params[:MATRICES], "use_muon": True, **(muon or {})}, {"params": params[MATRICES:], "use_muon": False}]
+    both = [
+        {"params": params[:MATRICES], "use_muon": True, **(muon or {})},
+        {"params": params[MATRICES:], "use_muon": False},
+    ]
     return FusedMuon(both, **{"lr": 2e-2, "adamw_lr": 1e-2, **options})
 
 
@@ -56,7 +67,9 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range, scale: float = 1
 # -- the twin --------------------------------------------------------------------------------------------------------------------
 
 
-def twin_direction(u: Tensor, coefficients: Sequence[float] = USUAL, steps: int = 5, eps: float = 1e-7) -> Tensor:
+def twin_direction(
+    u: Tensor, coefficients: Sequence[float] = USUAL, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
     """(m, n) in float64, from the equation alone: singular values go through the polynomial, singular vectors stay."""
     left, values, right = torch.linalg.svd(u, full_matrices=False)
     s = values / max(float(values.square().sum().sqrt()), eps)
@@ -68,19 +81,40 @@ def twin_direction(u: Tensor, coefficients: Sequence[float] = USUAL, steps: int 
 
 def twin(start: Tensor, steps: int, rho: float = 1.0, **said: Any) -> Tensor:
     """A matrix, or a stack, after some steps on `gradients`."""
-    s = {"lr": 2e-2, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": None, "ns_coefficients": USUAL, "ns_steps": 5}
+    s = {
+        "lr": 2e-2,
+        "momentum": 0.95,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "adjust_lr_fn": None,
+        "ns_coefficients": USUAL,
+        "ns_steps": 5,
+    }
     s |= {"eps": 1e-7, "maximize": False, "decay_at": "replica", **said}
     place = next(i for i, shape in enumerate(SHAPES) if torch.Size(shape) == start.shape)
-    p, m, (rows, columns) = start.detach().double(), torch.zeros_like(start, dtype=torch.float64), start.shape[-2:]
+    p, m, (rows, columns) = (
+        start.detach().double(),
+        torch.zeros_like(start, dtype=torch.float64),
+        start.shape[-2:],
+    )
     for step in range(steps):
         g = gradients(step)[place].double() * (-1 if s["maximize"] else 1)
         m = s["momentum"] * m + (1 - s["momentum"]) * g
         u = s["momentum"] * m + (1 - s["momentum"]) * g if s["nesterov"] else m
         stack = u.reshape(-1, rows, columns)
-        o = torch.stack([twin_direction(x, s["ns_coefficients"], s["ns_steps"], s["eps"]) for x in stack]).view(p.shape)
+        o = torch.stack(
+            [twin_direction(x, s["ns_coefficients"], s["ns_steps"], s["eps"]) for x in stack]
+        ).view(p.shape)
         rate = s["lr"] * rho
-        factor = 0.2 * math.sqrt(max(rows, columns)) if s["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-        p = p * (1 - (s["lr"] if s["decay_at"] == "base" else rate) * s["weight_decay"]) - rate * factor * o
+        factor = (
+            0.2 * math.sqrt(max(rows, columns))
+            if s["adjust_lr_fn"] == "match_rms_adamw"
+            else math.sqrt(max(1, rows / columns))
+        )
+        p = (
+            p * (1 - (s["lr"] if s["decay_at"] == "base" else rate) * s["weight_decay"])
+            - rate * factor * o
+        )
     return p
 
 
@@ -100,8 +134,12 @@ def test_the_float64_twin(said: dict[str, Any]) -> None:
     params = parameters()
     starts = [param.detach().clone() for param in params]
     run(make(params, said), params, range(6))
-    for param, start in zip([*params[:2], *params[3:MATRICES]], [*starts[:2], *starts[3:MATRICES]], strict=True):
-        torch.testing.assert_close(param.detach().double(), twin(start, 6, **said), rtol=1e-5, atol=1e-5)
+    for param, start in zip(
+        [*params[:2], *params[3:MATRICES]], [*starts[:2], *starts[3:MATRICES]], strict=True
+    ):
+        torch.testing.assert_close(
+            param.detach().double(), twin(start, 6, **said), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("decay_at", ["replica", "base"])
@@ -111,7 +149,9 @@ def test_a_multiplier_is_a_scaled_rate(decay_at: str) -> None:
     optimizer = make(params, decay_at=decay_at)
     optimizer.multipliers = [[1.5, 1.0]]
     run(optimizer, params, range(4))
-    torch.testing.assert_close(params[0].detach().double(), twin(start, 4, 1.5, decay_at=decay_at), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        params[0].detach().double(), twin(start, 4, 1.5, decay_at=decay_at), rtol=1e-5, atol=1e-5
+    )
     assert optimizer.param_groups[0]["lr"] == 2e-2
 
 
@@ -124,7 +164,9 @@ def test_newton_schulz_of_ill_conditioned_matrices(shape: tuple[int, int, int], 
     x[0, :, : shape[2] // 2] *= 1e-3
     how = newton_schulz.Iteration(USUAL, steps, 1e-7, torch.float32)
     (made,) = newton_schulz.orthogonalise([x], how)
-    expected = torch.stack([twin_direction(one.double(), steps=steps) for one in x]) if x.numel() else x
+    expected = (
+        torch.stack([twin_direction(one.double(), steps=steps) for one in x]) if x.numel() else x
+    )
     torch.testing.assert_close(made, expected.float(), rtol=0, atol=1e-4)
     (standing,) = newton_schulz.orthogonalise([x.mT], how)
     torch.testing.assert_close(standing, made.mT, rtol=0, atol=1e-4)
@@ -147,7 +189,9 @@ def torchs(params: Sequence[Tensor], **said: Any) -> list[Any]:
     return [torch.optim.Muon(two_d, lr=2e-2, **said), torch.optim.AdamW(params[MATRICES:], lr=1e-2)]
 
 
-def run_torchs(pair: Sequence[Any], params: Sequence[Tensor], steps: range, wide: bool = True) -> None:
+def run_torchs(
+    pair: Sequence[Any], params: Sequence[Tensor], steps: range, wide: bool = True
+) -> None:
     """`wide`: torch computes Newton-Schulz in bfloat16 whatever the parameter is; here in the parameter's float32."""
     for step in steps:
         for param, gradient in zip(params, gradients(step), strict=True):
@@ -157,7 +201,11 @@ def run_torchs(pair: Sequence[Any], params: Sequence[Tensor], steps: range, wide
                 optimizer.step()
 
 
-TORCHS: list[dict[str, Any]] = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}]
+TORCHS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "weight_decay": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5},
+]
 
 
 @pytest.mark.parametrize("said", TORCHS, ids=str)
@@ -167,7 +215,9 @@ def test_torchs_muon_and_adamw(said: dict[str, Any]) -> None:
     run_torchs(torchs(theirs, **said), theirs, range(20))
     three_d = ours.pop(3), theirs.pop(3)
     assert_close(ours, theirs, 2e-5)
-    assert three_d[0].shape == three_d[1].shape and not torch.equal(*three_d)  # torch leaves it alone
+    assert three_d[0].shape == three_d[1].shape and not torch.equal(
+        *three_d
+    )  # torch leaves it alone
 
 
 def test_in_bfloat16_as_near_to_the_twin_as_torchs() -> None:
@@ -176,7 +226,9 @@ def test_in_bfloat16_as_near_to_the_twin_as_torchs() -> None:
     run(make(ours, ns_dtype=torch.bfloat16), ours, range(10))
     run_torchs(torchs(theirs), theirs, range(10), wide=False)
     expected = twin(start, 10)
-    off, torchs_off = ((params[0].detach().double() - expected).norm().item() for params in (ours, theirs))
+    off, torchs_off = (
+        (params[0].detach().double() - expected).norm().item() for params in (ours, theirs)
+    )
     assert 1e-4 < off < 1.5 * torchs_off < 0.1
 
 
@@ -200,23 +252,38 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
     count = MATRICES - 1
 
     def pair(tensors: Sequence[Tensor]) -> list[Any]:
-        return [torch.optim.Muon(tensors[:count], lr=2e-2), torch.optim.AdamW(tensors[count:], lr=1e-2)]
+        return [
+            torch.optim.Muon(tensors[:count], lr=2e-2),
+            torch.optim.AdamW(tensors[count:], lr=1e-2),
+        ]
 
     straight = pair(others)
     train(straight, others, range(6))
     began = pair(params)
     train(began, params, range(2))
-    ours = FusedMuon([{"params": params[:count], "use_muon": True}, {"params": params[count:], "use_muon": False}])
+    ours = FusedMuon(
+        [
+            {"params": params[:count], "use_muon": True},
+            {"params": params[count:], "use_muon": False},
+        ]
+    )
     muon, adamw = (copy.deepcopy(optimizer.state_dict()) for optimizer in began)
     muon["state"] |= {count + i: values for i, values in adamw["state"].items()}
     adamw["param_groups"][0]["params"] = [count + i for i in adamw["param_groups"][0]["params"]]
-    ours.load_state_dict({"state": muon["state"], "param_groups": muon["param_groups"] + adamw["param_groups"]})
-    assert [group["name"] for group in ours.param_groups] == ["muon", "adamw"] and ours.param_groups[0]["lr"] == 2e-2
+    ours.load_state_dict(
+        {"state": muon["state"], "param_groups": muon["param_groups"] + adamw["param_groups"]}
+    )
+    assert [group["name"] for group in ours.param_groups] == [
+        "muon",
+        "adamw",
+    ] and ours.param_groups[0]["lr"] == 2e-2
     train([ours], params, range(2, 4))
     saved, back = ours.state_dict(), pair(params)
     for optimizer, group, first in zip(back, saved["param_groups"], (0, count), strict=True):
         state = {i - first: values for i, values in saved["state"].items() if i in group["params"]}
-        optimizer.load_state_dict({"state": state, "param_groups": [{**group, "params": list(state)}]})
+        optimizer.load_state_dict(
+            {"state": state, "param_groups": [{**group, "params": list(state)}]}
+        )
     train(back, params, range(4, 6))
     assert_close(params, others, 1e-5)
 
@@ -224,11 +291,18 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
 # -- replicas --------------------------------------------------------------------------------------------------------------------
 
 
-STORED = [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split"), (torch.float16, "split")]
+STORED = [
+    (torch.float32, None),
+    (torch.bfloat16, "fp32"),
+    (torch.bfloat16, "split"),
+    (torch.float16, "split"),
+]
 
 
 @pytest.mark.parametrize(("dtype", "master_weights"), STORED)
-def test_replicas_step_as_separate_runs_would_and_share_newton_schulz(dtype: torch.dtype, master_weights: str | None) -> None:
+def test_replicas_step_as_separate_runs_would_and_share_newton_schulz(
+    dtype: torch.dtype, master_weights: str | None
+) -> None:
     rhos = [[0.5, 1.0], [1.0, 0.7], [1.75, 2.0]]
     params = parameters(dtype)
     optimizer = make(params, master_weights=master_weights)
@@ -273,14 +347,19 @@ def test_small_states_and_stochastic_rounding() -> None:
     sums = torch.zeros(6, 4, dtype=torch.float64)
     for seed in range(64):
         params = parameters(torch.bfloat16)
-        optimizer = make(params, {"lr": 1e-3}, stochastic_rounding=True, moment_dtype=torch.bfloat16, seed=seed)
+        optimizer = make(
+            params, {"lr": 1e-3}, stochastic_rounding=True, moment_dtype=torch.bfloat16, seed=seed
+        )
         run(optimizer, params, range(1))
         assert optimizer.state[params[0]]["momentum_buffer"].dtype == torch.bfloat16
         sums += params[0].detach().double()
     wide = parameters(torch.bfloat16)
     other = make(wide, {"lr": 1e-3}, master_weights="fp32")
     run(other, wide, range(1))
-    moved = other.state[wide[0]]["master_param"].double() - parameters(torch.bfloat16)[0].detach().double()
+    moved = (
+        other.state[wide[0]]["master_param"].double()
+        - parameters(torch.bfloat16)[0].detach().double()
+    )
     found = sums / 64 - parameters(torch.bfloat16)[0].detach().double()
     assert (found * moved).sum() / (moved * moved).sum() == pytest.approx(1.0, abs=0.5)
 
@@ -298,7 +377,9 @@ def test_two_rates_are_explored_over_coresident_replicas() -> None:
     probe = hdet.ProbeController(loss_fn, batches, model=model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     knobs = [hdet.LearningRate(0.3, groups=["muon", "adamw"])]
-    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs, replicas=replicas, sync=hdet.Sync(3), controller=probe)
+    ensemble = hdet.Ensemble(
+        optimizer, scheduler, knobs=knobs, replicas=replicas, sync=hdet.Sync(3), controller=probe
+    )
     losses, multipliers = [], []
     for _ in range(12):
         for k in range(4):
@@ -313,14 +394,26 @@ def test_two_rates_are_explored_over_coresident_replicas() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     of_muon, of_adamw = zip(*multipliers[0], strict=True)
-    assert sorted(of_muon) == sorted(of_adamw) == pytest.approx([0.7, 0.7, 1.3, 1.3]) and of_muon != of_adamw
-    assert [group["lr"] != rate for group, rate in zip(optimizer.param_groups, (0.02, 0.003), strict=True)] == [True, True]
+    assert (
+        sorted(of_muon) == sorted(of_adamw) == pytest.approx([0.7, 0.7, 1.3, 1.3])
+        and of_muon != of_adamw
+    )
+    assert [
+        group["lr"] != rate
+        for group, rate in zip(optimizer.param_groups, (0.02, 0.003), strict=True)
+    ] == [True, True]
 
 
 def test_knobs_take_the_groups_that_have_the_key() -> None:
     optimizer = make(parameters())
-    assert [bound.name for bound in hdet.LearningRate(groups="each").bind(optimizer)] == ["lr/muon", "lr/adamw"]
-    assert [bound.name for bound in hdet.Betas(groups="each").bind(optimizer)] == ["beta1/adamw", "beta2/adamw"]
+    assert [bound.name for bound in hdet.LearningRate(groups="each").bind(optimizer)] == [
+        "lr/muon",
+        "lr/adamw",
+    ]
+    assert [bound.name for bound in hdet.Betas(groups="each").bind(optimizer)] == [
+        "beta1/adamw",
+        "beta2/adamw",
+    ]
     assert [bound.name for bound in hdet.GroupValue("momentum").bind(optimizer)] == ["momentum"]
     with pytest.raises(ValueError, match="groups names 'muon', which has no beta1"):
         hdet.Betas(groups=["muon"]).bind(optimizer)
@@ -346,7 +439,11 @@ def test_the_norm_is_that_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("where", [0, MATRICES], ids=["in a matrix", "in a bias"])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": math.inf}, {"master_weights": "split", "stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": math.inf}, {"master_weights": "split", "stochastic_rounding": True}],
+    ids=str,
+)
 def test_a_gradient_that_is_not_finite_skips_the_step(where: int, options: dict[str, Any]) -> None:
     params = parameters(torch.bfloat16)
     optimizer = make(params, zero_gradients=True, **options)
@@ -371,15 +468,32 @@ def test_what_is_told_is_of_the_last_step() -> None:
     params = parameters()
     optimizer = make(params, max_grad_norm=math.inf)
     told = []
-    for gradient, chosen in [(1.0, params), (math.nan, params[MATRICES:]), (1.0, params), (math.nan, params[:MATRICES]), (1.0, [])]:
+    for gradient, chosen in [
+        (1.0, params),
+        (math.nan, params[MATRICES:]),
+        (1.0, params),
+        (math.nan, params[:MATRICES]),
+        (1.0, []),
+    ]:
         for param in params:
-            param.grad = torch.full_like(param, gradient) if any(param is p for p in chosen) else None
+            param.grad = (
+                torch.full_like(param, gradient) if any(param is p for p in chosen) else None
+            )
         optimizer.step()
         told.append(
-            [None if value is None else math.isfinite(value) and float(value) for value in (optimizer.grad_norm, optimizer.step_skipped)]
+            [
+                None if value is None else math.isfinite(value) and float(value)
+                for value in (optimizer.grad_norm, optimizer.step_skipped)
+            ]
         )
     count = float(sum(param.numel() for param in params)) ** 0.5
-    assert told == [[pytest.approx(count), 0.0], [False, 1.0], [pytest.approx(count), 0.0], [False, 1.0], [None, None]]
+    assert told == [
+        [pytest.approx(count), 0.0],
+        [False, 1.0],
+        [pytest.approx(count), 0.0],
+        [False, 1.0],
+        [None, None],
+    ]
 
 
 def test_a_scaler_divides_the_gradients_of_matrices() -> None:
@@ -404,7 +518,11 @@ def test_gradients_that_are_none() -> None:
     for step in range(9):
         for params in (ours, theirs):
             for i, (param, gradient) in enumerate(zip(params, gradients(step), strict=True)):
-                param.grad = None if (step + i) % 3 == 0 or i == 3 or (step == 4 and i < MATRICES) or step == 5 else gradient
+                param.grad = (
+                    None
+                    if (step + i) % 3 == 0 or i == 3 or (step == 4 and i < MATRICES) or step == 5
+                    else gradient
+                )
         a.step()
         with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
             for optimizer in b:
@@ -413,7 +531,11 @@ def test_gradients_that_are_none() -> None:
     assert a.state[ours[3]] == {}
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copy_goes_on_alone(how: Callable[[FusedMuon], FusedMuon]) -> None:
     params = parameters()
     optimizer = make(params, {"ns_steps": 3}, ns_dtype=torch.float32)
@@ -444,28 +566,44 @@ def test_a_state_goes_on_to_the_bit() -> None:
 # -- what a GPU would do -----------------------------------------------------------------------------------------------------------
 
 
-STORED = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int16), (torch.bfloat16, None)]
+STORED = [
+    (torch.float32, None),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.int16),
+    (torch.bfloat16, None),
+]
 
 
-def on(device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1) -> list[matrices.Matrix]:
+def on(
+    device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1
+) -> list[matrices.Matrix]:
     """Some that stand and some that lie, and a stack."""
     made = []
     for place, shape in enumerate([*[(6, 4)] * count, *[(4, 6)] * count, (3, 5, 4)]):
         param = torch.zeros(shape, dtype=dtype, device=device)
-        state = {"momentum_buffer": torch.zeros(shape, device=device), "step": torch.zeros((), device=device)}
+        state = {
+            "momentum_buffer": torch.zeros(shape, device=device),
+            "step": torch.zeros((), device=device),
+        }
         masters = [None if master is None else torch.zeros(shape, dtype=master, device=device)]
         made.append(matrices.Matrix(place, 0, param, [param], masters, state))
     return made
 
 
-def step_of(some: list[matrices.Matrix], options: StepOptions, ns_dtype: torch.dtype = torch.float32) -> None:
+def step_of(
+    some: list[matrices.Matrix], options: StepOptions, ns_dtype: torch.dtype = torch.float32
+) -> None:
     rows = [
         matrices.Row(
-            StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True), newton_schulz.Iteration(USUAL, 5, 1e-7, ns_dtype), None
+            StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True),
+            newton_schulz.Iteration(USUAL, 5, 1e-7, ns_dtype),
+            None,
         )
     ]
     found = {matrix.place: torch.ones_like(matrix.param) for matrix in some}
-    step = matrices.MatrixStep(rows, options, found, backend="torch", stochastic=None, first_replica=0)
+    step = matrices.MatrixStep(
+        rows, options, found, backend="torch", stochastic=None, first_replica=0
+    )
     owners.Course(some, ns_dtype).run(step)
 
 
@@ -480,17 +618,23 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("dtype", "master"), STORED)
-def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(dtype: torch.dtype, master: torch.dtype | None) -> None:
+def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(
+    dtype: torch.dtype, master: torch.dtype | None
+) -> None:
     """Meta tensors have none to give: whoever reads one would wait on a GPU."""
     some = on("meta", dtype, master)
     scale, found = torch.ones(1, device="meta"), torch.zeros(1, device="meta")
-    options = ShardedClip([m.param for m in some])([m.param for m in some], 1.0, StepOptions(scale, found, zero_gradients=True))
+    options = ShardedClip([m.param for m in some])(
+        [m.param for m in some], 1.0, StepOptions(scale, found, zero_gradients=True)
+    )
     step_of(some, options, torch.bfloat16)
     step_of(some, StepOptions(zero_gradients=True))
 
 
 @pytest.mark.parametrize(("dtype", "master"), STORED[:2])
-def test_more_matrices_of_a_shape_are_no_more_calls(dtype: torch.dtype, master: torch.dtype | None) -> None:
+def test_more_matrices_of_a_shape_are_no_more_calls(
+    dtype: torch.dtype, master: torch.dtype | None
+) -> None:
     """Calls for many tensors are a launch or a few on a GPU."""
     counted = []
     for count in (2, 7):
@@ -526,9 +670,13 @@ class Named(torch.nn.Module):
         super().__init__()
         self.tok, self.pos = torch.nn.Embedding(words, width), Parameter(torch.zeros(7, width))
         self.attention = torch.nn.MultiheadAttention(width, 2)
-        self.mix = torch.nn.ModuleList([torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)])
+        self.mix = torch.nn.ModuleList(
+            [torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)]
+        )
         self.to_logits = torch.nn.Linear(width, words, bias=False)
-        self.aside = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 2))  # the last layer of a second task
+        self.aside = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Linear(width, 2)
+        )  # the last layer of a second task
         if tied:
             self.to_logits.weight = self.tok.weight
 
@@ -542,24 +690,40 @@ def test_a_rule_that_knows_the_modules(tied: bool) -> None:
         *attention, "mix.0.weight", "mix.1.weight", "aside.0.weight"
     ]  # fmt: skip
     optimizer = FusedMuon(model.named_parameters(), use_muon=rule)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [5, len(list(model.parameters())) - 5]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        5,
+        len(list(model.parameters())) - 5,
+    ]
 
 
 def test_that_rule_is_there_before_anything_else_is_asked_for() -> None:
     """As the documents write it: in a fresh interpreter nothing has imported the package's room yet."""
     code = "import torch, hdet; print(hdet.hidden_matrices(torch.nn.Linear(2, 2))('0.weight', torch.ones(2, 2)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "True\n"
+    )
 
 
 def test_the_default_rule() -> None:
     named = [(name, Parameter(torch.zeros(shape))) for name, (shape, _) in RULE.items()]
-    assert {name: hidden_matrix(name, param) for name, param in named} == {name: use for name, (_, use) in RULE.items()}
+    assert {name: hidden_matrix(name, param) for name, param in named} == {
+        name: use for name, (_, use) in RULE.items()
+    }
     optimizer = FusedMuon(named)
     assert [group["param_names"] for group in optimizer.param_groups] == [
         [n for n, (_, u) in RULE.items() if u is x] for x in (True, False)
     ]
-    several = FusedMuon([{"params": named[:1], "name": "a", "lr": 0.5}, {"params": named[1:3], "name": "b"}])
-    assert [(group["name"], group["lr"]) for group in several.param_groups] == [("a", 0.5), ("b/muon", 1e-3), ("b/adamw", 1e-3)]
+    several = FusedMuon(
+        [{"params": named[:1], "name": "a", "lr": 0.5}, {"params": named[1:3], "name": "b"}]
+    )
+    assert [(group["name"], group["lr"]) for group in several.param_groups] == [
+        ("a", 0.5),
+        ("b/muon", 1e-3),
+        ("b/adamw", 1e-3),
+    ]
 
 
 def test_parameters_given_by_a_generator() -> None:
@@ -578,18 +742,50 @@ def test_what_is_refused_when_it_is_made() -> None:
     matrix, vector = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
     named = [("a", matrix), ("b", vector)]
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name", lambda: FusedMuon([matrix])),
-        (ValueError, "lr of group 0 would be that of Muon and of AdamW alike", lambda: FusedMuon([{"params": named, "lr": 0.1}])),
-        (ValueError, r"has the shape \(3,\), and use_muon=True is for", lambda: FusedMuon(named, use_muon=lambda *_: True)),
-        (ValueError, r"momentum=1.0 of .* must be in \[0, 1\)", lambda: FusedMuon(named, momentum=1.0)),
+        (
+            ValueError,
+            r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name",
+            lambda: FusedMuon([matrix]),
+        ),
+        (
+            ValueError,
+            "lr of group 0 would be that of Muon and of AdamW alike",
+            lambda: FusedMuon([{"params": named, "lr": 0.1}]),
+        ),
+        (
+            ValueError,
+            r"has the shape \(3,\), and use_muon=True is for",
+            lambda: FusedMuon(named, use_muon=lambda *_: True),
+        ),
+        (
+            ValueError,
+            r"momentum=1.0 of .* must be in \[0, 1\)",
+            lambda: FusedMuon(named, momentum=1.0),
+        ),
         (ValueError, "ns_steps=100 of", lambda: FusedMuon(named, ns_steps=100)),
-        (ValueError, "ns_coefficients=.* three finite", lambda: FusedMuon(named, ns_coefficients=(1.0, math.nan, 0.0))),
-        (ValueError, "adjust_lr_fn='rms' of .* choose \"original\"", lambda: FusedMuon(named, adjust_lr_fn="rms")),
+        (
+            ValueError,
+            "ns_coefficients=.* three finite",
+            lambda: FusedMuon(named, ns_coefficients=(1.0, math.nan, 0.0)),
+        ),
+        (
+            ValueError,
+            "adjust_lr_fn='rms' of .* choose \"original\"",
+            lambda: FusedMuon(named, adjust_lr_fn="rms"),
+        ),
         (ValueError, "ns_dtype=torch.float16", lambda: FusedMuon(named, ns_dtype=torch.float16)),
         (ValueError, "lr=-1.0 of the defaults", lambda: FusedMuon(named, lr=-1.0)),
         (ValueError, "betas=", lambda: FusedMuon(named, adamw_betas=(1.0, 0.5))),
-        (ValueError, "amsgrad", lambda: FusedMuon([{"params": [vector], "use_muon": False, "amsgrad": True}])),
-        (TypeError, "float64", lambda: FusedMuon([("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))])),
+        (
+            ValueError,
+            "amsgrad",
+            lambda: FusedMuon([{"params": [vector], "use_muon": False, "amsgrad": True}]),
+        ),
+        (
+            TypeError,
+            "float64",
+            lambda: FusedMuon([("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]),
+        ),
         (TypeError, "unexpected keyword", lambda: FusedMuon(named, betas=(0.9, 0.99))),  # type: ignore[call-arg]
         (
             ValueError,
@@ -601,7 +797,11 @@ def test_what_is_refused_when_it_is_made() -> None:
             'storage="displacement" is not supported by FusedMuon',
             lambda: FusedMuon(named).set_replicas(2, copies(2), "displacement"),
         ),
-        (RuntimeError, "FusedMuon does not support", lambda: FusedMuon(named).write_hyperparameters()),
+        (
+            RuntimeError,
+            "FusedMuon does not support",
+            lambda: FusedMuon(named).write_hyperparameters(),
+        ),
         (ValueError, "empty parameter list", lambda: FusedMuon(iter([]))),
     ]
     for kind, message, call in cases:
@@ -682,7 +882,11 @@ def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
         assert_equal(params, before[0])
         for param, state in zip(params, before[1], strict=True):
             assert optimizer.state.get(param, {}).keys() == state.keys()
-            assert all(torch.equal(optimizer.state[param][key], value) for key, value in state.items() if key != "replica_params")
+            assert all(
+                torch.equal(optimizer.state[param][key], value)
+                for key, value in state.items()
+                if key != "replica_params"
+            )
             assert steps or state.keys() <= {"replica_params"}
 
 
@@ -690,7 +894,10 @@ def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
     """AdamW has been stepped by then: what it stepped has its moments, and the matrices are as before a first step."""
     (ours, theirs), before = (parameters(), parameters()), parameters()
     a, b = make(ours), make(theirs)
-    with mock.patch.object(matrices, "orthogonalise", side_effect=MemoryError), pytest.raises(MemoryError):
+    with (
+        mock.patch.object(matrices, "orthogonalise", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
         run(a, ours, range(1))
     run(b, theirs, range(1))
     assert_equal(ours, [*before[:MATRICES], *theirs[MATRICES:]])
@@ -698,7 +905,9 @@ def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
         assert_equal(list(a.state[one].values()), list(b.state[other].values()))
     assert all(not a.state[matrix]["step"] for matrix in ours[:MATRICES])
     run(a, ours, range(1, 2))
-    assert [float(a.state[param]["step"]) for param in ours] == [1.0] * MATRICES + [2.0] * (len(ours) - MATRICES)
+    assert [float(a.state[param]["step"]) for param in ours] == [1.0] * MATRICES + [2.0] * (
+        len(ours) - MATRICES
+    )
 
 
 def test_a_matrix_is_planned_for_once_at_its_first_gradient() -> None:
@@ -728,7 +937,9 @@ def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed(moved
         state["momentum_buffer"].data = state["momentum_buffer"].data.mT
     before = copy.deepcopy(params)
     refused(
-        ValueError, r"exp_avg of parameter 0 (has the shape \(4, 6\)|.* is not contiguous)", lambda: run(optimizer, params, range(1, 2))
+        ValueError,
+        r"exp_avg of parameter 0 (has the shape \(4, 6\)|.* is not contiguous)",
+        lambda: run(optimizer, params, range(1, 2)),
     )
     assert_equal(params, before)
 
@@ -743,16 +954,26 @@ def test_a_gradient_of_matrices_alone_is_refused_before_anything_is_changed() ->
         before = copy.deepcopy([params, [optimizer.state.get(param) for param in params]])
         refused(TypeError, "the gradient of parameter 1 has the layout", optimizer.step)
         assert_equal(params, before[0])
-        assert step == 0 or all(float(optimizer.state[p]["step"]) == float(s["step"]) for p, s in zip(params, before[1], strict=True))
+        assert step == 0 or all(
+            float(optimizer.state[p]["step"]) == float(s["step"])
+            for p, s in zip(params, before[1], strict=True)
+        )
         params[1].grad = good
         optimizer.step()
 
 
 @pytest.mark.parametrize("adamw_too", [False, True])
-def test_states_of_a_first_step_that_fails_half_way_are_kept(adamw_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_first_step_that_fails_half_way_are_kept(
+    adamw_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Matrices of one shape have moved; the batch of the next one finds no memory."""
     params = parameters()
-    optimizer = FusedMuon([{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}])
+    optimizer = FusedMuon(
+        [
+            {"params": params[:MATRICES], "use_muon": True},
+            {"params": params[MATRICES:], "use_muon": False},
+        ]
+    )
     for place, (param, gradient) in enumerate(zip(params, gradients(0), strict=True)):
         param.grad = gradient if adamw_too or place < MATRICES else None
     real, calls = matrices.orthogonalise, iter(range(10))
@@ -767,18 +988,33 @@ def test_states_of_a_first_step_that_fails_half_way_are_kept(adamw_too: bool, mo
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     moved = [place for place, old in enumerate(before) if not torch.equal(params[place], old)]
-    assert 0 < sum(place < MATRICES for place in moved) < MATRICES and adamw_too == (moved[-1] >= MATRICES)
+    assert 0 < sum(place < MATRICES for place in moved) < MATRICES and adamw_too == (
+        moved[-1] >= MATRICES
+    )
     assert all("step" in optimizer.state[params[place]] for place in moved)
-    assert all(bool(optimizer.state[params[place]]["momentum_buffer"].any()) for place in moved if place < MATRICES)
+    assert all(
+        bool(optimizer.state[params[place]]["momentum_buffer"].any())
+        for place in moved
+        if place < MATRICES
+    )
 
 
 @pytest.mark.parametrize("place", [0, MATRICES])
-@pytest.mark.parametrize("change", [torch._neg_view, lambda gradient: torch.stack([-gradient] * 2, -1)[..., 0]], ids=["negated", "gaps"])
+@pytest.mark.parametrize(
+    "change",
+    [torch._neg_view, lambda gradient: torch.stack([-gradient] * 2, -1)[..., 0]],
+    ids=["negated", "gaps"],
+)
 def test_a_gradient_that_lies_otherwise_is_taken_in_every_step(place: int, change: Any) -> None:
     made = []
     for lies in (change, torch.neg):
         params = parameters()
-        optimizer = FusedMuon([{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}])
+        optimizer = FusedMuon(
+            [
+                {"params": params[:MATRICES], "use_muon": True},
+                {"params": params[MATRICES:], "use_muon": False},
+            ]
+        )
         for step in range(3):
             for i, (param, gradient) in enumerate(zip(params, gradients(step), strict=True)):
                 param.grad = lies(gradient) if i == place and step != 1 else gradient
@@ -837,14 +1073,19 @@ def loaded(optimizer: FusedMuon, params: list[Parameter]) -> None:
 
 def grouped_anew(optimizer: FusedMuon, params: list[Parameter]) -> None:
     """A matrix goes to a group with other settings."""
-    first, second = optimizer.param_groups[0], {**optimizer.param_groups[0], "lr": 0.5, "nesterov": False, "name": "another"}
+    first, second = (
+        optimizer.param_groups[0],
+        {**optimizer.param_groups[0], "lr": 0.5, "nesterov": False, "name": "another"},
+    )
     first["params"], second["params"] = first["params"][:1], first["params"][1:]
     optimizer.param_groups.insert(1, second)
     optimizer.multipliers = [[1.0, 1.0, 1.0]]
 
 
 CHANGES: dict[str, Change] = {
-    "momentum replaced": of_state(lambda state: state.update(momentum_buffer=-2 * state["momentum_buffer"])),
+    "momentum replaced": of_state(
+        lambda state: state.update(momentum_buffer=-2 * state["momentum_buffer"])
+    ),
     "momentum moved": of_state(lambda state: moved(state["momentum_buffer"])),
     "momentum written to": of_state(lambda state: state["momentum_buffer"].mul_(-2)),
     "counter replaced": of_state(lambda state: state.update(step=7.0)),
@@ -861,7 +1102,9 @@ CHANGES: dict[str, Change] = {
         go(optimizer, 7),
         moved(optimizer.replica_parameters(1)[LAID]),
     ),
-    "group added": lambda optimizer, params: optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))], "use_muon": True}),
+    "group added": lambda optimizer, params: optimizer.add_param_group(
+        {"params": [Parameter(torch.ones(2, 2))], "use_muon": True}
+    ),
     "group divided": grouped_anew,
     "by AdamW": said(use_muon=False, betas=(0.9, 0.99)),
     **{str(settings): said(**settings) for settings in [*SAID[1:], {"lr": 0.5}]},
@@ -873,7 +1116,9 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("master_weights", [None, "fp32"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(change: str, master_weights: str | None) -> None:
+def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(
+    change: str, master_weights: str | None
+) -> None:
     if "master" in change and master_weights is None:
         pytest.skip("it has none")
     params = parameters(torch.float32 if master_weights is None else torch.bfloat16)
@@ -889,8 +1134,14 @@ def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(cha
             assert_equal(optimizer.replica_parameters(k), fresh.replica_parameters(k))
         for one, other in zip(ours, theirs, strict=True):
             assert optimizer.state[one].keys() == fresh.state[other].keys()
-            assert all(torch.equal(fresh.state[other][key], value) for key, value in optimizer.state[one].items() if key[:7] != "replica")
-            assert (one.grad is None) == (other.grad is None) and (one.grad is None or torch.equal(one.grad, other.grad))  # type: ignore[arg-type]
+            assert all(
+                torch.equal(fresh.state[other][key], value)
+                for key, value in optimizer.state[one].items()
+                if key[:7] != "replica"
+            )
+            assert (one.grad is None) == (other.grad is None) and (
+                one.grad is None or torch.equal(one.grad, other.grad)
+            )  # type: ignore[arg-type]
 
 
 def test_nothing_is_made_or_checked_again_while_nothing_changes() -> None:
@@ -918,7 +1169,10 @@ def test_what_is_refused_when_a_state_is_loaded() -> None:
 
     for message, change in [
         ("lacks momentum_buffer", lambda saved: saved["state"][0].pop("momentum_buffer")),
-        ("use_muon=False of parameter group 0", lambda saved: saved["param_groups"][0].update(use_muon=False, betas=(0.9, 0.9))),
+        (
+            "use_muon=False of parameter group 0",
+            lambda saved: saved["param_groups"][0].update(use_muon=False, betas=(0.9, 0.9)),
+        ),
         ("lacks ns_steps", lambda saved: saved["param_groups"][0].pop("ns_steps")),
         ("is not that of torch.optim.AdamW", lambda saved: saved["param_groups"][1].pop("betas")),
     ]:

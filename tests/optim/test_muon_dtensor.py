@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import Parameter
 
@@ -28,26 +31,60 @@ SHAPES = [(7, 5), (5, 7), (1, 4), (3, 6, 2), (9, 8), (3,), (8, 3), (7, 5)]
 MATRICES = [0, 1, 2, 3, 4, 7]
 
 ROWS = [[Shard(0)]] * 8
-MIXED = [[Shard(1)], [Shard(0)], [Shard(0)], [Shard(1)], [Replicate()], [Shard(0)], [Replicate()], [Shard(-1)]]
+MIXED = [
+    [Shard(1)],
+    [Shard(0)],
+    [Shard(0)],
+    [Shard(1)],
+    [Replicate()],
+    [Shard(0)],
+    [Replicate()],
+    [Shard(-1)],
+]
 HSDP = [[Replicate(), Shard(0)]] * 8
-GRID = [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(0)], [Shard(0), Shard(2)], *HSDP[:4]]
+GRID = [
+    [Shard(0), Shard(1)],
+    [Shard(1), Replicate()],
+    [Shard(0), Shard(0)],
+    [Shard(0), Shard(2)],
+    *HSDP[:4],
+]
 
 
 class Twins:
     """Equal parameters, plain and laid over a mesh, each with an optimizer."""
 
-    def __init__(self, sizes: tuple[int, ...], placements: Sequence[Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        placements: Sequence[Any],
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.mesh, self.placements, self.dtype = mesh_of(*sizes), placements, dtype
         self.plain = [Parameter(tensor) for tensor in values(0, dtype, SHAPES)]
-        self.laid = [Parameter(tensor) for tensor in laid(values(0, dtype, SHAPES), self.mesh, placements)]
+        self.laid = [
+            Parameter(tensor) for tensor in laid(values(0, dtype, SHAPES), self.mesh, placements)
+        ]
         self.a, self.b = (self._make(params, **options) for params in (self.laid, self.plain))
 
     @staticmethod
     def _make(params: list[Parameter], **options: Any) -> FusedMuon:
-        first, second, rest = MATRICES[:3], MATRICES[3:], [i for i in range(len(SHAPES)) if i not in MATRICES]
-        kinds = [{"use_muon": True}, {"use_muon": True, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, {"use_muon": False}]
+        first, second, rest = (
+            MATRICES[:3],
+            MATRICES[3:],
+            [i for i in range(len(SHAPES)) if i not in MATRICES],
+        )
+        kinds = [
+            {"use_muon": True},
+            {"use_muon": True, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+            {"use_muon": False},
+        ]
         return FusedMuon(
-            [{"params": [params[i] for i in chosen], **kind} for chosen, kind in zip((first, second, rest), kinds, strict=True)],
+            [
+                {"params": [params[i] for i in chosen], **kind}
+                for chosen, kind in zip((first, second, rest), kinds, strict=True)
+            ],
             **{"lr": 2e-2, **options},
         )
 
@@ -75,7 +112,9 @@ class Twins:
                     assert torch.equal(full(value), theirs[key])
 
 
-def as_the_plain_ones(rank: int, world_size: int, sizes: tuple[int, ...], placements: Sequence[Any]) -> None:
+def as_the_plain_ones(
+    rank: int, world_size: int, sizes: tuple[int, ...], placements: Sequence[Any]
+) -> None:
     for options in ({}, {"max_grad_norm": 0.5, "zero_gradients": True}):
         twins = Twins(sizes, placements, **options)
         twins.go(range(3))
@@ -95,9 +134,13 @@ def as_the_plain_ones(rank: int, world_size: int, sizes: tuple[int, ...], placem
 
 
 @pytest.mark.parametrize(
-    ("sizes", "placements"), [((2,), ROWS), ((2,), MIXED), ((2, 2), HSDP), ((2, 2), GRID)], ids=["fsdp", "mixed", "hsdp", "grid"]
+    ("sizes", "placements"),
+    [((2,), ROWS), ((2,), MIXED), ((2, 2), HSDP), ((2, 2), GRID)],
+    ids=["fsdp", "mixed", "hsdp", "grid"],
 )
-def test_shards_step_as_the_full_tensors_would(sizes: tuple[int, ...], placements: Sequence[Any]) -> None:
+def test_shards_step_as_the_full_tensors_would(
+    sizes: tuple[int, ...], placements: Sequence[Any]
+) -> None:
     run_ranks(as_the_plain_ones, math.prod(sizes), sizes, placements)
 
 
@@ -158,7 +201,8 @@ def models_train_as_the_plain_one(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "ranks"), [(adopted_kinds, 2), (models_train_as_the_plain_one, 2), (models_train_as_the_plain_one, 4)]
+    ("function", "ranks"),
+    [(adopted_kinds, 2), (models_train_as_the_plain_one, 2), (models_train_as_the_plain_one, 4)],
 )
 def test_on_ranks(function: Any, ranks: int) -> None:
     run_ranks(function, ranks)
@@ -172,7 +216,10 @@ def muon_of(kind: str) -> tuple[nn.Module, FusedMuon]:
 def saved(rank: int, world_size: int, folder: str) -> list[Tensor]:
     model, optimizer = muon_of("fsdp")
     train(model, optimizer, "fsdp", range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
     train(model, optimizer, "fsdp", range(2, 4))
     return weights(model)
 
@@ -180,7 +227,10 @@ def saved(rank: int, world_size: int, folder: str) -> list[Tensor]:
 def loaded(rank: int, world_size: int, folder: str) -> list[Tensor]:
     model, optimizer = muon_of("hsdp")
     before = weights(model)
-    state = {"model": model.state_dict(), "optimizer": copy.copy(get_optimizer_state_dict(model, optimizer))}  # by a step of rate 0
+    state = {
+        "model": model.state_dict(),
+        "optimizer": copy.copy(get_optimizer_state_dict(model, optimizer)),
+    }  # by a step of rate 0
     assert all(torch.equal(one, other) for one, other in zip(before, weights(model), strict=True))
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])

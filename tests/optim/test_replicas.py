@@ -17,7 +17,18 @@ from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdamW, FusedOptimizer
 
-from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .common import (
+    BACKENDS,
+    RULES,
+    Rule,
+    assert_equal,
+    groups,
+    names,
+    parameters,
+    run,
+    set_gradients,
+    state_of,
+)
 
 RHOS = [0.5, 1.0, 1.75]
 WEIGHTS = [0.2, 0.5, 0.3]
@@ -37,7 +48,11 @@ def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
 
 
 def replicated(
-    count: int = 3, rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "parameters", **options: Any
+    count: int = 3,
+    rule: Rule = RULES[0],
+    dtype: torch.dtype = torch.float32,
+    storage: str = "parameters",
+    **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
     params = parameters(dtype=dtype)
@@ -50,25 +65,46 @@ def replicated(
 def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
     """Copies of the float32 values of replica k."""
     found = []
-    for param, tensor in zip(optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True):
+    for param, tensor in zip(
+        optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True
+    ):
         state = optimizer.state[param]
-        masters = [state.get("master_param", state.get("remainder")), *state.get("replica_masters", [])]
+        masters = [
+            state.get("master_param", state.get("remainder")),
+            *state.get("replica_masters", []),
+        ]
         if masters[0] is None:
             found.append(tensor.detach().float().clone())
         else:
-            found.append(masters[k].clone() if masters[k].dtype == torch.float32 else join(tensor.detach(), masters[k]))
+            found.append(
+                masters[k].clone()
+                if masters[k].dtype == torch.float32
+                else join(tensor.detach(), masters[k])
+            )
     return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+)
 @pytest.mark.parametrize("rule", RULES, ids=names)
-def test_replicas_step_as_separate_runs_would(rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
-    params, optimizer, sets = replicated(3, rule, dtype, master_weights=master_weights, backend=backend)
+def test_replicas_step_as_separate_runs_would(
+    rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str
+) -> None:
+    params, optimizer, sets = replicated(
+        3, rule, dtype, master_weights=master_weights, backend=backend
+    )
     run(optimizer, params, range(5))
     for k, rho in enumerate(RHOS):
         alone = parameters(dtype=dtype)
-        other = rule.fused(without_coupled_decay(rule, alone), lr=1e-2, master_weights=master_weights, backend=backend)
+        other = rule.fused(
+            without_coupled_decay(rule, alone),
+            lr=1e-2,
+            master_weights=master_weights,
+            backend=backend,
+        )
         other.multipliers = [[rho] * 3]
         run(other, alone, range(5))
         assert_equal(sets[k], alone)
@@ -76,19 +112,29 @@ def test_replicas_step_as_separate_runs_would(rule: Rule, dtype: torch.dtype, ma
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+)
 def test_average_replicas(dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
-    params, optimizer, sets = replicated(3, dtype=dtype, master_weights=master_weights, backend=backend)
+    params, optimizer, sets = replicated(
+        3, dtype=dtype, master_weights=master_weights, backend=backend
+    )
     run(optimizer, params, range(3))
     of_each = zip(*(values(optimizer, k) for k in range(3)), strict=True)
-    expected = [sum(w * tensor for w, tensor in zip(WEIGHTS, tensors, strict=True)) for tensors in of_each]
+    expected = [
+        sum(w * tensor for w, tensor in zip(WEIGHTS, tensors, strict=True)) for tensors in of_each
+    ]
     versions = [tensor._version for tensors in sets for tensor in tensors]
     optimizer.average_replicas([10 * w for w in WEIGHTS])  # divided by their sum
     for k in range(3):
         torch.testing.assert_close(values(optimizer, k), expected, rtol=1e-6, atol=1e-7)
         assert_equal(values(optimizer, k), values(optimizer, 0))
         assert_equal(sets[k], sets[0])
-    assert all(tensor._version > v for tensor, v in zip([t for s in sets for t in s], versions, strict=True))
+    assert all(
+        tensor._version > v
+        for tensor, v in zip([t for s in sets for t in s], versions, strict=True)
+    )
     before = values(optimizer, 1)
     run(optimizer, params, range(3, 4))  # and they part again, with their masters
     assert not torch.equal(sets[0][0], sets[2][0])
@@ -130,11 +176,15 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.write_hyperparameters()
     plans: list[Any] = []
     make = kernels.step_plan
-    monkeypatch.setattr(kernels, "step_plan", lambda *given: plans.append(make(*given)) or plans[-1])
+    monkeypatch.setattr(
+        kernels, "step_plan", lambda *given: plans.append(make(*given)) or plans[-1]
+    )
     run(optimizer, params, range(1))
     written: list[Any] = []
     (plan,) = plans
-    monkeypatch.setattr(plan, "upload", lambda settings, options: written.append((settings, options)))
+    monkeypatch.setattr(
+        plan, "upload", lambda settings, options: written.append((settings, options))
+    )
     optimizer.param_groups[1]["lr"] = 0.25
     optimizer.multipliers[1][1] = 3.0
     optimizer.max_grad_norm = 2.0
@@ -150,7 +200,9 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
-def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(master_weights: str) -> None:
+def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(
+    master_weights: str,
+) -> None:
     params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
     run(optimizer, params, range(3))
     expected = [value.clone() for value in values(optimizer, 0)]
@@ -178,10 +230,15 @@ def test_an_average_sees_what_was_written_to_parameters_before_it(stepped: bool)
     assert all((tensor == 2).all() for tensors in sets for tensor in tensors)
 
 
-def test_an_average_is_not_taken_for_somebody_elses_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_average_is_not_taken_for_somebody_elses_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     params, optimizer, _ = replicated(2, dtype=torch.bfloat16, master_weights="fp32")
     run(optimizer, params, range(1))
-    monkeypatch.setattr("hdet.optim.step_plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
+    monkeypatch.setattr(
+        "hdet.optim.step_plans.adopt",
+        lambda *_: pytest.fail("masters were compared with parameters"),
+    )
     optimizer.average_replicas([0.5, 0.5])
     run(optimizer, params, range(1, 4))
 
@@ -192,7 +249,9 @@ def test_states_of_another_number_of_replicas() -> None:
     state = three.state_dict()
     _, two, sets = replicated(2)
     before = copy.deepcopy([tensor.detach() for tensor in sets[1]])
-    with pytest.raises(ValueError, match="the loaded state has 3 replicas that are not equal, this optimizer 2"):
+    with pytest.raises(
+        ValueError, match="the loaded state has 3 replicas that are not equal, this optimizer 2"
+    ):
         two.load_state_dict(state)
     assert_equal(sets[1], before)
     alone, one, _ = replicated(1)
@@ -205,9 +264,14 @@ def test_states_of_another_number_of_replicas() -> None:
     assert all(len(values["replica_params"]) == 1 for values in state_of(two))
 
 
-@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+)
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_converged_state_is_that_of_any_number_of_replicas(count: int, dtype: torch.dtype, master_weights: str | None) -> None:
+def test_a_converged_state_is_that_of_any_number_of_replicas(
+    count: int, dtype: torch.dtype, master_weights: str | None
+) -> None:
     ours, three, _ = replicated(3, dtype=dtype, master_weights=master_weights)
     run(three, ours, range(3))
     three.average_replicas(WEIGHTS)
@@ -222,7 +286,9 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(count: int, dtype: 
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
     if master_weights is not None:  # equal parameters are not enough
-        state["state"][0]["replica_masters"][-1].view(-1)[0].add_(2**-12 if master_weights == "fp32" else 1)
+        state["state"][0]["replica_masters"][-1].view(-1)[0].add_(
+            2**-12 if master_weights == "fp32" else 1
+        )
         with pytest.raises(ValueError, match="3 replicas that are not equal"):
             other.load_state_dict(state)
 

@@ -21,8 +21,30 @@ from torch.optim import Optimizer
 from .common import BACKENDS, RULES, TORCH_RULES, Rule
 
 LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
-SPECIAL = [0.0, -0.0, 1.0, -0.3, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
-MOMENTS = [0.0, 1.0, 1e20, LARGEST, math.inf, math.nan]  # of a state that is loaded; first moments also with the other sign
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -0.3,
+    math.inf,
+    -math.inf,
+    math.nan,
+    LARGEST,
+    -LARGEST,
+    1e20,
+    -1e20,
+    1e-25,
+    NORMAL,
+    -SMALLEST,
+]
+MOMENTS = [
+    0.0,
+    1.0,
+    1e20,
+    LARGEST,
+    math.inf,
+    math.nan,
+]  # of a state that is loaded; first moments also with the other sign
 STEPS = 4
 
 
@@ -34,7 +56,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"betas": (0.0, 0.0)},
         {"maximize": True},
     ],
-    "adam": [{}, {"weight_decay": 0.1}, {"betas": (0.4, 0.6)}, {"betas": (0.0, 0.0)}, {"maximize": True, "weight_decay": 0.1}],
+    "adam": [
+        {},
+        {"weight_decay": 0.1},
+        {"betas": (0.4, 0.6)},
+        {"betas": (0.0, 0.0)},
+        {"maximize": True, "weight_decay": 0.1},
+    ],
     "sgd": [
         {"momentum": 0.9},
         {"momentum": 0.9, "weight_decay": 0.1},
@@ -46,7 +74,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "plain sgd": [{}, {"weight_decay": 0.1}, {"maximize": True}, {"lr": 0.0}],
     "lion": [{}, {"weight_decay": 0.1}, {"betas": (0.4, 0.6)}, {"maximize": True}],
 }
-CASES = [pytest.param(rule, options, id=f"{rule.name} {options}") for rule in RULES for options in OPTIONS[rule.name]]
+CASES = [
+    pytest.param(rule, options, id=f"{rule.name} {options}")
+    for rule in RULES
+    for options in OPTIONS[rule.name]
+]
 
 
 def peer_of(rule: Rule, param: Parameter, options: dict[str, Any]) -> Optimizer:
@@ -68,7 +100,11 @@ def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: lis
     if "sgd" in rule.name:
         slack += 1e-6 * torch.stack(begin).abs().nan_to_num(nan=0, posinf=0).amax(0)
     near = (ours - theirs).abs() <= 1e-5 * theirs.abs() + slack
-    right = (ours == theirs) | (ours.isnan() & theirs.isnan()) | (ours.isfinite() & theirs.isfinite() & near)
+    right = (
+        (ours == theirs)
+        | (ours.isnan() & theirs.isnan())
+        | (ours.isfinite() & theirs.isfinite() & near)
+    )
     if not right.all():
         i = int((~right).nonzero()[0])
         raise AssertionError(
@@ -77,13 +113,23 @@ def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: lis
         )
 
 
-def compare(rule: Rule, options: dict[str, Any], backend: str, start: Tensor, gradients: list[Tensor], state: dict[str, Tensor]) -> None:
+def compare(
+    rule: Rule,
+    options: dict[str, Any],
+    backend: str,
+    start: Tensor,
+    gradients: list[Tensor],
+    state: dict[str, Tensor],
+) -> None:
     """Steps both. `state`: the moments to begin with, in the sixth step; none: in the first."""
     one, other = Parameter(start.clone()), Parameter(start.clone())
     a = rule.fused([one], backend=backend, **{"lr": 1e-2, **options})
     b = peer_of(rule, other, options)
     if state:
-        b.state[other] = {"step": torch.tensor(5.0), **{name: moment.clone() for name, moment in state.items()}}
+        b.state[other] = {
+            "step": torch.tensor(5.0),
+            **{name: moment.clone() for name, moment in state.items()},
+        }
         a.load_state_dict(copy.deepcopy({**a.state_dict(), "state": b.state_dict()["state"]}))
     begin = [start, *state.values(), *gradients]
     for step in range(STEPS):
@@ -93,7 +139,9 @@ def compare(rule: Rule, options: dict[str, Any], backend: str, start: Tensor, gr
         b.step()
         assert_alike(rule, one, other, f"parameter after step {step}", begin)
         for name in rule.moments:
-            assert_alike(rule, a.state[one][name], b.state[other][name], f"{name} after step {step}", begin)
+            assert_alike(
+                rule, a.state[one][name], b.state[other][name], f"{name} after step {step}", begin
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -112,6 +160,12 @@ def test_every_state(rule: Rule, options: dict[str, Any], backend: str) -> None:
     """
     firsts = [*MOMENTS, *(-x for x in MOMENTS)]
     columns = [SPECIAL, firsts, *([MOMENTS] * (len(rule.moments) - 1)), SPECIAL]
-    rows = [row for row in itertools.product(*columns) if len(row) == 3 or not (abs(row[1]) == LARGEST and row[2] < LARGEST)]
+    rows = [
+        row
+        for row in itertools.product(*columns)
+        if len(row) == 3 or not (abs(row[1]) == LARGEST and row[2] < LARGEST)
+    ]
     start, *moments, gradient = torch.tensor(rows).T.contiguous()
-    compare(rule, options, backend, start, [gradient], dict(zip(rule.moments, moments, strict=True)))
+    compare(
+        rule, options, backend, start, [gradient], dict(zip(rule.moments, moments, strict=True))
+    )

@@ -40,14 +40,21 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("passed_on", [copy.deepcopy, through_a_file], ids=["copy", "file"])
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"]
+)
 @pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
-def test_states_pass_both_ways_in_the_middle_of_a_run(rule: Rule, options: dict[str, bool], passed_on: Callable[[Any], Any]) -> None:
+def test_states_pass_both_ways_in_the_middle_of_a_run(
+    rule: Rule, options: dict[str, bool], passed_on: Callable[[Any], Any]
+) -> None:
     pair = Pair(rule)
     pair.b = rule.peer(groups(pair.theirs, rule), lr=1e-2, **options)
     pair.go(5)
     from_torch, from_ours = passed_on(pair.b.state_dict()), passed_on(pair.a.state_dict())
-    pair.a, pair.b = rule.fused(groups(pair.ours, rule), lr=0.5), rule.peer(groups(pair.theirs, rule), lr=0.5, **options)
+    pair.a, pair.b = (
+        rule.fused(groups(pair.ours, rule), lr=0.5),
+        rule.peer(groups(pair.theirs, rule), lr=0.5, **options),
+    )
     pair.a.load_state_dict(from_torch)
     pair.b.load_state_dict(from_ours)
     pair.go(range(5, 12))
@@ -55,29 +62,49 @@ def test_states_pass_both_ways_in_the_middle_of_a_run(rule: Rule, options: dict[
     pair.go(range(12, 15))
     assert_close(pair.ours, pair.theirs)
     if rule.peer is not SGD:
-        assert all(state["step"].item() == 15 and state["step"].dtype == torch.float32 for state in state_of(pair.a))
+        assert all(
+            state["step"].item() == 15 and state["step"].dtype == torch.float32
+            for state in state_of(pair.a)
+        )
 
 
 BF16 = torch.bfloat16
 RUNS = [
     *((rule, torch.float32, 1, "parameters", {}) for rule in RULES),
     *((rule, BF16, 1, "parameters", {}) for rule in RULES),
-    *((RULES[0], BF16, count, "parameters", {"master_weights": kind}) for kind in ("fp32", "split") for count in (1, 3)),
+    *(
+        (RULES[0], BF16, count, "parameters", {"master_weights": kind})
+        for kind in ("fp32", "split")
+        for count in (1, 3)
+    ),
     (RULES[0], torch.float32, 3, "parameters", {}),
-    *((rule, dtype, 3, "displacement", {}) for rule in (RULES[0], RULES[2]) for dtype in (torch.float32, BF16)),
+    *(
+        (rule, dtype, 3, "displacement", {})
+        for rule in (RULES[0], RULES[2])
+        for dtype in (torch.float32, BF16)
+    ),
 ]
 
 
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
 @pytest.mark.parametrize(("rule", "dtype", "count", "storage", "options"), RUNS)
 def test_our_state_resumes_bitwise(
-    rule: Rule, dtype: torch.dtype, count: int, storage: str, options: dict[str, Any], model_first: bool
+    rule: Rule,
+    dtype: torch.dtype,
+    count: int,
+    storage: str,
+    options: dict[str, Any],
+    model_first: bool,
 ) -> None:
     """Of several replicas in the middle of a cycle. Moments stay float32, which torch's load_state_dict would cast to the parameter's dtype."""
     at_base = {"decay_at": "base"} if storage == "displacement" and rule is RULES[0] else {}
-    (ours, a, _), (theirs, b, sets) = (replicated(count, rule, dtype, storage, **at_base, **options) for _ in range(2))
+    (ours, a, _), (theirs, b, sets) = (
+        replicated(count, rule, dtype, storage, **at_base, **options) for _ in range(2)
+    )
     run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
-    saved = through_a_file({"model": [param.detach() for param in ours], "optimizer": a.state_dict()})
+    saved = through_a_file(
+        {"model": [param.detach() for param in ours], "optimizer": a.state_dict()}
+    )
     run(b, theirs, range(7, 9))  # it has gone elsewhere
     if not model_first:
         b.load_state_dict(saved["optimizer"])
@@ -86,7 +113,11 @@ def test_our_state_resumes_bitwise(
             param.copy_(value)  # as Module.load_state_dict
     if model_first:
         b.load_state_dict(saved["optimizer"])
-    assert all(one is other for k in range(count) for one, other in zip(b.replica_parameters(k), sets[k], strict=True)), "in place"
+    assert all(
+        one is other
+        for k in range(count)
+        for one, other in zip(b.replica_parameters(k), sets[k], strict=True)
+    ), "in place"
     for optimizer, params in ((a, ours), (b, theirs)):
         run(optimizer, params, range(3, 5))
         optimizer.average_replicas(WEIGHTS[:count])
@@ -96,11 +127,22 @@ def test_our_state_resumes_bitwise(
     for one, other in zip(state_of(a), state_of(b), strict=True):
         assert all(one[name].dtype == torch.float32 for name in rule.moments if name in one)
         for key in one:
-            lists = [state[key] if isinstance(state[key], list) else [state[key]] for state in (one, other)]
+            lists = [
+                state[key] if isinstance(state[key], list) else [state[key]]
+                for state in (one, other)
+            ]
             assert_equal(*lists)
 
 
-@pytest.mark.parametrize("as_", [int, float, lambda x: torch.tensor(float(x), dtype=torch.float64), lambda x: torch.tensor([int(x)])])
+@pytest.mark.parametrize(
+    "as_",
+    [
+        int,
+        float,
+        lambda x: torch.tensor(float(x), dtype=torch.float64),
+        lambda x: torch.tensor([int(x)]),
+    ],
+)
 def test_steps_are_numbers_or_tensors_of_any_kind(as_: Callable[[Any], Any]) -> None:
     pair = Pair()
     pair.go(1)
@@ -174,7 +216,10 @@ def test_an_adam_state_becomes_an_adamw_state_as_in_torch_but_not_the_other_way(
     adamw = FusedAdamW(groups(pair.ours))
     adamw.load_state_dict(pair.b.state_dict())
     assert all(group["decoupled_weight_decay"] for group in adamw.param_groups)
-    with pytest.raises(ValueError, match="decoupled_weight_decay=True of parameter group 0 of the loaded state is AdamW"):
+    with pytest.raises(
+        ValueError,
+        match="decoupled_weight_decay=True of parameter group 0 of the loaded state is AdamW",
+    ):
         pair.a.load_state_dict(AdamW(groups(pair.theirs)).state_dict())
 
 
@@ -185,10 +230,15 @@ def test_load_hooks_see_and_change_the_state() -> None:
 
     def pre(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         seen.append(len(state["state"]))
-        return {**state, "state": {k: {**v, "exp_avg": v["exp_avg"] + 1} for k, v in state["state"].items()}}
+        return {
+            **state,
+            "state": {k: {**v, "exp_avg": v["exp_avg"] + 1} for k, v in state["state"].items()},
+        }
 
     pair.a.register_load_state_dict_pre_hook(pre)
-    pair.a.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state[pair.ours[0]]["exp_avg"].clone()))
+    pair.a.register_load_state_dict_post_hook(
+        lambda optimizer: seen.append(optimizer.state[pair.ours[0]]["exp_avg"].clone())
+    )
     pair.a.load_state_dict(pair.b.state_dict())
     assert seen[0] == 6
     torch.testing.assert_close(seen[1], pair.b.state[pair.theirs[0]]["exp_avg"] + 1)
@@ -229,14 +279,28 @@ def test_small_moments() -> None:
         ),
         (lambda s: s["state"][1].pop("exp_avg_sq"), "parameter 1 lacks exp_avg_sq"),
         (lambda s: s["state"][1].pop("step"), "parameter 1 lacks step"),
-        (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True of parameter group 0 of the loaded state is not supported"),
-        (lambda s: s["param_groups"][1].update(lr=float("nan")), "lr=nan of parameter group 1 of the loaded state"),
-        (lambda s: s["param_groups"][2].pop("betas"), "parameter group 2 of the loaded state lacks betas: it is not that of a FusedAdamW"),
-        (lambda s: s["state"][1].update(exp_avg=0.5), "exp_avg of parameter 1 is a float, not a tensor"),
+        (
+            lambda s: s["param_groups"][0].update(amsgrad=True),
+            "amsgrad=True of parameter group 0 of the loaded state is not supported",
+        ),
+        (
+            lambda s: s["param_groups"][1].update(lr=float("nan")),
+            "lr=nan of parameter group 1 of the loaded state",
+        ),
+        (
+            lambda s: s["param_groups"][2].pop("betas"),
+            "parameter group 2 of the loaded state lacks betas: it is not that of a FusedAdamW",
+        ),
+        (
+            lambda s: s["state"][1].update(exp_avg=0.5),
+            "exp_avg of parameter 1 is a float, not a tensor",
+        ),
         (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
     ],
 )
-def test_damaged_states_are_refused_and_leave_the_optimizer_as_it_was(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_damaged_states_are_refused_and_leave_the_optimizer_as_it_was(
+    spoil: Callable[[dict[str, Any]], None], message: str
+) -> None:
     pair = Pair()
     pair.go(2)
     state = copy.deepcopy(pair.b.state_dict())
@@ -254,9 +318,16 @@ def test_damaged_states_are_refused_and_leave_the_optimizer_as_it_was(spoil: Cal
 
 @pytest.mark.parametrize(
     ("of", "into", "lacks"),
-    [(SGD, FusedAdamW, "betas"), (AdamW, FusedSGD, "momentum"), (FusedLion, FusedAdam, "eps"), (Adam, FusedLion, None)],
+    [
+        (SGD, FusedAdamW, "betas"),
+        (AdamW, FusedSGD, "momentum"),
+        (FusedLion, FusedAdam, "eps"),
+        (Adam, FusedLion, None),
+    ],
 )
-def test_states_of_another_rule_are_refused_by_name(of: type, into: type[FusedOptimizer], lacks: str | None) -> None:
+def test_states_of_another_rule_are_refused_by_name(
+    of: type, into: type[FusedOptimizer], lacks: str | None
+) -> None:
     theirs = parameters()
     set_gradients(theirs, 0)
     other = of(theirs, lr=1e-2)
@@ -271,7 +342,9 @@ def test_states_of_another_rule_are_refused_by_name(of: type, into: type[FusedOp
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_counter_of_one_parameter_counts_from_what_is_written_to_it(backend: str, in_place: bool) -> None:
+def test_a_counter_of_one_parameter_counts_from_what_is_written_to_it(
+    backend: str, in_place: bool
+) -> None:
     pair = Pair(backend=backend)
     pair.go(3)
     for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):

@@ -21,7 +21,13 @@ RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
 
 def model(channels_last: bool = True) -> nn.Module:
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=2), nn.Flatten(), nn.Linear(32 * 16, 5))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 5),
+    )
     return net.to(memory_format=torch.channels_last) if channels_last else net
 
 
@@ -54,18 +60,31 @@ def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
     assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "moment_dtype": "8bit"}, {"master_weights": "fp32"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.1, "moment_dtype": "8bit"}, {"master_weights": "fp32"}],
+    ids=str,
+)
 def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
     """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same that are contiguous."""
-    shapes, dtype = [(80, 60), (60, 80), (3, 50, 60), (7,)], torch.bfloat16 if "master_weights" in options else torch.float32
+    shapes, dtype = (
+        [(80, 60), (60, 80), (3, 50, 60), (7,)],
+        torch.bfloat16 if "master_weights" in options else torch.float32,
+    )
 
     def trained(transposed: bool) -> tuple[list[nn.Parameter], Any]:
         def lying(x: Tensor) -> Tensor:
             return x.mT.contiguous().mT if transposed and x.dim() > 1 else x
 
         generator = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(lying(torch.randn(shape, generator=generator).to(dtype))) for shape in shapes]
-        groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+        params = [
+            nn.Parameter(lying(torch.randn(shape, generator=generator).to(dtype)))
+            for shape in shapes
+        ]
+        groups = [
+            {"params": params[:3], "use_muon": True},
+            {"params": params[3:], "use_muon": False},
+        ]
         optimizer = hdet.FusedMuon(groups, lr=0.1, **options)
         optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
         optimizer.multipliers = [[0.8, 0.8], [1.2, 1.2]]
@@ -81,7 +100,12 @@ def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
     assert ours[0].stride() == (1, 80) == a.state[ours[0]]["momentum_buffer"].stride()
     for k in range(2):
         for one, other in zip(a.replica_parameters(k), b.replica_parameters(k), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-2 if dtype == torch.bfloat16 or "moment_dtype" in options else 1e-5)
+            torch.testing.assert_close(
+                one,
+                other,
+                rtol=0,
+                atol=2e-2 if dtype == torch.bfloat16 or "moment_dtype" in options else 1e-5,
+            )
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
@@ -90,7 +114,11 @@ def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
     for channels_last in (False, True):
         net = model(channels_last)
         optimizer = hdet.FusedMuon(
-            net.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.dim() == 2, max_grad_norm=max_grad_norm, adamw_lr=1e-2
+            net.named_parameters(),
+            lr=1e-2,
+            use_muon=lambda name, p: p.dim() == 2,
+            max_grad_norm=max_grad_norm,
+            adamw_lr=1e-2,
         )
         trained.append(train(net, optimizer))
     for a, b in zip(*(net.parameters() for net in trained), strict=True):
@@ -99,28 +127,44 @@ def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"master_weights": "fp32"}, {"master_weights": "split"}, {"moment_dtype": torch.bfloat16}, {"moment_dtype": "8bit"}],
+    [
+        {"master_weights": "fp32"},
+        {"master_weights": "split"},
+        {"moment_dtype": torch.bfloat16},
+        {"moment_dtype": "8bit"},
+    ],
     ids=lambda options: str(*options.values()),
 )
 def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> None:
     """Bit for bit the run of the same numbers in the order of memory, of which kernels know nothing; and on both backends."""
     runs = {}
     for order, backend in (("channels_last", "cpu"), ("channels_last", "torch"), ("memory", "cpu")):
-        weight = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+        weight = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)).to(
+            memory_format=torch.channels_last
+        )
         if "master_weights" in options:
             weight = weight.bfloat16()
         lying = weight.permute(0, 2, 3, 1)
         param = nn.Parameter(weight if order == "channels_last" else lying.clone())
         optimizer = hdet.FusedAdamW(
-            [param], lr=1e-2, weight_decay=0.1, stochastic_rounding="moment_dtype" in options, backend=backend, **options
+            [param],
+            lr=1e-2,
+            weight_decay=0.1,
+            stochastic_rounding="moment_dtype" in options,
+            backend=backend,
+            **options,
         )
         for step in range(3):
-            gradient = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(step)).to(param.dtype)
+            gradient = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(step)).to(
+                param.dtype
+            )
             param.grad = gradient if order == "memory" else gradient.permute(0, 3, 1, 2)
             optimizer.step()
         saved = copy.deepcopy(optimizer.state_dict()["state"][0])
         tensors = [param.detach(), *(t for t in saved.values() if t.dim() == 4)]
-        runs[order, backend] = tensors if order == "memory" else [t.permute(0, 2, 3, 1) for t in tensors]
+        runs[order, backend] = (
+            tensors if order == "memory" else [t.permute(0, 2, 3, 1) for t in tensors]
+        )
     first, *others = runs.values()
     for other in others:
         assert len(other) == len(first) >= 3 and all(map(torch.equal, first, other))
@@ -146,7 +190,9 @@ def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
         train(net, optimizer, seed=10)
         losses.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     for other in losses[1:]:  # blocks of codes have other members
-        torch.testing.assert_close(other, losses[0], **({"rtol": 0.0, "atol": 2e-2} if moment_dtype == "8bit" else {}))
+        torch.testing.assert_close(
+            other, losses[0], **({"rtol": 0.0, "atol": 2e-2} if moment_dtype == "8bit" else {})
+        )
 
 
 def test_replicas_and_their_mean() -> None:
@@ -168,7 +214,9 @@ def test_replicas_and_their_mean() -> None:
 
 def test_a_line_begins_at_masters_that_lie_otherwise() -> None:
     """A model that becomes channels_last after its state has been loaded."""
-    before = nn.Parameter(torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1)).bfloat16())
+    before = nn.Parameter(
+        torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+    )
     stored = hdet.FusedAdamW([before], lr=1e-2, weight_decay=0.0, master_weights="fp32")
     before.grad = torch.ones_like(before)
     stored.step()
@@ -209,7 +257,9 @@ def test_a_gradient_that_lies_otherwise_is_taken(lies: str, channels_last: bool)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for param in net.parameters():
-                values = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+                values = torch.empty_like(param).copy_(
+                    torch.randn(param.shape, generator=generator)
+                )
                 if lies == "expanded":
                     values = torch.empty_like(param).copy_(OTHERWISE[lies](values))
                 param.grad = values if change is None else change(values)
@@ -224,7 +274,10 @@ def test_copies_that_lie_otherwise_are_refused_when_they_are_given() -> None:
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
     sets = {p: [p, p.detach().contiguous().clone()] for p in net.parameters()}
-    with pytest.raises(ValueError, match=r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone"):
+    with pytest.raises(
+        ValueError,
+        match=r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone",
+    ):
         optimizer.set_replicas(2, lambda p: sets[p])
     assert optimizer.num_replicas == 1
 

@@ -22,7 +22,10 @@ def replica_update(theta: Vector, rate: float, multiplier: float, direction: Vec
 
 def converge(replicas: list[Vector], weights: Vector) -> Vector:
     """Eq. 3: sum_r w_r theta_r."""
-    return [math.fsum(w * x for w, x in zip(weights, column, strict=True)) for column in zip(*replicas, strict=True)]
+    return [
+        math.fsum(w * x for w, x in zip(weights, column, strict=True))
+        for column in zip(*replicas, strict=True)
+    ]
 
 
 def uniform_weights(count: int) -> Vector:
@@ -45,7 +48,9 @@ def softmax(values: Vector) -> Vector:
 
 def signal(weights: Vector, rates: Vector) -> float:
     """Eq. 5: Delta = sum_r w_r eta_r - mean_r eta_r."""
-    return math.fsum(w * rate for w, rate in zip(weights, rates, strict=True)) - math.fsum(rates) / len(rates)
+    return math.fsum(w * rate for w, rate in zip(weights, rates, strict=True)) - math.fsum(
+        rates
+    ) / len(rates)
 
 
 def velocity_update(velocity: float, delta: float, beta: float) -> float:

@@ -15,7 +15,13 @@ from tests.reference.method import Vector
 
 
 def one_cycle(
-    step: int, total: int, peak: float, pct_start: float = 0.3, div: float = 25.0, final_div: float = 1e4, shape: str = "cos"
+    step: int,
+    total: int,
+    peak: float,
+    pct_start: float = 0.3,
+    div: float = 25.0,
+    final_div: float = 1e4,
+    shape: str = "cos",
 ) -> float:
     """Rate used by optimizer step number `step` (from 0): up from peak/div to peak, then down to peak/(div*final_div) at step total-1."""
     turn, end = pct_start * total - 1, total - 1
@@ -34,7 +40,9 @@ def _between(start: float, end: float, share: float, shape: str) -> float:
 class AdamW:
     """Moments and direction of AdamW for one vector; the step itself is Eq. 2. Decay multiplies by 1 - (its rate) * weight_decay."""
 
-    def __init__(self, size: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+    def __init__(
+        self, size: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
         self.betas, self.eps, self.count = betas, eps, 0
         self.first, self.second = [0.0] * size, [0.0] * size
 
@@ -42,9 +50,14 @@ class AdamW:
         """u(t) = m_hat / (sqrt(v_hat) + eps)."""
         (one, two), self.count = self.betas, self.count + 1
         self.first = [one * m + (1 - one) * g for m, g in zip(self.first, gradient, strict=True)]
-        self.second = [two * v + (1 - two) * g * g for v, g in zip(self.second, gradient, strict=True)]
+        self.second = [
+            two * v + (1 - two) * g * g for v, g in zip(self.second, gradient, strict=True)
+        ]
         one_hat, two_hat = 1 - one**self.count, 1 - two**self.count
-        return [(m / one_hat) / (math.sqrt(v / two_hat) + self.eps) for m, v in zip(self.first, self.second, strict=True)]
+        return [
+            (m / one_hat) / (math.sqrt(v / two_hat) + self.eps)
+            for m, v in zip(self.first, self.second, strict=True)
+        ]
 
 
 @dataclass
@@ -64,7 +77,9 @@ class Settings:
     momentum: float = 0.9
     div: float = 25.0
     final_div: float = 1e4
-    orders: list[list[int]] = field(default_factory=list)  # [cycle][replica]: position on the grid (Eq. 8); missing: rotate
+    orders: list[list[int]] = field(
+        default_factory=list
+    )  # [cycle][replica]: position on the grid (Eq. 8); missing: rotate
 
 
 @dataclass
@@ -86,7 +101,15 @@ def order(settings: Settings, cycle: int) -> list[int]:
     return [(replica + cycle) % settings.replicas for replica in range(settings.replicas)]
 
 
-def decide(controls: Controls, settings: Settings, losses: Vector, rho: Vector, done: int, scheduled: float, floor: float) -> None:
+def decide(
+    controls: Controls,
+    settings: Settings,
+    losses: Vector,
+    rho: Vector,
+    done: int,
+    scheduled: float,
+    floor: float,
+) -> None:
     """One decision at the end of a cycle, after `done` steps; changes `controls`."""
     weights = method.softmax(method.scores(losses, settings.sigma))
     if settings.decay is None:
@@ -97,7 +120,9 @@ def decide(controls: Controls, settings: Settings, losses: Vector, rho: Vector, 
     if controls.gamma is None:
         controls.base = controls.value(scheduled)
         # K counts this decision and those still to come: S_warm of Eq. 7 is where this cycle began.
-        intervals = method.intervals_left(settings.steps, done - settings.interval, settings.interval)
+        intervals = method.intervals_left(
+            settings.steps, done - settings.interval, settings.interval
+        )
         if settings.decay == "printed":
             controls.gamma = method.gamma_printed(settings.div, settings.final_div, intervals)
         else:
@@ -106,13 +131,18 @@ def decide(controls: Controls, settings: Settings, losses: Vector, rho: Vector, 
     assert base is not None
     delta = method.signal(weights, [base * r for r in rho])
     controls.velocity = method.velocity_update(controls.velocity, delta, settings.momentum)
-    controls.base = max(floor, method.base_update(base, controls.gamma, settings.step_size, controls.velocity))
+    controls.base = max(
+        floor, method.base_update(base, controls.gamma, settings.step_size, controls.velocity)
+    )
 
 
 def simulate(settings: Settings) -> dict[str, list]:
     """Returns "rates" (one per step: the base value in force) and "cycles" (what each converge saw and left)."""
     count = settings.replicas
-    scheduled = [one_cycle(t, settings.steps, settings.peak, div=settings.div, final_div=settings.final_div) for t in range(settings.steps)]
+    scheduled = [
+        one_cycle(t, settings.steps, settings.peak, div=settings.div, final_div=settings.final_div)
+        for t in range(settings.steps)
+    ]
     floor = settings.peak / (settings.div * settings.final_div)
     grid = method.multipliers(count, settings.spread)
     thetas = [toy.start() for _ in range(count)]
@@ -134,12 +164,18 @@ def simulate(settings: Settings) -> dict[str, list]:
         done = t + 1
         if done % settings.interval and done != settings.steps:
             continue
-        losses = [total / (settings.interval if done % settings.interval == 0 else done % settings.interval) for total in sums]
+        losses = [
+            total
+            / (settings.interval if done % settings.interval == 0 else done % settings.interval)
+            for total in sums
+        ]
         weights = method.uniform_weights(count)
         if settings.average == "softmax":
             weights = method.softmax(method.scores(losses, settings.sigma))
         mean = method.converge(thetas, weights)
-        cycles.append({"step": done, "multipliers": rho, "losses": losses, "before": thetas, "after": mean})
+        cycles.append(
+            {"step": done, "multipliers": rho, "losses": losses, "before": thetas, "after": mean}
+        )
         thetas = [list(mean) for _ in range(count)]
         if settings.controller and done - settings.interval >= settings.warmup:
             now = scheduled[min(done, settings.steps - 1)]
@@ -154,8 +190,12 @@ RUNS = {
     "one_replica": Settings(replicas=1, controller=False, weight_decay=0.1),
     "no_spread": Settings(spread=0.0, controller=False),
     "spread_only": Settings(spread=0.3, controller=False),
-    "two_replicas_decayed_weights": Settings(replicas=2, spread=1 / 9, weight_decay=0.1, controller=False),
-    "softmax_multiplies_the_schedule": Settings(decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5),
+    "two_replicas_decayed_weights": Settings(
+        replicas=2, spread=1 / 9, weight_decay=0.1, controller=False
+    ),
+    "softmax_multiplies_the_schedule": Settings(
+        decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5
+    ),
     "softmax_floor": Settings(decay="floor", warmup=10),
     "softmax_printed": Settings(decay="printed", warmup=10),
     "softmax_average": Settings(average="softmax", controller=False, sigma=0.1),

@@ -23,17 +23,32 @@ def test_multipliers(count, spread):
         assert ours == [1.0] * count  # exactly: spread 0 must be plain data-parallel training
 
 
-@pytest.mark.parametrize(("steps", "warmup", "interval"), [(200_000, 100_000, 1000), (2000, 0, 50), (90, 30, 20)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "interval"), [(200_000, 100_000, 1000), (2000, 0, 50), (90, 30, 20)]
+)
 @pytest.mark.parametrize(("div", "final_div"), [(25.0, 1e4), (10.0, 100.0), (4.0, 2.0)])
 def test_gammas(div, final_div, steps, warmup, interval):
-    intervals, peak, floor = method.intervals_left(steps, warmup, interval), 9e-4, 9e-4 / (div * final_div)
-    assert softmax.gamma_printed(div, final_div, intervals) == close(method.gamma_printed(div, final_div, intervals), rel=1e-12)
-    assert softmax.gamma_floor(peak, floor, intervals) == close(method.gamma_corrected(floor, peak, intervals), rel=1e-12)
+    intervals, peak, floor = (
+        method.intervals_left(steps, warmup, interval),
+        9e-4,
+        9e-4 / (div * final_div),
+    )
+    assert softmax.gamma_printed(div, final_div, intervals) == close(
+        method.gamma_printed(div, final_div, intervals), rel=1e-12
+    )
+    assert softmax.gamma_floor(peak, floor, intervals) == close(
+        method.gamma_corrected(floor, peak, intervals), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "sigma", "beta", "step_size", "gamma"),
-    [(2, 0.1, 0.9, 0.5, 0.0), (4, 0.1, 0.9, 0.5, 0.02), (8, 0.002, 0.5, 1.0, -0.06), (5, 3.0, 0.0, 0.1, 0.5)],
+    [
+        (2, 0.1, 0.9, 0.5, 0.0),
+        (4, 0.1, 0.9, 0.5, 0.02),
+        (8, 0.002, 0.5, 1.0, -0.06),
+        (5, 3.0, 0.0, 0.1, 0.5),
+    ],
 )
 def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
     """Eq. 4 to 6 over several cycles with made-up losses: base and velocity go on from one cycle to the next."""
@@ -45,7 +60,9 @@ def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
         delta = method.signal(weights, rates)
         assert softmax.softmax_weights(losses, sigma) == close(weights, rel=1e-12)
         assert softmax.signal(weights, rates) == close(delta, rel=1e-9, abs=1e-18)
-        ours = softmax.momentum_update(velocity, delta, base, momentum=beta, step_size=step_size, gamma=gamma)
+        ours = softmax.momentum_update(
+            velocity, delta, base, momentum=beta, step_size=step_size, gamma=gamma
+        )
         velocity = method.velocity_update(velocity, delta, beta)
         base = method.base_update(base, gamma, step_size, velocity)
         assert ours == close((velocity, base), rel=1e-11)
@@ -53,12 +70,16 @@ def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_assignments_are_fresh_permutations(count):
-    orders = [assignment(0, cycle, knob, count) for cycle in range(12) for knob in ("lr", "weight_decay")]
+    orders = [
+        assignment(0, cycle, knob, count) for cycle in range(12) for knob in ("lr", "weight_decay")
+    ]
     assert all(method.is_reassignment(order, count) for order in orders)
     assert assignment(0, 3, "lr", count) == assignment(0, 3, "lr", count)
     if count > 2:
         assert len({tuple(order) for order in orders}) > 3
-        assert [assignment(1, cycle, "lr", count) for cycle in range(12)] != [assignment(0, cycle, "lr", count) for cycle in range(12)]
+        assert [assignment(1, cycle, "lr", count) for cycle in range(12)] != [
+            assignment(0, cycle, "lr", count) for cycle in range(12)
+        ]
 
 
 def test_a_missing_loss_is_masked_as_in_the_reference():

@@ -32,9 +32,13 @@ def _batch(step, replica):
 def _train(rank, world, settings, drop_in):
     bare = LeastSquares()
     # What the golden run fixes is the order of Eq. 8, which the paper leaves open; everything else is hdet's own.
-    with mock.patch.object(design, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)):
+    with mock.patch.object(
+        design, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)
+    ):
         model = torch.nn.parallel.DistributedDataParallel(bare) if world > 1 else bare
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=settings.weight_decay)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1.0, weight_decay=settings.weight_decay
+        )
         schedule = {
             "max_lr": settings.peak,
             "total_steps": settings.steps,
@@ -43,7 +47,11 @@ def _train(rank, world, settings, drop_in):
             "final_div_factor": settings.final_div,
         }
         controller = (
-            hdet.SoftmaxController(settings.sigma, settings.step_size, settings.momentum, settings.decay) if settings.controller else None
+            hdet.SoftmaxController(
+                settings.sigma, settings.step_size, settings.momentum, settings.decay
+            )
+            if settings.controller
+            else None
         )
         if drop_in:
             scheduler = hdet.OneCycleAutoLR(
@@ -68,7 +76,12 @@ def _train(rank, world, settings, drop_in):
             scheduler.step(loss)
             if ensemble.cycle > len(cycles):
                 cycles.append(
-                    {**ensemble.history, "before": before, "after": bare.theta.detach().tolist(), "base": ensemble.engine.held[0]}
+                    {
+                        **ensemble.history,
+                        "before": before,
+                        "after": bare.theta.detach().tolist(),
+                        "base": ensemble.engine.held[0],
+                    }
                 )
         return rates, cycles
 
@@ -85,7 +98,9 @@ def _follows(settings, drop_in):
             assert ours["before"] == pytest.approx(theirs["before"][rank], rel=1e-9)
             assert ours["after"] == pytest.approx(theirs["after"], rel=1e-9)
             assert ours["corrections"]["lr"] == pytest.approx(theirs["correction"], rel=1e-9)
-            assert ours["base"] == (None if theirs["base"] is None else pytest.approx(theirs["base"], rel=1e-8))
+            assert ours["base"] == (
+                None if theirs["base"] is None else pytest.approx(theirs["base"], rel=1e-8)
+            )
     return ranks
 
 
@@ -93,9 +108,18 @@ def _follows(settings, drop_in):
 def test_ensemble_follows_the_golden_trajectory(name):
     ranks = _follows(RUNS[name], drop_in=False)
     for cycle in range(len(ranks[0][1])):
-        assert all(cycles[cycle]["after"] == ranks[0][1][cycle]["after"] for _, cycles in ranks)  # bitwise
+        assert all(
+            cycles[cycle]["after"] == ranks[0][1][cycle]["after"] for _, cycles in ranks
+        )  # bitwise
 
 
-@pytest.mark.parametrize("name", [name for name, settings in RUNS.items() if settings.decay is None and settings.average == "mean"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, settings in RUNS.items()
+        if settings.decay is None and settings.average == "mean"
+    ],
+)
 def test_drop_in_follows_the_golden_trajectory(name):
     _follows(RUNS[name], drop_in=True)

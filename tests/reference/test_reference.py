@@ -50,8 +50,13 @@ def test_noise_and_reassignment_by_hand():
 
 
 def test_one_cycle_by_hand():
-    rates = [one_cycle(t, 10, 25.0, pct_start=0.3, div=25.0, final_div=2.0, shape="linear") for t in range(10)]
-    assert rates == close([1, 13, 25, 21.5, 18, 14.5, 11, 7.5, 4, 0.5])  # the numbers torch's own tests use
+    rates = [
+        one_cycle(t, 10, 25.0, pct_start=0.3, div=25.0, final_div=2.0, shape="linear")
+        for t in range(10)
+    ]
+    assert rates == close(
+        [1, 13, 25, 21.5, 18, 14.5, 11, 7.5, 4, 0.5]
+    )  # the numbers torch's own tests use
     assert one_cycle(39, 40, 0.05) == close(2e-7)
 
 
@@ -64,7 +69,9 @@ def test_toy_gradient_is_the_slope_of_the_loss():
     _, gradient = toy.loss_and_gradient(theta, data)
     for i in range(toy.SIZE):
         up, down = ([x + sign * h * (j == i) for j, x in enumerate(theta)] for sign in (1, -1))
-        slope = (toy.loss_and_gradient(up, data)[0] - toy.loss_and_gradient(down, data)[0]) / (2 * h)
+        slope = (toy.loss_and_gradient(up, data)[0] - toy.loss_and_gradient(down, data)[0]) / (
+            2 * h
+        )
         assert gradient[i] == close(slope, rel=1e-6, abs=1e-9)
 
 

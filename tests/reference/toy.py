@@ -31,15 +31,27 @@ def batch(step: int, replica: int) -> Batch:
     numbers = uniforms(1000 + 64 * step + replica, ROWS * (SIZE + 1))
     truth = uniforms(2, SIZE)
     scales = [4 ** (-i / (SIZE - 1)) for i in range(SIZE)]
-    rows = [[scale * x for scale, x in zip(scales, numbers[i * SIZE : (i + 1) * SIZE], strict=True)] for i in range(ROWS)]
+    rows = [
+        [scale * x for scale, x in zip(scales, numbers[i * SIZE : (i + 1) * SIZE], strict=True)]
+        for i in range(ROWS)
+    ]
     noise = numbers[ROWS * SIZE :]
-    targets = [math.fsum(x * t for x, t in zip(row, truth, strict=True)) + 0.1 * e for row, e in zip(rows, noise, strict=True)]
+    targets = [
+        math.fsum(x * t for x, t in zip(row, truth, strict=True)) + 0.1 * e
+        for row, e in zip(rows, noise, strict=True)
+    ]
     return rows, targets
 
 
 def loss_and_gradient(theta: Vector, data: Batch) -> tuple[float, Vector]:
     rows, targets = data
-    errors = [math.fsum(x * t for x, t in zip(row, theta, strict=True)) - y for row, y in zip(rows, targets, strict=True)]
+    errors = [
+        math.fsum(x * t for x, t in zip(row, theta, strict=True)) - y
+        for row, y in zip(rows, targets, strict=True)
+    ]
     loss = math.fsum(e * e for e in errors) / (2 * len(rows))
-    gradient = [math.fsum(e * row[i] for e, row in zip(errors, rows, strict=True)) / len(rows) for i in range(len(theta))]
+    gradient = [
+        math.fsum(e * row[i] for e, row in zip(errors, rows, strict=True)) / len(rows)
+        for i in range(len(theta))
+    ]
     return loss, gradient

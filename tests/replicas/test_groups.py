@@ -78,7 +78,16 @@ def test_from_layout(world: int, sizes: dict[str, int], ranks: list[list[int]]) 
     check(run_ranks(make, world, "from_layout", sizes), ranks)
 
 
-@pytest.mark.parametrize("lists", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]], ((0,), (1,), (2,), (3,))])
+@pytest.mark.parametrize(
+    "lists",
+    [
+        [[0, 1], [2, 3]],
+        [[0, 2], [1, 3]],
+        [[2, 3], [0, 1]],
+        [[0, 3], [2, 1]],
+        ((0,), (1,), (2,), (3,)),
+    ],
+)
 def test_from_group_of_lists(lists: Any) -> None:
     """In the order given, also where peers are not ascending; torch 2.11 and older know no such group, and it is refused."""
     if SORTS and any(list(peers) != sorted(peers) for peers in zip(*lists, strict=True)):
@@ -92,9 +101,13 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def from_mesh(rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any) -> dict[str, Any]:
+def from_mesh(
+    rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any
+) -> dict[str, Any]:
     mesh = mesh_of(shape, names)
-    replicas = hdet.Replicas.from_mesh(mesh if part is None else mesh[part], *([] if replicate is None else [replicate]))
+    replicas = hdet.Replicas.from_mesh(
+        mesh if part is None else mesh[part], *([] if replicate is None else [replicate])
+    )
     line = mesh.get_group("dp_replicate")
     sharing = isinstance(replicate, str) or replicate is None
     assert (replicas.peer_group is line) is sharing  # no second communicator for the same ranks
@@ -111,11 +124,23 @@ HSDP = ("dp_replicate", "dp_shard")
         # A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four.
         ((2, 2), HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
         ((2, 2), HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
-        ((2, 2, 2), ("node", "tp", "dp_replicate"), None, ("node", "dp_replicate"), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (
+            (2, 2, 2),
+            ("node", "tp", "dp_replicate"),
+            None,
+            ("node", "dp_replicate"),
+            [[0, 2], [1, 3], [4, 6], [5, 7]],
+        ),
         ((2, 2, 2), (*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 )
-def test_from_mesh(shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any, ranks: list[list[int]]) -> None:
+def test_from_mesh(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    part: Any,
+    replicate: Any,
+    ranks: list[list[int]],
+) -> None:
     check(run_ranks(from_mesh, 2 ** len(shape), shape, names, part, replicate), ranks)
 
 
@@ -144,7 +169,10 @@ def own_order(rank: int, world: int, ranks: list[list[int]]) -> Any:
 @pytest.mark.parametrize(
     ("world", "ranks"),
     [
-        (4, [[2, 3], [0, 1]]),  # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
+        (
+            4,
+            [[2, 3], [0, 1]],
+        ),  # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
         (6, [[0, 1], [3, 2]]),  # ranks that the mesh leaves out are told
     ],
 )
@@ -164,11 +192,15 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
     """A collection as Megatron-Core would make it, by the same arithmetic; what is not parallel is None or missing."""
     groups = SimpleNamespace(cp=None)
     axes = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp", "expt_tp": "etp", "expt_dp": "edp"}
-    tables = {name: layout.groups(axis) for name, axis in axes.items() if axis != "ep" or layout.ep > 1}
+    tables = {
+        name: layout.groups(axis) for name, axis in axes.items() if axis != "ep" or layout.ep > 1
+    }
     tables["embd"] = layout.tied
     if instances > 1:
         half = layout.world // instances
-        tables["intra_dist_opt"] = tuple(tuple(range(k, k + half)) for k in range(0, layout.world, half))
+        tables["intra_dist_opt"] = tuple(
+            tuple(range(k, k + half)) for k in range(0, layout.world, half)
+        )
         tables["inter_dist_opt"] = tuple(tuple(range(k, layout.world, half)) for k in range(half))
     for name, table in tables.items():
         for ranks in table:
@@ -178,7 +210,14 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
     return groups
 
 
-def from_megatron(rank: int, world: int, sizes: dict[str, int], instances: int, distributed: bool, drop: tuple[str, ...]) -> Any:
+def from_megatron(
+    rank: int,
+    world: int,
+    sizes: dict[str, int],
+    instances: int,
+    distributed: bool,
+    drop: tuple[str, ...],
+) -> Any:
     groups = megatron(Layout(world, **sizes), rank, instances)
     for name in drop:
         delattr(groups, name)
@@ -200,7 +239,9 @@ def from_megatron(rank: int, world: int, sizes: dict[str, int], instances: int, 
         (4, {}, 2, [[0, 1], [2, 3]]),  # of a distributed optimizer
     ],
 )
-def test_from_megatron(world: int, sizes: dict[str, int], instances: int, ranks: list[list[int]]) -> None:
+def test_from_megatron(
+    world: int, sizes: dict[str, int], instances: int, ranks: list[list[int]]
+) -> None:
     check(run_ranks(from_megatron, world, sizes, instances, instances > 1, ()), ranks)
 
 
@@ -224,7 +265,9 @@ def test_what_is_wrong_with_megatrons_groups_is_said(
 # -- ranks that ask for different things --------------------------------------------------------------------------------------------------
 
 
-def ask_differently(rank: int, world: int, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, str]:
+def ask_differently(
+    rank: int, world: int, calls: list[tuple[str, dict[str, Any]]]
+) -> tuple[str, str]:
     kind, arguments = calls[rank]
     if arguments.get("mesh"):
         arguments = {**arguments, "mesh": mesh_of((2, 2), ("dp_replicate", "dp_shard"))}
@@ -243,16 +286,31 @@ FINE = ("from_layout", {"tp": 2})
 @pytest.mark.parametrize(
     ("calls", "parts"),
     [
-        ([FINE, FINE, FINE, ("from_layout", {"pp": 2})], ["ranks 0-2: from_layout(tp=2,", "rank 3: from_layout(tp=1, cp=1, ep=1, pp=2"]),
-        ([FINE, ("from_layout", {"tp": 3}), FINE, FINE], ["ranks 0, 2-3: from_layout(tp=2", "rank 1: from_layout refused with ValueError"]),
-        ([FINE, FINE, ("from_group", {"group": [[0, 1], [2, 3]]}), FINE], ["rank 2: from_group([[0, 1], [2, 3]])"]),
         (
-            [("from_group", {"group": [[0, 1], [2, 3]]})] * 2 + [("from_group", {"group": [[0, 2], [1, 3]]})] * 2,
+            [FINE, FINE, FINE, ("from_layout", {"pp": 2})],
+            ["ranks 0-2: from_layout(tp=2,", "rank 3: from_layout(tp=1, cp=1, ep=1, pp=2"],
+        ),
+        (
+            [FINE, ("from_layout", {"tp": 3}), FINE, FINE],
+            ["ranks 0, 2-3: from_layout(tp=2", "rank 1: from_layout refused with ValueError"],
+        ),
+        (
+            [FINE, FINE, ("from_group", {"group": [[0, 1], [2, 3]]}), FINE],
+            ["rank 2: from_group([[0, 1], [2, 3]])"],
+        ),
+        (
+            [("from_group", {"group": [[0, 1], [2, 3]]})] * 2
+            + [("from_group", {"group": [[0, 2], [1, 3]]})] * 2,
             ["ranks 0-1: from_group([[0, 1], [2, 3]])", "ranks 2-3: from_group([[0, 2], [1, 3]])"],
         ),
         (
-            [("from_mesh", {"mesh": True})] * 3 + [("from_mesh", {"mesh": True, "replicate": "dp_shard"})],
-            ["ranks 0-2: from_mesh(mesh (dp_replicate=2, dp_shard=2)", "rank 3: from_mesh(", "replicate=dp_shard"],
+            [("from_mesh", {"mesh": True})] * 3
+            + [("from_mesh", {"mesh": True, "replicate": "dp_shard"})],
+            [
+                "ranks 0-2: from_mesh(mesh (dp_replicate=2, dp_shard=2)",
+                "rank 3: from_mesh(",
+                "replicate=dp_shard",
+            ],
         ),
     ],
 )
@@ -267,9 +325,18 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
     ("call", "message"),
     [
         (("from_layout", {"tp": 3}), "not divisible"),
-        (("from_mesh", {"mesh": True, "replicate": "dp"}), "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard"),
-        (("from_mesh", {"mesh": None}), "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType"),
-        (("from_group", {"group": [[0, 1], [2]]}), "lists of 2, 1 ranks: all replicas must be of one size"),
+        (
+            ("from_mesh", {"mesh": True, "replicate": "dp"}),
+            "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard",
+        ),
+        (
+            ("from_mesh", {"mesh": None}),
+            "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType",
+        ),
+        (
+            ("from_group", {"group": [[0, 1], [2]]}),
+            "lists of 2, 1 ranks: all replicas must be of one size",
+        ),
         (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
         (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),
         (("from_group", {"group": [[0, 1], [2, 4]]}), "ranks 4, but the world has ranks 0-3"),
@@ -293,7 +360,11 @@ def test_without_processes() -> None:
 
 
 def alone(rank: int, world: int) -> list[int]:
-    one = [hdet.Replicas.from_layout(), hdet.Replicas.from_mesh(mesh_of((1,), ("dp_replicate",))), hdet.Replicas.from_group([[0]])]
+    one = [
+        hdet.Replicas.from_layout(),
+        hdet.Replicas.from_mesh(mesh_of((1,), ("dp_replicate",))),
+        hdet.Replicas.from_group([[0]]),
+    ]
     return [replicas.count for replicas in one]
 
 
@@ -304,7 +375,9 @@ def test_a_world_of_one_process_is_one_replica() -> None:
 # -- what is compared before the first step, and what is added up ---------------------------------------------------------------------------
 
 
-def agree(rank: int, world: int, common: list[dict[str, int]], by_member: list[dict[str, int]], twist: str) -> str:
+def agree(
+    rank: int, world: int, common: list[dict[str, int]], by_member: list[dict[str, int]], twist: str
+) -> str:
     replicas = hdet.Replicas.from_layout(tp=2)
     if twist == "place" and rank == 3:
         replicas.member = 0
@@ -320,7 +393,10 @@ def agree(rank: int, world: int, common: list[dict[str, int]], by_member: list[d
 
 
 SAME = [{"seed": 1}] * 4
-STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different parts, peers the same
+STAGES = [
+    {"shapes": 10},
+    {"shapes": 11},
+] * 2  # members 0 and 1 hold different parts, peers the same
 
 
 @pytest.mark.parametrize(
@@ -328,19 +404,51 @@ STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different 
     [
         (SAME, STAGES, "", ""),
         ([{"seed": 2**61}] * 4, STAGES, "", ""),
-        ([{"seed": 1}] * 3 + [{"seed": 2}], STAGES, "", "seed differs between replicas' ranks: ranks 0-2: 1; rank 3: 2"),
-        (SAME, STAGES[:3] + [{"shapes": 7}], "", "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7"),
-        (SAME[:3] + [{"sync_interval": 1}], STAGES, "", "the settings to compare differ between replicas' ranks"),
-        (SAME[:3] + [{"seed": 1, "new in the next version": 1}], STAGES, "", "the settings to compare .* several versions of hdet"),
+        (
+            [{"seed": 1}] * 3 + [{"seed": 2}],
+            STAGES,
+            "",
+            "seed differs between replicas' ranks: ranks 0-2: 1; rank 3: 2",
+        ),
+        (
+            SAME,
+            STAGES[:3] + [{"shapes": 7}],
+            "",
+            "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7",
+        ),
+        (
+            SAME[:3] + [{"sync_interval": 1}],
+            STAGES,
+            "",
+            "the settings to compare differ between replicas' ranks",
+        ),
+        (
+            SAME[:3] + [{"seed": 1, "new in the next version": 1}],
+            STAGES,
+            "",
+            "the settings to compare .* several versions of hdet",
+        ),
         (SAME, STAGES, "place", "ranks 2-3 all are member 0 of replica 1"),
-        (SAME, STAGES, "ranks", "the number of replicas and their ranks \\(digest\\) differs between replicas' ranks"),
-        (SAME, STAGES, "size", "the number of ranks in a replica differs between replicas' ranks: ranks 0-2: 2; rank 3: 1"),
+        (
+            SAME,
+            STAGES,
+            "ranks",
+            "the number of replicas and their ranks \\(digest\\) differs between replicas' ranks",
+        ),
+        (
+            SAME,
+            STAGES,
+            "size",
+            "the number of ranks in a replica differs between replicas' ranks: ranks 0-2: 2; rank 3: 1",
+        ),
     ],
 )
 def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
     results = run_ranks(agree, 4, common, by_member, twist)
     assert len(set(results)) == 1
-    assert re.search(message, results[0]) and ("Start all ranks with the same code" in results[0]) == bool(results[0]) == bool(message)
+    assert re.search(message, results[0]) and (
+        "Start all ranks with the same code" in results[0]
+    ) == bool(results[0]) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:
@@ -359,7 +467,13 @@ def add_up(rank: int, world: int) -> list[list[float]]:
 def stages(rank: int, world: int) -> list[list[float]]:
     """pp 2: the first stages have no loss; a NaN stays with its replica."""
     replicas = hdet.Replicas.from_layout(pp=2)
-    row = [0.0, 0.0] if replicas.member == 0 else [7.0, 2.0] if replicas.index else [float("nan"), 1.0]
+    row = (
+        [0.0, 0.0]
+        if replicas.member == 0
+        else [7.0, 2.0]
+        if replicas.index
+        else [float("nan"), 1.0]
+    )
     return replicas.sum_rows(torch.tensor(row, dtype=torch.float64)).nan_to_num(nan=-1.0).tolist()
 
 

@@ -46,7 +46,12 @@ SIZES = st.sampled_from([1, 1, 2, 3, 4])
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    tp, cp, pp, dp = draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 8))
+    tp, cp, pp, dp = (
+        draw(SIZES),
+        draw(SIZES),
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.integers(1, 8)),
+    )
     ep, etp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([None, None, 1, 2]))
     order = "-".join(draw(st.permutations(["tp", "cp", "ep", "dp", "pp"])))
     shard = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
@@ -78,7 +83,13 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
     for replica in replicas:
         reached, grown = {replica[0]}, set(replica[:1])
         while grown:
-            grown = {rank for groups in shared.values() for group in groups if set(group) & grown for rank in group} - reached
+            grown = {
+                rank
+                for groups in shared.values()
+                for group in groups
+                if set(group) & grown
+                for rank in group
+            } - reached
             reached |= grown
         assert reached == set(replica)
     peers = layout.peers
@@ -96,7 +107,14 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
 @settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_groups_of_any_layout(layout: Layout) -> None:
-    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "shard": layout.shard, "ep": layout.ep}
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "dp": layout.dp,
+        "pp": layout.pp,
+        "shard": layout.shard,
+        "ep": layout.ep,
+    }
     for axis, size in sizes.items():
         groups = layout.groups(axis)
         if axis == "ep" and not groups:
@@ -104,7 +122,9 @@ def test_groups_of_any_layout(layout: Layout) -> None:
         assert sorted(itertools.chain(*groups)) == list(range(layout.world))
         assert all(len(group) == size and list(group) == sorted(group) for group in groups)
     # Two groups along different axes have one rank in common at most.
-    for a, b in itertools.combinations([layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")], 2):
+    for a, b in itertools.combinations(
+        [layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")], 2
+    ):
         assert all(len(set(x) & set(y)) <= 1 for x in a[:4] for y in b)
     assert prod(sizes[axis] for axis in ("tp", "cp", "dp", "pp")) == layout.world
 
@@ -112,10 +132,24 @@ def test_groups_of_any_layout(layout: Layout) -> None:
 def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
     """Two ranks a layer, four stages: eight tp, four pp and eight dp groups. And shards, which run over dp and cp."""
     layout = Layout(16, tp=2, pp=4)
-    assert lists(layout.groups("dp")) == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert lists(layout.groups("dp")) == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [8, 10],
+        [9, 11],
+        [12, 14],
+        [13, 15],
+    ]
     assert lists(layout.groups("tp")) == [[k, k + 1] for k in range(0, 16, 2)]
     assert lists(layout.groups("pp")) == [[k, k + 4, k + 8, k + 12] for k in range(4)]
-    assert lists(Layout(16, tp=2, cp=2, pp=2, shard=2).groups("shard"))[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert lists(Layout(16, tp=2, cp=2, pp=2, shard=2).groups("shard"))[:4] == [
+        [0, 2],
+        [4, 6],
+        [1, 3],
+        [5, 7],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +161,19 @@ def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
         ({"tp": 3}, "8 ranks are not divisible by tp 3 .* start a multiple"),
         ({"ep": 3}, "8 ranks are not divisible by etp 1 \\* ep 3 .* start a multiple"),
         ({"shard": 3}, "shard 3 does not divide dp 8 \\* cp 1 = 8: choose"),
-        ({"world": 12, "cp": 2, "shard": 3}, "shard 3 cuts through groups of cp 2 ranks.*multiple of cp"),
+        (
+            {"world": 12, "cp": 2, "shard": 3},
+            "shard 3 cuts through groups of cp 2 ranks.*multiple of cp",
+        ),
         ({"order": "tp-dp-xp"}, "order must be made of tp, cp, ep, dp, pp.*it has 'xp'"),
         ({"order": "tp-tp-dp"}, "order must be made of.*twice"),
         ({"order": 3}, "order must be made of.*no text"),
         ({"order": "tp-cp-pp"}, "lacks dp: say where"),
         ({"pp": 2, "order": "tp-dp"}, "lacks pp: say where"),
-        ({"ep": 2, "tp": 2, "pp": 2, "etp": 1, "order": "tp-pp-dp-ep"}, "other pipelines.*put pp last"),
+        (
+            {"ep": 2, "tp": 2, "pp": 2, "etp": 1, "order": "tp-pp-dp-ep"},
+            "other pipelines.*put pp last",
+        ),
     ],
 )
 def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
@@ -146,7 +186,11 @@ def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
     [
         {"tp": 2, "ep": 2, "pp": 2},
         {"shard": 8},
-        {"ep": 2, "shard": 4, "order": "tp-cp-dp-ep-pp"},  # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
+        {
+            "ep": 2,
+            "shard": 4,
+            "order": "tp-cp-dp-ep-pp",
+        },  # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
     ],
 )
 def test_all_in_one_replica(sizes: dict[str, Any]) -> None:
@@ -172,18 +216,36 @@ def test_closure_joins_what_overlaps() -> None:
             {},
             "ranks 0-3 and ranks 4-7 have tp groups at different places",
         ),
-        (4, {"tp": ((0, 1), (3, 2))}, {}, "tp groups at different places"),  # the other way round in one of them
-        (4, {}, {"dp": ((0, 2), (1, 3))}, "ranks 0-3 .* not in one dp group.* missing"),  # tp was forgotten: 0 and 1 are no copies
+        (
+            4,
+            {"tp": ((0, 1), (3, 2))},
+            {},
+            "tp groups at different places",
+        ),  # the other way round in one of them
+        (
+            4,
+            {},
+            {"dp": ((0, 2), (1, 3))},
+            "ranks 0-3 .* not in one dp group.* missing",
+        ),  # tp was forgotten: 0 and 1 are no copies
     ],
 )
-def test_replicas_that_are_not_alike_are_refused(world: int, sharing: Any, copies: Any, message: str) -> None:
+def test_replicas_that_are_not_alike_are_refused(
+    world: int, sharing: Any, copies: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         paired(range(world), sharing, copies)
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([], ""), ([3], "3"), ([2, 0, 1], "0-2"), ([0, 2, 3, 9], "0, 2-3, 9"), (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more")],
+    [
+        ([], ""),
+        ([3], "3"),
+        ([2, 0, 1], "0-2"),
+        ([0, 2, 3, 9], "0, 2-3, 9"),
+        (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
 )
 def test_brief(ranks: Any, text: str) -> None:
     assert brief(ranks) == text

@@ -20,7 +20,9 @@ from tests.distributed import run_ranks
 NAMES = ("dp_replicate", "dp_shard")
 
 
-def refusal(optimizer: Any, replicas: hdet.Replicas | None, gradients: str = "shared", **settings: Any) -> str:
+def refusal(
+    optimizer: Any, replicas: hdet.Replicas | None, gradients: str = "shared", **settings: Any
+) -> str:
     """What an Ensemble says of it; nothing, if it takes it."""
     step = optimizer.step
     sync = hdet.Sync(gradients=gradients, moments="keep" if gradients == "local" else None)
@@ -56,18 +58,34 @@ def one_dimension(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_dimensional_fsdp_is_one_replica(world: int) -> None:
     for several, said, single, rolled, alone, auto in run_ranks(one_dimension, world):
-        assert several.startswith(f"ranks 0-{world - 1} are one replica") and "AutoLR(model) needs one replica only" in several
-        assert f"(0.weight) is sharded (S(0)) over ranks 0-{world - 1} by 'dp' of the mesh (dp={world})" in said
-        assert "('dp_replicate', 'dp_shard')" in said and "fully_shard" in said and "leave replicas out" in said
+        assert (
+            several.startswith(f"ranks 0-{world - 1} are one replica")
+            and "AutoLR(model) needs one replica only" in several
+        )
+        assert (
+            f"(0.weight) is sharded (S(0)) over ranks 0-{world - 1} by 'dp' of the mesh (dp={world})"
+            in said
+        )
+        assert (
+            "('dp_replicate', 'dp_shard')" in said
+            and "fully_shard" in said
+            and "leave replicas out" in said
+        )
         for own in (rolled, alone):
-            assert "decide about its shards by its own loss" in own and "from_mesh(mesh, replicate=())" in own
+            assert (
+                "decide about its shards by its own loss" in own
+                and "from_mesh(mesh, replicate=())" in own
+            )
         assert single == auto == ""
 
 
 def two_dimensions(rank: int, world: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     both, inner = sharded(mesh), sharded(mesh["dp_shard"])
-    right, wrong = hdet.Replicas.from_mesh(mesh), hdet.Replicas.from_mesh(mesh, replicate="dp_shard")
+    right, wrong = (
+        hdet.Replicas.from_mesh(mesh),
+        hdet.Replicas.from_mesh(mesh, replicate="dp_shard"),
+    )
     return {
         "hsdp": refusal(both, right),
         "hsdp, nobody said": refusal(both, None),
@@ -85,9 +103,15 @@ def test_two_dimensional_fsdp() -> None:
         assert "so a replica is not one rank of the world" in said["hsdp, nobody said"]
         shard, line = "0-1" if rank < 2 else "2-3", "0, 2" if rank % 2 == 0 else "1, 3"
         for wrong in ("hsdp, wrong dimension", "inner, wrong dimension"):
-            assert f"over ranks {shard} by 'dp_shard'" in said[wrong] and f"(this one is ranks {line})" in said[wrong]
+            assert (
+                f"over ranks {shard} by 'dp_shard'" in said[wrong]
+                and f"(this one is ranks {line})" in said[wrong]
+            )
             assert "replicate= names the dimension" in said[wrong]
-        assert f"replicated by 'dp_replicate' of the mesh (dp_replicate=2, dp_shard=2) over ranks {line}" in said["hsdp, local"]
+        assert (
+            f"replicated by 'dp_replicate' of the mesh (dp_replicate=2, dp_shard=2) over ranks {line}"
+            in said["hsdp, local"]
+        )
         assert "fully_shard(module, mesh=mesh['dp_shard'])" in said["hsdp, local"]
         assert f"over ranks {shard} by 'dp_shard'" in said["the world"]
 
@@ -95,16 +119,27 @@ def test_two_dimensional_fsdp() -> None:
 def tensor_parallel(rank: int, world: int) -> list[str]:
     """Columns and a norm over tp alone, under DDP: nothing lies across replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    tensors = [distribute_tensor(torch.ones(4, 4), mesh["tp"], [placement]) for placement in (Shard(0), Shard(1), Replicate())]
+    tensors = [
+        distribute_tensor(torch.ones(4, 4), mesh["tp"], [placement])
+        for placement in (Shard(0), Shard(1), Replicate())
+    ]
     optimizer = torch.optim.SGD([nn.Parameter(tensor) for tensor in tensors], lr=0.1)
-    across = torch.optim.SGD([nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]))], lr=0.1)
+    across = torch.optim.SGD(
+        [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]))], lr=0.1
+    )
     replicas = hdet.Replicas.from_mesh(mesh, replicate="dp")
-    return [refusal(optimizer, replicas, "local"), refusal(across, replicas), refusal(across, replicas, "local")]
+    return [
+        refusal(optimizer, replicas, "local"),
+        refusal(across, replicas),
+        refusal(across, replicas, "local"),
+    ]
 
 
 def test_tensor_parallel_parameters() -> None:
     for inside, across, local in run_ranks(tensor_parallel, 4):
-        assert inside == across == "" and local.startswith("parameter 0 of group 0 is replicated by 'dp'")
+        assert inside == across == "" and local.startswith(
+            "parameter 0 of group 0 is replicated by 'dp'"
+        )
 
 
 def older(rank: int, world: int) -> list[str]:
@@ -114,10 +149,19 @@ def older(rank: int, world: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated
         for originals in (False, True):
-            model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=originals, device_id=torch.device("cpu"))
-            said.append(refusal(torch.optim.SGD(model.parameters(), lr=0.1), hdet.Replicas.from_group()))
+            model = FullyShardedDataParallel(
+                nn.Linear(4, 4), use_orig_params=originals, device_id=torch.device("cpu")
+            )
+            said.append(
+                refusal(torch.optim.SGD(model.parameters(), lr=0.1), hdet.Replicas.from_group())
+            )
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    said.append(refusal(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1), hdet.Replicas.from_group()))
+    said.append(
+        refusal(
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1),
+            hdet.Replicas.from_group(),
+        )
+    )
     said.append(refusal(torch.optim.AdamW(model.parameters()), None))
     return said
 
@@ -125,8 +169,14 @@ def older(rank: int, world: int) -> list[str]:
 def test_fsdp1_and_zero_redundancy() -> None:
     for flat, original, zero, ddp in run_ranks(older, 2):
         for said in (flat, original):
-            assert said.startswith("parameter 0 of group 0 is flattened by FullyShardedDataParallel") and "Use FSDP2" in said
-        assert zero.startswith("optimizer ZeroRedundancyOptimizer steps each parameter on one rank") and "the plain optimizer" in zero
+            assert (
+                said.startswith("parameter 0 of group 0 is flattened by FullyShardedDataParallel")
+                and "Use FSDP2" in said
+            )
+        assert (
+            zero.startswith("optimizer ZeroRedundancyOptimizer steps each parameter on one rank")
+            and "the plain optimizer" in zero
+        )
         assert ddp == ""
 
 
@@ -134,24 +184,53 @@ def test_fsdp1_and_zero_redundancy() -> None:
 
 
 def named(name: str, module: str, *bases: type) -> Any:
-    return type(name, bases, {"__module__": module}).__new__(type(name, bases, {"__module__": module}))
+    return type(name, bases, {"__module__": module}).__new__(
+        type(name, bases, {"__module__": module})
+    )
 
 
 MEGATRON = type("MegatronOptimizer", (), {"__module__": "megatron.core.optimizer.optimizer"})
-MIXED = type("MixedPrecisionOptimizer", (MEGATRON,), {"__module__": "megatron.core.optimizer.optimizer"})
+MIXED = type(
+    "MixedPrecisionOptimizer", (MEGATRON,), {"__module__": "megatron.core.optimizer.optimizer"}
+)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"), "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2"),
-        (named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module), "DeepSpeedEngine is DeepSpeed's"),
+        (
+            named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"),
+            "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2",
+        ),
+        (
+            named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module),
+            "DeepSpeedEngine is DeepSpeed's",
+        ),
         (named("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"), "is DeepSpeed's"),
-        (named("AcceleratedOptimizer", "accelerate.optimizer", torch.optim.Optimizer), "accelerate's wrapper.*its .optimizer"),
-        (named("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer", MIXED), "pass .*optimizer.optimizer.*from_megatron"),
-        (named("FP32Optimizer", "megatron.core.optimizer.optimizer", MEGATRON), "pass .*optimizer.optimizer"),
-        (named("ChainedOptimizer", "megatron.core.optimizer.optimizer", MEGATRON), "chained_optimizers\\[0\\].optimizer"),
-        (named("DistributedFusedAdam", "apex.contrib.optimizers.distributed_fused_adam", torch.optim.Optimizer), "on one rank for all"),
+        (
+            named("AcceleratedOptimizer", "accelerate.optimizer", torch.optim.Optimizer),
+            "accelerate's wrapper.*its .optimizer",
+        ),
+        (
+            named("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer", MIXED),
+            "pass .*optimizer.optimizer.*from_megatron",
+        ),
+        (
+            named("FP32Optimizer", "megatron.core.optimizer.optimizer", MEGATRON),
+            "pass .*optimizer.optimizer",
+        ),
+        (
+            named("ChainedOptimizer", "megatron.core.optimizer.optimizer", MEGATRON),
+            "chained_optimizers\\[0\\].optimizer",
+        ),
+        (
+            named(
+                "DistributedFusedAdam",
+                "apex.contrib.optimizers.distributed_fused_adam",
+                torch.optim.Optimizer,
+            ),
+            "on one rank for all",
+        ),
         (named("OSS", "fairscale.optim.oss", torch.optim.Optimizer), "on one rank for all"),
     ],
 )
@@ -164,7 +243,9 @@ def test_other_peoples_optimizers(optimizer: Any, message: str) -> None:
     "optimizer",
     [
         named("FusedAdam", "deepspeed.ops.adam.fused_adam", torch.optim.Optimizer),
-        named("HybridDeviceOptimizer", "megatron.core.optimizer.cpu_offloading", torch.optim.Optimizer),
+        named(
+            "HybridDeviceOptimizer", "megatron.core.optimizer.cpu_offloading", torch.optim.Optimizer
+        ),
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
         hdet.FusedAdamW([torch.zeros(1, requires_grad=True)]),
     ],
@@ -176,7 +257,12 @@ def test_plain_optimizers_pass_wherever_they_come_from(optimizer: Any) -> None:
 def test_lbfgs_has_its_own_number_of_backward_passes() -> None:
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
     assert "backward passes" in refusal(optimizer, hdet.Replicas(0, 2))
-    assert refusal(optimizer, hdet.Replicas(0, 2), "local") == refusal(optimizer, hdet.Replicas.single()) == refusal(optimizer, None) == ""
+    assert (
+        refusal(optimizer, hdet.Replicas(0, 2), "local")
+        == refusal(optimizer, hdet.Replicas.single())
+        == refusal(optimizer, None)
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("strategy", "refused"), [("optim", True), ("no_shard", False)])

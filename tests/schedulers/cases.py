@@ -28,7 +28,9 @@ def sgd_tensor_lr(params: Params) -> Optimizer:
 
 
 def sgd_shared_tensor_lr(params: Params) -> Optimizer:
-    return SGD(params, lr=torch.tensor(0.5), momentum=0.9)  # torch puts this one tensor into every group
+    return SGD(
+        params, lr=torch.tensor(0.5), momentum=0.9
+    )  # torch puts this one tensor into every group
 
 
 def adam(params: Params) -> Optimizer:
@@ -58,7 +60,10 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return self.arguments.get("total_steps") or self.arguments["epochs"] * self.arguments["steps_per_epoch"]
+        return (
+            self.arguments.get("total_steps")
+            or self.arguments["epochs"] * self.arguments["steps_per_epoch"]
+        )
 
 
 def _case(name: str, optimizer: Callable[[Params], Optimizer], **arguments: Any) -> Case:
@@ -73,15 +78,37 @@ CASES = [
     _case("cosine, three phases", sgd, three_phase=True),
     _case("linear, three phases", sgd, three_phase=True, anneal_strategy="linear", pct_start=0.4),
     _case("max_lr per group", sgd, max_lr=[0.01, 0.1]),
-    _case("max_lr, momenta per group", sgd, max_lr=[0.01, 0.1], base_momentum=[0.8, 0.7], max_momentum=[0.9, 0.95]),
+    _case(
+        "max_lr, momenta per group",
+        sgd,
+        max_lr=[0.01, 0.1],
+        base_momentum=[0.8, 0.7],
+        max_momentum=[0.9, 0.95],
+    ),
     _case("betas cycled, Adam", adam, max_lr=0.01),
-    _case("betas cycled, AdamW with decay, linear", adamw, max_lr=[0.01, 0.02], anneal_strategy="linear"),
-    _case("betas per group, AdamW, three phases", adamw, base_momentum=[0.8, 0.7], max_momentum=[0.9, 0.95], three_phase=True),
+    _case(
+        "betas cycled, AdamW with decay, linear",
+        adamw,
+        max_lr=[0.01, 0.02],
+        anneal_strategy="linear",
+    ),
+    _case(
+        "betas per group, AdamW, three phases",
+        adamw,
+        base_momentum=[0.8, 0.7],
+        max_momentum=[0.9, 0.95],
+        three_phase=True,
+    ),
     _case("betas cycled, FusedAdamW", fused, max_lr=0.01),
     _case("momentum left alone", sgd, cycle_momentum=False),
     _case("betas left alone", adamw, cycle_momentum=False, max_lr=0.01),
     _case("tensor lr", sgd_tensor_lr),
-    _case("tensor lr, max_lr per group, three phases", sgd_tensor_lr, max_lr=[0.01, 0.1], three_phase=True),
+    _case(
+        "tensor lr, max_lr per group, three phases",
+        sgd_tensor_lr,
+        max_lr=[0.01, 0.1],
+        three_phase=True,
+    ),
     _case("one tensor lr for all groups", sgd_shared_tensor_lr),
     _case("tensor lr, tensor max_lr", sgd_tensor_lr, max_lr=torch.tensor(0.05)),
     _case("tensor lr, AdamW", adamw_tensor_lr, max_lr=0.01),
@@ -112,7 +139,10 @@ class Toy:
 
     def __init__(self, optimizer: Callable[[Params], Optimizer], rank: int = 0) -> None:
         generator = torch.Generator().manual_seed(4 + rank)
-        self.inputs, self.targets = torch.randn(8, 5, generator=generator), torch.randn(8, 1, generator=generator)
+        self.inputs, self.targets = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 1, generator=generator),
+        )
         self.net = Net()
         self.model = DistributedDataParallel(self.net) if dist.is_initialized() else self.net
         self.optimizer = optimizer([{"params": [self.net.first]}, {"params": [self.net.second]}])
@@ -150,12 +180,25 @@ def rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-HYPERPARAMETERS = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "weight_decay")
+HYPERPARAMETERS = (
+    "lr",
+    "momentum",
+    "betas",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "weight_decay",
+)
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Every group's scalar settings, tensors as (type, bytes): equal means bitwise equal and of the same kind."""
-    return [{key: exact(group[key]) for key in HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
+    return [
+        {key: exact(group[key]) for key in HYPERPARAMETERS if key in group}
+        for group in optimizer.param_groups
+    ]
 
 
 def exact(value: Any) -> Any:

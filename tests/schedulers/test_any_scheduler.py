@@ -38,31 +38,52 @@ SCHEDULERS = {
     "LinearLR": lambda opt: torchs.LinearLR(opt, 0.1, total_iters=7),
     "ConstantLR": lambda opt: torchs.ConstantLR(opt, 0.25, total_iters=6),
     "PolynomialLR": lambda opt: torchs.PolynomialLR(opt, total_iters=20, power=2.0),
-    "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.01, 0.1, 4, mode="triangular2", cycle_momentum=False),
+    "CyclicLR": lambda opt: torchs.CyclicLR(
+        opt, 0.01, 0.1, 4, mode="triangular2", cycle_momentum=False
+    ),
     "OneCycleLR": lambda opt: torchs.OneCycleLR(opt, [0.05, 0.1], STEPS + 8),
     "SequentialLR": lambda opt: torchs.SequentialLR(
         opt,
-        [torchs.LinearLR(opt, 0.1, total_iters=6), torchs.CosineAnnealingLR(opt, 12), torchs.ExponentialLR(opt, 0.9)],
+        [
+            torchs.LinearLR(opt, 0.1, total_iters=6),
+            torchs.CosineAnnealingLR(opt, 12),
+            torchs.ExponentialLR(opt, 0.9),
+        ],
         milestones=[6, 17],
     ),
-    "ChainedScheduler": lambda opt: torchs.ChainedScheduler([torchs.ConstantLR(opt, 0.1, total_iters=4), torchs.ExponentialLR(opt, 0.9)]),
+    "ChainedScheduler": lambda opt: torchs.ChainedScheduler(
+        [torchs.ConstantLR(opt, 0.1, total_iters=4), torchs.ExponentialLR(opt, 0.9)]
+    ),
 }
 
 
 def ensemble_on(toy, build, factors=None, rho=1.0, **arguments):
-    knobs = [hdet.LearningRate(0.3, groups="each")] if factors is None or len(factors) > 1 else [hdet.LearningRate(0.3)]
+    knobs = (
+        [hdet.LearningRate(0.3, groups="each")]
+        if factors is None or len(factors) > 1
+        else [hdet.LearningRate(0.3)]
+    )
     return hdet.Ensemble(
-        toy.optimizer, build(toy.optimizer), knobs=knobs, controller=played(rho, factors or ()), **policies(every=3, **arguments)
+        toy.optimizer,
+        build(toy.optimizer),
+        knobs=knobs,
+        controller=played(rho, factors or ()),
+        **policies(every=3, **arguments),
     )
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's SequentialLR calls step(0) itself
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in"
+)  # torch's SequentialLR calls step(0) itself
 @pytest.mark.parametrize("rho", [1.0, 1.3])
 @pytest.mark.parametrize("optimizer", [sgd, adamw, sgd_tensor_lr, adamw_tensor_lr])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rho):
     plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], rho=rho)
+    scheduler, ensemble = (
+        SCHEDULERS[name](plain.optimizer),
+        ensemble_on(ours, SCHEDULERS[name], rho=rho),
+    )
     for step in range(STEPS):
         assert hyperparameters(ours.optimizer) == hyperparameters(plain.optimizer), step
         plain.step()
@@ -78,18 +99,28 @@ def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rh
 def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
     """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and 1/4 (group 1) times the scheduler's."""
     plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho)
+    scheduler, ensemble = (
+        SCHEDULERS[name](plain.optimizer),
+        ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho),
+    )
     tensors = [group["lr"] for group in ours.optimizer.param_groups if torch.is_tensor(group["lr"])]
     for step in range(STEPS):
         factors = [1.0, 1.0] if step < 6 else [2.0, 0.25]  # decided at the end of cycle 1
-        for mine, own, factor in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, factors, strict=True):
-            assert exact(mine["lr"]) == exact(own["lr"] * factor if factor != 1 else own["lr"]), step
+        for mine, own, factor in zip(
+            ours.optimizer.param_groups, plain.optimizer.param_groups, factors, strict=True
+        ):
+            assert exact(mine["lr"]) == exact(own["lr"] * factor if factor != 1 else own["lr"]), (
+                step
+            )
         plain.step()
         scheduler.step()
         ensemble.step(ours.step())
     assert list(ensemble.corrections.values()) == [2.0, 0.25]
     # Compiled optimizers hold on to the tensor: it is written in place, never replaced.
-    assert all(group["lr"] is rate for group, rate in zip(ours.optimizer.param_groups, tensors, strict=False))
+    assert all(
+        group["lr"] is rate
+        for group, rate in zip(ours.optimizer.param_groups, tensors, strict=False)
+    )
 
 
 def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
@@ -113,7 +144,12 @@ def test_multiplier_exists_only_inside_the_step(fails):
             raise RuntimeError("the step fails")
 
     toy.optimizer.register_step_pre_hook(hook)
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync=hdet.Sync(5), controller=played(1.3, [1.0]))
+    ensemble = hdet.Ensemble(
+        toy.optimizer,
+        knobs=[hdet.LearningRate(0.3, groups=[1])],
+        sync=hdet.Sync(5),
+        controller=played(1.3, [1.0]),
+    )
     if fails:
         with pytest.raises(RuntimeError, match="the step fails"):
             toy.step()
@@ -129,7 +165,9 @@ def test_groups_that_share_one_tensor_rate_are_refused():
     pair = hdet.Replicas(0, 2, None)
     with pytest.raises(ValueError, match="tensor"):
         hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups="each")], replicas=pair)
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3)], replicas=pair)  # one knob for both groups is fine
+    ensemble = hdet.Ensemble(
+        toy.optimizer, knobs=[hdet.LearningRate(0.3)], replicas=pair
+    )  # one knob for both groups is fine
     seen = []
     toy.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(rates(optimizer)))
     toy.step()
@@ -140,33 +178,50 @@ def test_groups_that_share_one_tensor_rate_are_refused():
 ZEROS = {
     "falls to zero": lambda opt: torchs.CosineAnnealingLR(opt, 9),
     "starts at zero": lambda opt: torchs.LambdaLR(opt, lambda t: max(0, t - 5) / 10),
-    "falls below zero after the last step": lambda opt: torchs.OneCycleLR(opt, 0.05, STEPS, anneal_strategy="linear"),
+    "falls below zero after the last step": lambda opt: torchs.OneCycleLR(
+        opt, 0.05, STEPS, anneal_strategy="linear"
+    ),
 }
 
 
-@pytest.mark.parametrize("warmup", [0, STEPS - 3], ids=["from the start", "one decision at the end"])
+@pytest.mark.parametrize(
+    "warmup", [0, STEPS - 3], ids=["from the start", "one decision at the end"]
+)
 @pytest.mark.parametrize("decay", [None, "printed"])
 @pytest.mark.parametrize("name", ZEROS)
 def test_a_schedule_that_reaches_zero(name, decay, warmup):
     """No division by it and no decision from it: training goes on, with finite rates and the groups' ratio as it was."""
     toy = Toy(sgd)
     for group, rate in zip(toy.optimizer.param_groups, (5e-4, 2.5e-4), strict=True):
-        group["lr"] = rate  # so low that the printed gamma, which multiplies it by 400, does not diverge
+        group["lr"] = (
+            rate  # so low that the printed gamma, which multiplies it by 400, does not diverge
+        )
     controller = hdet.SoftmaxController(decay=decay)
-    arguments = {"every": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": TwoReplicas()}
-    ensemble = hdet.Ensemble(toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **policies(**arguments))
+    arguments = {
+        "every": 3,
+        "warmup_steps": warmup,
+        "total_steps": STEPS,
+        "replicas": TwoReplicas(),
+    }
+    ensemble = hdet.Ensemble(
+        toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **policies(**arguments)
+    )
     for step in range(STEPS):
         first, second = rates(toy.optimizer)
         assert first >= 0
         assert second == pytest.approx(first if "last step" in name else first / 2), step
         ensemble.step(toy.step())
     assert ensemble.cycle == STEPS // 3  # also where the first six steps move nothing
-    assert ensemble.engine.step == STEPS  # steps at a rate of 0, which is the schedule's own, among them
+    assert (
+        ensemble.engine.step == STEPS
+    )  # steps at a rate of 0, which is the schedule's own, among them
 
 
 def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
     toy = Toy(sgd)
-    noam = torchs.LambdaLR(toy.optimizer, lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
+    noam = torchs.LambdaLR(
+        toy.optimizer, lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5)
+    )
     ensemble = hdet.Ensemble(toy.optimizer, noam, total_steps=200)
     assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
     ensemble.close()
@@ -175,10 +230,14 @@ def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
     ensemble.schedule.stepped_elsewhere.append(noam)
     assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
     ensemble.close()
-    methods = {"step": noam.step, "state_dict": noam.state_dict, "load_state_dict": noam.load_state_dict}
-    assert hdet.Ensemble(toy.optimizer, SimpleNamespace(scheduler=noam, **methods), total_steps=200).schedule.peaks() == [
-        [pytest.approx(0.008)] * 2
-    ]
+    methods = {
+        "step": noam.step,
+        "state_dict": noam.state_dict,
+        "load_state_dict": noam.load_state_dict,
+    }
+    assert hdet.Ensemble(
+        toy.optimizer, SimpleNamespace(scheduler=noam, **methods), total_steps=200
+    ).schedule.peaks() == [[pytest.approx(0.008)] * 2]
 
 
 def test_a_decay_that_cannot_work_is_refused_at_once():
@@ -186,7 +245,23 @@ def test_a_decay_that_cannot_work_is_refused_at_once():
     toy = Toy(sgd)
     step_lr = torchs.StepLR(toy.optimizer, 5)
     with pytest.raises(ValueError, match="floor"):
-        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="floor"), total_steps=STEPS, replicas=TwoReplicas())
+        hdet.Ensemble(
+            toy.optimizer,
+            step_lr,
+            controller=hdet.SoftmaxController(decay="floor"),
+            total_steps=STEPS,
+            replicas=TwoReplicas(),
+        )
     with pytest.raises(ValueError, match="total_steps"):
-        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="printed"), replicas=TwoReplicas())
-    hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay=None), replicas=TwoReplicas())
+        hdet.Ensemble(
+            toy.optimizer,
+            step_lr,
+            controller=hdet.SoftmaxController(decay="printed"),
+            replicas=TwoReplicas(),
+        )
+    hdet.Ensemble(
+        toy.optimizer,
+        step_lr,
+        controller=hdet.SoftmaxController(decay=None),
+        replicas=TwoReplicas(),
+    )

@@ -28,12 +28,16 @@ def test_signature_is_torchs_then_the_published_one_then_keywords():
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in rest[: len(PUBLISHED)])
     assert {p.name for p in rest[len(PUBLISHED) :]} >= {"replicas", "controller", "sync", "seed"}
     *keywords, further = rest[len(PUBLISHED) :]
-    assert all(p.kind is p.KEYWORD_ONLY for p in keywords) and further.kind is further.VAR_KEYWORD  # the Ensemble's
+    assert (
+        all(p.kind is p.KEYWORD_ONLY for p in keywords) and further.kind is further.VAR_KEYWORD
+    )  # the Ensemble's
 
 
 def test_a_setting_of_the_ensemble_is_passed_on_and_an_unknown_one_named():
     toy = Toy(adamw)
-    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.1, 20, cycle_momentum=False, divergence=hdet.Divergence(lower=0.25))
+    scheduler = hdet.OneCycleAutoLR(
+        toy.optimizer, 0.1, 20, cycle_momentum=False, divergence=hdet.Divergence(lower=0.25)
+    )
     assert scheduler.ensemble.divergence.lower == 0.25
     with pytest.raises(TypeError, match="divergences"):
         hdet.OneCycleAutoLR(Toy(adamw).optimizer, 0.1, 20, cycle_momentum=False, divergences=None)
@@ -52,7 +56,9 @@ def test_published_positional_call(enable_auto_lr):
         plain.step()
         reference.step()
         scheduler.step(toy.step())
-        assert hyperparameters(toy.optimizer) == hyperparameters(plain.optimizer)  # one replica has nothing to compare
+        assert hyperparameters(toy.optimizer) == hyperparameters(
+            plain.optimizer
+        )  # one replica has nothing to compare
     assert exact(toy.parameters()) == exact(plain.parameters())
     assert scheduler.ensemble.cycle == 6
 
@@ -92,8 +98,14 @@ BAD = {
     "warm-up negative": ({"auto_lr_warmup_steps": -1}, "auto_lr_warmup_steps|warmup_steps"),
     "rank without a group": ({"rank": 1, "world_size": 1}, "rank"),
     "world_size without a group": ({"rank": 0, "world_size": 4}, "world_size"),
-    "sigma 0": ({"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "loss_scale": 0.0}, "loss_scale|temperature"),
-    "momentum 1": ({"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "momentum_of_lr": 1.0}, "momentum_of_lr|momentum"),
+    "sigma 0": (
+        {"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "loss_scale": 0.0},
+        "loss_scale|temperature",
+    ),
+    "momentum 1": (
+        {"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "momentum_of_lr": 1.0},
+        "momentum_of_lr|momentum",
+    ),
     "unknown gradients": ({"gradients": "sometimes"}, "gradients"),
 }
 
@@ -106,7 +118,10 @@ def test_wrong_input_is_refused_by_name_and_changes_nothing(arguments, message):
         hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20, **arguments)
     assert hyperparameters(toy.optimizer) == before
     # the optimizer is still usable, and by another attempt
-    scheduler, reference = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20), OneCycleLR(plain.optimizer, 0.01, 20)
+    scheduler, reference = (
+        hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20),
+        OneCycleLR(plain.optimizer, 0.01, 20),
+    )
     for _ in range(3):
         scheduler.step(toy.step())
         plain.step()

@@ -10,7 +10,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from tests.distributed import run_ranks
-from tests.schedulers.cases import CASES, Toy, exact, hyperparameters, pair, sgd, sgd_shared_tensor_lr
+from tests.schedulers.cases import (
+    CASES,
+    Toy,
+    exact,
+    hyperparameters,
+    pair,
+    sgd,
+    sgd_shared_tensor_lr,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -41,7 +49,10 @@ def run_alike(pairs, steps):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bitwise_the_same_run(case, spread):
     """Also with a spread, as one process has nothing to spread."""
-    (toy, scheduler), (ours, auto) = pair(OneCycleLR, case), pair(hdet.OneCycleAutoLR, case, ensemble_lr_spread_ratio=spread)
+    (toy, scheduler), (ours, auto) = (
+        pair(OneCycleLR, case),
+        pair(hdet.OneCycleAutoLR, case, ensemble_lr_spread_ratio=spread),
+    )
     start = exact(ours.parameters())
     for step in range(case.steps):
         assert_same((toy, scheduler), (ours, auto), f"step {step}")
@@ -59,12 +70,22 @@ def trace(rank, case, build):
     for _ in range(case.steps):
         loss = toy.step()
         scheduler.step(*[] if build is OneCycleLR else [loss])
-        found.append((hyperparameters(toy.optimizer), exact(scheduler.get_last_lr()), exact(toy.parameters())))
+        found.append(
+            (
+                hyperparameters(toy.optimizer),
+                exact(scheduler.get_last_lr()),
+                exact(toy.parameters()),
+            )
+        )
     return found
 
 
 def unequal(rank, world):
-    return [case.name for case in CASES if trace(rank, case, OneCycleLR) != trace(rank, case, hdet.OneCycleAutoLR)]
+    return [
+        case.name
+        for case in CASES
+        if trace(rank, case, OneCycleLR) != trace(rank, case, hdet.OneCycleAutoLR)
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -78,7 +99,9 @@ def test_past_the_end_it_raises_torchs_error():
     run_alike(pairs, CASES[0].steps)
     for toy, scheduler in pairs:
         toy.step()
-        with pytest.raises(ValueError, match="Tried to step 21 times. The specified number of total steps is 20") as caught:
+        with pytest.raises(
+            ValueError, match="Tried to step 21 times. The specified number of total steps is 20"
+        ) as caught:
             scheduler.step()
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
@@ -132,7 +155,9 @@ def test_resume_by_last_epoch(case):
         second = Toy(case.optimizer)
         second.optimizer.load_state_dict(first.optimizer.state_dict())
         second.take(first)
-        halves.append((second, build(second.optimizer, **case.arguments, last_epoch=scheduler.last_epoch - 1)))
+        halves.append(
+            (second, build(second.optimizer, **case.arguments, last_epoch=scheduler.last_epoch - 1))
+        )
     run_alike(halves, case.steps - 7)
 
 
@@ -144,7 +169,10 @@ def test_resume_by_state_dict(case, first, tmp_path):
     half = case.steps // 2
     run_alike((torchs, ours), half)
     toy, scheduler = ours
-    torch.save({"optimizer": toy.optimizer.state_dict(), "scheduler": scheduler.state_dict()}, tmp_path / "state.pt")
+    torch.save(
+        {"optimizer": toy.optimizer.state_dict(), "scheduler": scheduler.state_dict()},
+        tmp_path / "state.pt",
+    )
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     fresh, resumed = pair(hdet.OneCycleAutoLR, case)
     loads = {"optimizer": fresh.optimizer.load_state_dict, "scheduler": resumed.load_state_dict}
@@ -154,14 +182,20 @@ def test_resume_by_state_dict(case, first, tmp_path):
     run_alike((torchs, (fresh, resumed)), case.steps - half)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.optimizer is not sgd_shared_tensor_lr], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.optimizer is not sgd_shared_tensor_lr], ids=str
+)
 def test_state_is_plain_data(case):
     """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts alone."""
     toy = Toy(case.optimizer)
     every = min(2, case.steps // 2)  # a run of one cycle is warned of
     with pytest.warns(UserWarning, match="one replica"):
         scheduler = hdet.OneCycleAutoLR(
-            toy.optimizer, **case.arguments, model_sync_interval=every, enable_auto_lr=True, auto_lr_warmup_steps=0
+            toy.optimizer,
+            **case.arguments,
+            model_sync_interval=every,
+            enable_auto_lr=True,
+            auto_lr_warmup_steps=0,
         )
     if case.steps > 2:
         for _ in range(3):
@@ -191,7 +225,10 @@ def test_callers_tensors_are_not_kept():
     scheduler = hdet.OneCycleAutoLR(toy.optimizer, rate, 10, base_momentum=low, max_momentum=high)
     before = copy.deepcopy(
         [
-            {key: group[key] for key in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")}
+            {
+                key: group[key]
+                for key in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+            }
             for group in toy.optimizer.param_groups
         ]
     )
@@ -201,7 +238,9 @@ def test_callers_tensors_are_not_kept():
         toy.step()
         scheduler.step()
     after = [{key: group[key] for key in before[0]} for group in toy.optimizer.param_groups]
-    assert exact([list(group.values()) for group in after]) == exact([list(group.values()) for group in before])
+    assert exact([list(group.values()) for group in after]) == exact(
+        [list(group.values()) for group in before]
+    )
 
 
 @pytest.mark.parametrize("wrong", ["AutoLR", hdet.AutoLR, hdet.SoftmaxController])

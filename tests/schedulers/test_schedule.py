@@ -74,7 +74,9 @@ USERS: dict[str, Callable[[Optimizer], Any]] = {
     **SCHEDULERS,
     "LambdaLR from zero": lambda opt: torchs.LambdaLR(opt, lambda t: t / 10),
     "OneCycleLR with momenta": lambda opt: torchs.OneCycleLR(opt, 0.1, EPOCHS + 2),
-    "from scratch, then recursive": lambda opt: in_turn(harmonic(opt), torchs.ExponentialLR(opt, 0.9)),
+    "from scratch, then recursive": lambda opt: in_turn(
+        harmonic(opt), torchs.ExponentialLR(opt, 0.9)
+    ),
     "several steps": lambda opt: in_turn(*[torchs.CosineAnnealingLR(opt, 100)] * 4),
     "plateau": plateau,
     "parts of epochs": at_parts_of_epochs,
@@ -82,7 +84,9 @@ USERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def ensemble_on(toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, rho: float = 1.0, **more: Any) -> hdet.Ensemble:
+def ensemble_on(
+    toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, rho: float = 1.0, **more: Any
+) -> hdet.Ensemble:
     """No scheduler: it is the user's. The correction comes at the end of the first epoch."""
     each = "each" if len(factors) > 1 else None
     knobs = [hdet.LearningRate(0.3, groups=each)] if knobs is None else knobs
@@ -108,9 +112,13 @@ def corrected(*factors: float, optimizer: Any = sgd) -> tuple[Toy, hdet.Ensemble
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
-@pytest.mark.parametrize(("optimizer", "rho"), [(sgd, 1.0), (adamw, 1.3), (sgd_tensor_lr, 1.3), (adamw_tensor_lr, 1.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "rho"), [(sgd, 1.0), (adamw, 1.3), (sgd_tensor_lr, 1.3), (adamw_tensor_lr, 1.0)]
+)
 @pytest.mark.parametrize("name", USERS)
-def test_a_scheduler_that_is_stepped_inside_rescheduling_is_corrected_once(name: str, optimizer: Any, rho: float) -> None:
+def test_a_scheduler_that_is_stepped_inside_rescheduling_is_corrected_once(
+    name: str, optimizer: Any, rho: float
+) -> None:
     """In every optimizer step, at rest after it, and for the scheduler's other values too."""
     plain, ours = Toy(optimizer), Toy(optimizer)
     theirs, scheduler = (USERS[name](toy.optimizer) for toy in (plain, ours))
@@ -140,7 +148,9 @@ def test_a_scheduler_that_is_stepped_inside_rescheduling_is_corrected_once(name:
             scheduler.step()
         groups = zip(ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True)
         for mine, other in groups:
-            assert [mine.get(k) for k in ("momentum", "betas")] == [other.get(k) for k in ("momentum", "betas")]
+            assert [mine.get(k) for k in ("momentum", "betas")] == [
+                other.get(k) for k in ("momentum", "betas")
+            ]
 
 
 def test_a_scheduler_that_is_built_inside_rescheduling_begins_at_the_schedules_own_rates() -> None:
@@ -235,7 +245,9 @@ def by_a_state(toy: Toy, ensemble: hdet.Ensemble) -> None:
     [(by_hand, sgd), (by_hand, sgd_tensor_lr), (in_place, sgd_tensor_lr), (by_a_scheduler, adamw)]
     + [(by_its_own_scheduler, sgd), (by_a_state, sgd)],
 )
-def test_a_write_of_somebody_else_is_refused_before_it_is_used(write: Any, optimizer: Any, factor: float) -> None:
+def test_a_write_of_somebody_else_is_refused_before_it_is_used(
+    write: Any, optimizer: Any, factor: float
+) -> None:
     toy = Toy(optimizer)
     scheduler = torchs.ConstantLR(toy.optimizer, 0.5, 100)
     if write is by_its_own_scheduler:
@@ -332,7 +344,9 @@ def test_every_kind_of_value_can_be_set() -> None:
     """On a log and on a linear scale, of 1 / (1 - beta), of a product."""
     optimizer = torch.optim.AdamW(torch.nn.Linear(3, 1).parameters(), lr=0.1, weight_decay=0.2)
     knobs = [hdet.LearningRate(0.0), hdet.WeightDecay(0.0, product=True), hdet.Betas(0.0, [0])]
-    run = hdet.Ensemble(optimizer, knobs=knobs, replicas=TwoReplicas(), sync=hdet.Sync(9, moments="reset"))
+    run = hdet.Ensemble(
+        optimizer, knobs=knobs, replicas=TwoReplicas(), sync=hdet.Sync(9, moments="reset")
+    )
     force(run, 2.0, 0.5, 1.0)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.05))
@@ -385,7 +399,9 @@ def test_a_value_that_cannot_be_set_is_refused(name: str, value: float, why: str
 @pytest.mark.parametrize("first", ["optimizer", "scheduler", "ensemble"])
 @pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "LambdaLR", "OneCycleLR", "MultiStepLR"])
-def test_resume_with_a_correction_goes_on_exactly(name: str, optimizer: Any, first: str, own: bool) -> None:
+def test_resume_with_a_correction_goes_on_exactly(
+    name: str, optimizer: Any, first: str, own: bool
+) -> None:
     """What the optimizer's state brings is not a write, in any order of loading."""
 
     def build() -> tuple[Toy, Any, hdet.Ensemble]:

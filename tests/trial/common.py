@@ -30,14 +30,28 @@ def auto_run(
         auto = hdet.AutoLR(model, **(of or {}))
         return hdet.Shadow(auto) if shadow else auto
 
-    defaults: dict[str, Any] = {"total": 1500, "every": 100, "spread": 0.0, "data": taught, "closure": True}
-    return Run(rank, net=model() if net is None else net, lr=lr, controller=make if controlled else None, **{**defaults, **settings})
+    defaults: dict[str, Any] = {
+        "total": 1500,
+        "every": 100,
+        "spread": 0.0,
+        "data": taught,
+        "closure": True,
+    }
+    return Run(
+        rank,
+        net=model() if net is None else net,
+        lr=lr,
+        controller=make if controlled else None,
+        **{**defaults, **settings},
+    )
 
 
 def noisy() -> nn.Module:
     """With buffers and random numbers."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
+    )
 
 
 def training(

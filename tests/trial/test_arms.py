@@ -27,13 +27,17 @@ RATE = 1e-4
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
 
 
-def by_hand(multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1, clip: float = 1e9) -> Arm:
+def by_hand(
+    multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1, clip: float = 1e9
+) -> Arm:
     """A loop of its own from the beginning of the run, on the mean gradient of so many ranks."""
     net = model()
     own = optimizer(net.parameters(), lr=RATE, weight_decay=0.0)
     displacement = Displacement(lambda: list(net.parameters()))
     scheduled = Run(optimizer=optimizer, lr=RATE, total=1500).optimizer.param_groups[0]
-    own.param_groups[0].update({key: value for key, value in scheduled.items() if key not in ("params", "lr")})
+    own.param_groups[0].update(
+        {key: value for key, value in scheduled.items() if key not in ("params", "lr")}
+    )
     for i in range(STEPS):
         own.param_groups[0]["lr"] = RATE * (multiple * arm_factor(i + 1))
         own.zero_grad()
@@ -41,7 +45,10 @@ def by_hand(multiple: float, optimizer: Any = torch.optim.AdamW, ranks: int = 1,
         torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         own.step()
     with torch.no_grad():
-        scores = [mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks)) for i in range(STEPS, ALL)]
+        scores = [
+            mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks))
+            for i in range(STEPS, ALL)
+        ]
     moved = displacement.over_ranks(hdet.Replicas.single(), displacement.ratios())[0].median
     return Arm(RATE * multiple, tuple(scores), moved)
 
@@ -53,16 +60,24 @@ def between(run: Run, act: Callable[[], object]) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("name", "clip"), [*((name, 1e9) for name in OPTIMIZERS), ("SGD with momentum", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "clip"), [*((name, 1e9) for name in OPTIMIZERS), ("SGD with momentum", 0.01)]
+)
 def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str, clip: float) -> None:
     """Clipped as the loop clips, too."""
     net = model()
     clipped = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-    run = between(auto_run(RATE, net=net, optimizer=OPTIMIZERS[name], of={"before_step": clipped}), clipped).steps(ALL)
+    run = between(
+        auto_run(RATE, net=net, optimizer=OPTIMIZERS[name], of={"before_step": clipped}), clipped
+    ).steps(ALL)
     trial = run.controller.interval.trial
-    assert trial.arms == tuple(by_hand(multiple, OPTIMIZERS[name], clip=clip) for multiple in MULTIPLES)
+    assert trial.arms == tuple(
+        by_hand(multiple, OPTIMIZERS[name], clip=clip) for multiple in MULTIPLES
+    )
     with torch.no_grad():
-        assert trial.first_losses == tuple(float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL))
+        assert trial.first_losses == tuple(
+            float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL)
+        )
     assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
 
 
@@ -72,7 +87,10 @@ def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: st
     run = auto_run(RATE, optimizer=sgd)
     between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)  # type: ignore[union-attr]
     assert run.controller.done and run.ensemble.corrections == {"lr": 1.0}
-    assert re.search(f"stays .the trial was given up: .* a copy's first step was {factor} times as long", run.ensemble.report())
+    assert re.search(
+        f"stays .the trial was given up: .* a copy's first step was {factor} times as long",
+        run.ensemble.report(),
+    )
 
 
 @pytest.mark.parametrize("groups", [None, [1]])
@@ -81,14 +99,23 @@ def test_groups_whose_steps_are_not_alike_are_not_compared(groups: Any) -> None:
     net = model()
 
     def optimizer(parameters: Any, **_: Any) -> torch.optim.Optimizer:
-        return sgd([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2e-3}], lr=1e-3)
+        return sgd(
+            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2e-3}], lr=1e-3
+        )
 
     def scheduler(made: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(made, [lambda step: 1.0, lambda step: min(1.0, (step + 1) / 200)])
+        return torch.optim.lr_scheduler.LambdaLR(
+            made, [lambda step: 1.0, lambda step: min(1.0, (step + 1) / 200)]
+        )
 
-    run = auto_run(net=net, optimizer=optimizer, scheduler=scheduler, knobs=[hdet.LearningRate(0.0, groups)]).steps(2)
+    run = auto_run(
+        net=net, optimizer=optimizer, scheduler=scheduler, knobs=[hdet.LearningRate(0.0, groups)]
+    ).steps(2)
     assert not run.controller.done
-    assert run.controller._run.names() == ["0.weight", "0.bias", "2.weight", "2.bias"][0 if groups is None else 2 :]
+    assert (
+        run.controller._run.names()
+        == ["0.weight", "0.bias", "2.weight", "2.bias"][0 if groups is None else 2 :]
+    )
 
 
 def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
@@ -110,13 +137,19 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
 @pytest.mark.parametrize(
     ("closed", "error", "message"),
     [
-        (lambda losses, own: [losses()], TypeError, "closure returned a list: return a tensor of losses"),
+        (
+            lambda losses, own: [losses()],
+            TypeError,
+            "closure returned a list: return a tensor of losses",
+        ),
         (lambda losses, own: losses().detach(), ValueError, "losses without a graph"),
         (lambda losses, own: losses() and None, ValueError, "is a return missing"),
         (lambda losses, own: own, ValueError, "the loop's own losses, whose graph is gone"),
     ],
 )
-def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(closed: Any, error: type[Exception], message: str) -> None:
+def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
+    closed: Any, error: type[Exception], message: str
+) -> None:
     run = auto_run()
     own = run.losses(taught(0)).mean()
     own.backward()
@@ -130,7 +163,8 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(closed: 
 def test_a_closure_that_is_no_function_is_refused_by_name(wrong: Any, controlled: bool) -> None:
     run = auto_run(controlled=controlled)
     with pytest.raises(
-        TypeError, match=rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: losses_of\(model, batch\)"
+        TypeError,
+        match=rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: losses_of\(model, batch\)",
     ):
         run.ensemble.step(1.0, wrong)
 
@@ -158,8 +192,14 @@ def hooked(net: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda net: torch.optim.SGD(model().parameters(), lr=0.1), "no parameter of the optimizer"),
-        (lambda net: torch.optim.SGD([*net.parameters(), *model().parameters()], lr=0.1), r"nn.ModuleList\(\[encoder, decoder\]\)"),
+        (
+            lambda net: torch.optim.SGD(model().parameters(), lr=0.1),
+            "no parameter of the optimizer",
+        ),
+        (
+            lambda net: torch.optim.SGD([*net.parameters(), *model().parameters()], lr=0.1),
+            r"nn.ModuleList\(\[encoder, decoder\]\)",
+        ),
         (lambda net: torch.optim.LBFGS(net.parameters()), "LBFGS"),
         (hooked, "optimizer inside the backward pass"),
     ],
@@ -174,7 +214,12 @@ def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
     run = auto_run(RATE, rank, ddp=reduce == "ddp", optimizer=sgd)
     assert isinstance(run.wrapped, DistributedDataParallel) == (reduce == "ddp")
     if reduce == "by hand":
-        between(run, lambda: [torch.distributed.all_reduce(p.grad.div_(world)) for p in run.net.parameters()])  # type: ignore[union-attr]
+        between(
+            run,
+            lambda: [
+                torch.distributed.all_reduce(p.grad.div_(world)) for p in run.net.parameters()
+            ],
+        )  # type: ignore[union-attr]
     return run.steps(ALL).controller.interval
 
 
@@ -184,7 +229,9 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     assert one == other
     for arm, multiple in zip(one.trial.arms, MULTIPLES, strict=True):
         hand = by_hand(multiple, sgd, ranks=2)  # whose steps are as long as gradients are
-        assert arm.losses == pytest.approx(hand.losses, rel=1e-4) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
+        assert arm.losses == pytest.approx(
+            hand.losses, rel=1e-4
+        ) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
 
 
 def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
@@ -197,7 +244,9 @@ def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
         sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
         torch.manual_seed(rank)
         losses_at = lambda step, wrapped=wrapped: losses_of(wrapped, taught(100 * step + rank))
-        *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync)
+        *_, ensemble = training(
+            net, losses_at, ALL + 2, lr, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync
+        )
         found.append((net.state_dict(), torch.get_rng_state(), auto, ensemble.corrections["lr"]))
     (*ours, auto, moved), (*plain, _, _) = found
     return auto.interval, auto.cost, moved, moved != 1 or same(ours, plain)
@@ -211,12 +260,16 @@ def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     interval, cost, moved, _ = found[0]
     assert all(other[:3] == found[0][:3] for other in found) and moved > 10
     assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
-    assert cost <= STEPS * -(-5 // world) + SCORES * 2, "arms of one replica, and six scores of a third of a step"
+    assert cost <= STEPS * -(-5 // world) + SCORES * 2, (
+        "arms of one replica, and six scores of a third of a step"
+    )
     assert [alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp)] == [True] * world
 
 
 def test_arms_are_spread_only_where_gradients_can_be_left_unreduced() -> None:
-    with pytest.raises(ValueError, match="spread_arms=True needs gradients that a trial can leave unreduced"):
+    with pytest.raises(
+        ValueError, match="spread_arms=True needs gradients that a trial can leave unreduced"
+    ):
         auto_run(RATE, of={"spread_arms": True})
 
 
@@ -224,7 +277,10 @@ def one_breaks(rank: int, world: int) -> Any:
     """On one rank alone, the losses of the last arm that is left are not finite."""
     run = auto_run(RATE, rank)
     losses = run.losses
-    run.closure = lambda data: losses(data) * (float("nan") if rank and run.index > STEPS and not torch.is_grad_enabled() else 1.0)
+    run.closure = lambda data: (
+        losses(data)
+        * (float("nan") if rank and run.index > STEPS and not torch.is_grad_enabled() else 1.0)
+    )
     return run.steps(ALL).controller.interval
 
 

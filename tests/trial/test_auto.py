@@ -30,19 +30,25 @@ def not_numbers(key: int) -> Any:
 
 @pytest.mark.parametrize("settings", [{}, WITHOUT, {"of": {"budget": 0}}, {"total": 60}])
 @pytest.mark.parametrize("lr", [1e-6, 0.03, 30.0])
-def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(lr: float, settings: dict[str, Any]) -> None:
+def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
+    lr: float, settings: dict[str, Any]
+) -> None:
     run = auto_run(lr, **settings).steps(60)
     while not run.controller.done:
         run.step()
     factor = run.ensemble.corrections["lr"]
     assert (factor > 100) if lr < 1e-4 else (factor < 0.05) if lr > 1 else factor == 1.0
-    assert run.controller.interval.low <= lr * factor * (1 + 1e-9) and lr * factor <= run.controller.interval.high * (1 + 1e-9)
+    assert run.controller.interval.low <= lr * factor * (
+        1 + 1e-9
+    ) and lr * factor <= run.controller.interval.high * (1 + 1e-9)
     assert run.controller.done and (run.controller.cost > 0) == (settings == {})
 
 
 @pytest.mark.parametrize("settings", [{}, WITHOUT])
 @pytest.mark.parametrize("lr", [1e-6, 3.0])
-def test_a_lowered_run_begins_with_its_first_weights_and_a_raised_one_goes_on(lr: float, settings: dict[str, Any]) -> None:
+def test_a_lowered_run_begins_with_its_first_weights_and_a_raised_one_goes_on(
+    lr: float, settings: dict[str, Any]
+) -> None:
     run, plain = auto_run(lr, **settings), auto_run(lr, controlled=False)
     while not run.controller.done:
         run.step()
@@ -61,7 +67,9 @@ def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights(e
     trial = run.controller.interval.trial
     assert trial.rate == pytest.approx(1e5 * BROKEN**3) and run.index - ALL >= 3 * 7
     with torch.no_grad():  # weights that stand still were the first ones
-        assert trial.first_losses[0] == float(losses_of(model(), taught(100 * (run.index - SCORES))).double().mean())
+        assert trial.first_losses[0] == float(
+            losses_of(model(), taught(100 * (run.index - SCORES))).double().mean()
+        )
     assert 1e-3 < run.rate < 1 and "1e+05 -> 0." in run.ensemble.report()
 
 
@@ -85,39 +93,61 @@ LOOKS = ", so only how far the first 28 steps move the weights is looked at. "
         (150, None, f"150 steps are too few for a trial{LOOKS}Use hdet.find_rate"),
     ],
 )  # fmt: skip
-def test_a_trial_is_made_where_it_is_within_the_budget(total: int | None, budget: float | None, plan: str) -> None:
+def test_a_trial_is_made_where_it_is_within_the_budget(
+    total: int | None, budget: float | None, plan: str
+) -> None:
     run = auto_run(scheduler=None, total_steps=total, of={"budget": budget})
-    assert run.ensemble.report().startswith(plan) and run.controller.is_too_short == ("too few" in plan)
+    assert run.ensemble.report().startswith(plan) and run.controller.is_too_short == (
+        "too few" in plan
+    )
     if "too few" in plan or plan.startswith("a trial in the"):
-        assert bool(run.steps(ALL).controller.interval.trial.first_losses) == plan.startswith("a trial")
+        assert bool(run.steps(ALL).controller.interval.trial.first_losses) == plan.startswith(
+            "a trial"
+        )
 
 
 @pytest.mark.parametrize("index", [1, STEPS, STEPS + 5])
 def test_a_closure_that_is_missing_in_the_middle_is_asked_for(index: int) -> None:
     run = auto_run().steps(index)
     run.closure = None
-    with pytest.raises(TypeError, match=r"in each of its steps: call ensemble.step\(loss, closure=lambda: losses_of\(model, batch\)\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"in each of its steps: call ensemble.step\(loss, closure=lambda: losses_of\(model, batch\)\)",
+    ):
         run.step()
 
 
 def of_groups(*rates: float) -> Any:
     """A group for each of the model's tensors."""
-    return lambda parameters, **_: torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
+    return lambda parameters, **_: torch.optim.AdamW(
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("closure", [True, False])
-@pytest.mark.parametrize(("groups", "moved"), [(None, [0, 1, 2, 3]), ("each", [0, 1, 2, 3]), ([0, 2], [0, 2])])
+@pytest.mark.parametrize(
+    ("groups", "moved"), [(None, [0, 1, 2, 3]), ("each", [0, 1, 2, 3]), ([0, 2], [0, 2])]
+)
 @pytest.mark.parametrize("first", [1e-6, 0.0])
-def test_rates_of_several_groups_move_together(first: float, groups: Any, moved: list[int], closure: bool) -> None:
+def test_rates_of_several_groups_move_together(
+    first: float, groups: Any, moved: list[int], closure: bool
+) -> None:
     """A group that stands still has no part in it."""
     rates = [first, 2e-6, 4e-6, 1e-6]
     knobs = [hdet.LearningRate(0.0, groups)]
     if not first and groups == "each":
         return  # a knob of its own cannot be multiplied
-    run = auto_run(optimizer=of_groups(*rates), scheduler=None, knobs=knobs, closure=closure).steps(ALL)
-    factors = [group["lr"] / (rate or 1.0) for group, rate in zip(run.optimizer.param_groups, rates, strict=True)]
+    run = auto_run(optimizer=of_groups(*rates), scheduler=None, knobs=knobs, closure=closure).steps(
+        ALL
+    )
+    factors = [
+        group["lr"] / (rate or 1.0)
+        for group, rate in zip(run.optimizer.param_groups, rates, strict=True)
+    ]
     factor = factors[2]
-    assert factor > 100 and factors == pytest.approx([0.0 if not rate else factor if n in moved else 1.0 for n, rate in enumerate(rates)])
+    assert factor > 100 and factors == pytest.approx(
+        [0.0 if not rate else factor if n in moved else 1.0 for n, rate in enumerate(rates)]
+    )
 
 
 @pytest.mark.parametrize("closure", [True, False])
@@ -129,7 +159,9 @@ def test_a_warm_up_may_begin_at_rate_0(closure: bool) -> None:
     assert found.controller.interval.rate == 1e-6 and found.ensemble.corrections["lr"] > 100
     if closure:  # a trial is of peaks: the schedule has no part in it
         usual = auto_run(1e-6, scheduler=None).steps(ALL).controller.interval
-        assert found.controller.interval.trial.arms[1].losses == pytest.approx(usual.trial.arms[1].losses, rel=1e-3)
+        assert found.controller.interval.trial.arms[1].losses == pytest.approx(
+            usual.trial.arms[1].losses, rel=1e-3
+        )
 
 
 def test_a_rate_of_0_is_waited_for() -> None:
@@ -141,8 +173,12 @@ def test_a_rate_of_0_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("lr", "end"), [(1e-6, 2e-6), (0.3, 0.2)])
 def test_bounds_of_the_knob_hold(lr: float, end: float) -> None:
-    run = auto_run(lr, scheduler=None, knobs=[hdet.LearningRate(0.0, bounds=sorted([lr, end]))]).steps(ALL)
-    assert run.rate == pytest.approx(end) and any("held at" in note for note in run.ensemble._cycles.notes)
+    run = auto_run(
+        lr, scheduler=None, knobs=[hdet.LearningRate(0.0, bounds=sorted([lr, end]))]
+    ).steps(ALL)
+    assert run.rate == pytest.approx(end) and any(
+        "held at" in note for note in run.ensemble._cycles.notes
+    )
 
 
 def test_an_object_is_for_one_run() -> None:
@@ -161,7 +197,9 @@ def test_an_object_is_for_one_run() -> None:
         ({"val_batches": (1, [1])}, TypeError, r"must be \(loss_fn, batches\)"), ({"val_batches": (loss_of, [])}, ValueError, "no batch"),
     ],
 )  # fmt: skip
-def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_arguments_that_cannot_be_used_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         hdet.AutoLR(**{"model": model(), **arguments})
 
@@ -191,7 +229,9 @@ def test_the_cycles_record_has_the_trial_once() -> None:
     assert [record["trial"] is None for record in run.records] == [True, False, True, True]
     record = json.loads(json.dumps(run.records[1]["trial"]))
     assert RateInterval.from_dict(record) == run.controller.interval
-    assert [note for note in run.notes() if note.startswith("learning rate 0.001 -> 0.0")] == run.notes()
+    assert [
+        note for note in run.notes() if note.startswith("learning rate 0.001 -> 0.0")
+    ] == run.notes()
 
 
 def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> None:
@@ -203,15 +243,24 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> Non
     assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
 
 
-@pytest.mark.parametrize(("lr", "settings"), [(1e-3, {}), (30.0, {}), (1e-6, WITHOUT), (1e-3, {"data": not_numbers})])
-def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(lr: float, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("lr", "settings"), [(1e-3, {}), (30.0, {}), (1e-6, WITHOUT), (1e-3, {"data": not_numbers})]
+)
+def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
+    lr: float, settings: dict[str, Any]
+) -> None:
     run = auto_run(lr, every=1000, **settings).steps(4 * ALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = auto_run(lr, every=1000, **settings).loaded(run.saved())
     assert again.controller.interval == run.controller.interval
-    assert again.ensemble.report() == "\n".join(line for line in run.ensemble.report().splitlines() if not line.startswith("the median"))
-    assert same(again.steps(5).weights().nan_to_num(), run.steps(5).weights().nan_to_num()) and again.rate == run.rate
+    assert again.ensemble.report() == "\n".join(
+        line for line in run.ensemble.report().splitlines() if not line.startswith("the median")
+    )
+    assert (
+        same(again.steps(5).weights().nan_to_num(), run.steps(5).weights().nan_to_num())
+        and again.rate == run.rate
+    )
 
 
 @functools.cache
@@ -249,12 +298,18 @@ def overfits(**settings: Any) -> Run:
 
     def data(key: int) -> Any:
         x, y = taught(key // 100 % 3, 16)
-        return x, y + 2 * torch.randn(16, 1, generator=torch.Generator().manual_seed(key // 100 % 3))
+        return x, y + 2 * torch.randn(
+            16, 1, generator=torch.Generator().manual_seed(key // 100 % 3)
+        )
 
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(6, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    )
     held_out = [taught(10**6 + number) for number in range(4)]
-    return auto_run(0.01, net=net, total=1200, data=data, of={"val_batches": (losses_of, held_out)}, **settings)
+    return auto_run(
+        0.01, net=net, total=1200, data=data, of={"val_batches": (losses_of, held_out)}, **settings
+    )
 
 
 def held_out_loss(run: Run) -> float:
@@ -270,8 +325,13 @@ def test_the_weights_with_the_lowest_held_out_loss_come_back() -> None:
     for _ in range(60):
         losses.append(held_out_loss(run.steps(20)))
     best = min(losses)
-    assert f"best held-out loss: {best:.4g} at step {20 * (losses.index(best) + 1)} of 1200" in run.ensemble.report()
-    assert losses[-1] > 1.1 * best and run.controller.restore_best_weights() == best == held_out_loss(run)
+    assert (
+        f"best held-out loss: {best:.4g} at step {20 * (losses.index(best) + 1)} of 1200"
+        in run.ensemble.report()
+    )
+    assert losses[
+        -1
+    ] > 1.1 * best and run.controller.restore_best_weights() == best == held_out_loss(run)
 
 
 def test_best_weights_that_are_not_there_are_refused() -> None:
@@ -286,5 +346,7 @@ def test_best_weights_that_are_not_there_are_refused() -> None:
 def test_a_model_without_a_matrix_keeps_its_rate() -> None:
     vector = torch.nn.Parameter(torch.ones(4))
     net = torch.nn.ParameterList([vector])
-    *_, ensemble = training(net, lambda step: vector.square(), STEPS + 1, controller=hdet.AutoLR(net, budget=0))
+    *_, ensemble = training(
+        net, lambda step: vector.square(), STEPS + 1, controller=hdet.AutoLR(net, budget=0)
+    )
     assert ensemble.corrections == {"lr": 1.0} and "stays" in ensemble.report()

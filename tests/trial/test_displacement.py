@@ -32,7 +32,9 @@ def displaced(tensors: Sequence[torch.Tensor], move: Callable[[], object]) -> Mo
     return read(displacement)
 
 
-@pytest.mark.parametrize("shapes", [[(8, 8)] * 5, [(20, 7), (4, 3, 5, 5), (64, 64), (1, 9), (30, 2)]])
+@pytest.mark.parametrize(
+    "shapes", [[(8, 8)] * 5, [(20, 7), (4, 3, 5, 5), (64, 64), (1, 9), (30, 2)]]
+)
 def test_it_is_the_median_over_matrices_within_a_bin(shapes: list[tuple[int, ...]]) -> None:
     tensors, by = matrices(*shapes), [0.01, 0.3, 0.05, 0.002, 1.5]
     first = [tensor.clone() for tensor in tensors]
@@ -42,7 +44,9 @@ def test_it_is_the_median_over_matrices_within_a_bin(shapes: list[tuple[int, ...
             tensor += size * noise
 
     found = displaced(tensors, move).median
-    exact = median(float((now - then).norm() / then.norm()) for now, then in zip(tensors, first, strict=True))
+    exact = median(
+        float((now - then).norm() / then.norm()) for now, then in zip(tensors, first, strict=True)
+    )
     assert found is not None and exact / BIN <= found <= exact * BIN
 
 
@@ -68,7 +72,9 @@ def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> No
 
 
 @pytest.mark.parametrize(("broken", "finite"), [(1, True), (2, False)])
-def test_it_is_infinite_where_half_of_the_matrices_are_not_finite(broken: int, finite: bool) -> None:
+def test_it_is_infinite_where_half_of_the_matrices_are_not_finite(
+    broken: int, finite: bool
+) -> None:
     tensors = matrices((8, 8), (8, 8), (8, 8))
 
     def move() -> None:
@@ -82,7 +88,9 @@ def test_it_is_infinite_where_half_of_the_matrices_are_not_finite(broken: int, f
 
 def of_ranks(rank: int, world: int) -> Moved:
     """Ranks that have two matrices and three, as pipeline stages have; or one that has all."""
-    tensors = matrices(*[(8, 8)] * 5)[slice(None) if world == 1 else slice(0, 2) if rank else slice(2, 5)]
+    tensors = matrices(*[(8, 8)] * 5)[
+        slice(None) if world == 1 else slice(0, 2) if rank else slice(2, 5)
+    ]
     displacement = Displacement(lambda: tensors)
     for number, tensor in enumerate(tensors, 0 if rank or world == 1 else 2):
         tensor *= 1 + 0.01 * 2**number
@@ -105,7 +113,9 @@ MODELS = {
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_trained_if_their_rows_differ_more_than_chance_would_have_it(name: str, trained: bool) -> None:
+def test_weights_are_trained_if_their_rows_differ_more_than_chance_would_have_it(
+    name: str, trained: bool
+) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         tensors = [p.detach() for p in MODELS[name]().parameters()]

@@ -19,11 +19,15 @@ from .common import ALL, training
 SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
 
 
-def trained(net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow: bool | None = False) -> tuple[Any, list[torch.Tensor]]:
+def trained(
+    net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow: bool | None = False
+) -> tuple[Any, list[torch.Tensor]]:
     """What is found (nothing without a controller: ``shadow`` None), and the whole weights after each step from a trial's first one on."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     with torch.no_grad():
-        loss_of(net, batch(0, shards[0]))  # an evaluation before, which leaves the parameters of FSDP gathered
+        loss_of(
+            net, batch(0, shards[0])
+        )  # an evaluation before, which leaves the parameters of FSDP gathered
     auto = hdet.AutoLR(net)
     controller = None if shadow is None else hdet.Shadow(auto) if shadow else auto
     losses_at = lambda step: torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
@@ -37,14 +41,22 @@ def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, RateInter
     found = []
     for shadow in (False, True, None):
         shape = SHAPES[name]
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+        mesh = init_device_mesh(
+            "cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
+        )
         net = model()
         fully_shard(net[0], mesh=mesh)
-        fully_shard(net, mesh=mesh)  # its own parameters stay gathered after a forward pass without a backward
+        fully_shard(
+            net, mesh=mesh
+        )  # its own parameters stay gathered after a forward pass without a backward
         replicas = None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh)
         found.append(trained(net, replicas, [rank], shadow))
     (interval, _), (shadowed, ours), (_, plain) = found
-    return interval, shadowed, [step for step, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)]
+    return (
+        interval,
+        shadowed,
+        [step for step, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)],
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -54,7 +66,11 @@ def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: s
     assert alone.moves and len({str(interval) for pair in ranks for interval in pair[:2]}) == 1
     for interval, shadowed, unequal in ranks:
         assert interval == shadowed == ranks[0][0] and unequal == []
-        assert [arm.loss for arm in interval.trial.arms] == pytest.approx([arm.loss for arm in alone.trial.arms], rel=1e-9)
+        assert [arm.loss for arm in interval.trial.arms] == pytest.approx(
+            [arm.loss for arm in alone.trial.arms], rel=1e-9
+        )
         assert interval.low == pytest.approx(alone.low, rel=1e-6)
         # Of parts, each of which is one matrix: a median over other numbers than those of one process.
-        assert interval.trial.arms[1].displacement == pytest.approx(alone.trial.arms[1].displacement, rel=0.5)
+        assert interval.trial.arms[1].displacement == pytest.approx(
+            alone.trial.arms[1].displacement, rel=0.5
+        )

@@ -32,7 +32,9 @@ class Made(torch.optim.Optimizer):
         parameters = list(parameters)
         super().__init__(parameters, {"lr": lr})
         parts = [torch.optim.AdamW(some, lr=lr) for some in (parameters[:2], parameters[2:])]
-        setattr(self, attribute, parts if attribute == "parts" else torch.optim.AdamW(parameters, lr=lr))
+        setattr(
+            self, attribute, parts if attribute == "parts" else torch.optim.AdamW(parameters, lr=lr)
+        )
         held = getattr(self, attribute)
         self.inner = lambda: held if attribute == "parts" else [held]
 
@@ -50,17 +52,23 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, dtype=held.dtype, device=held.device
+        )
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
         if name not in cls.KEPT + cls.READ:
             raise NotImplementedError(f"Wrapped has no {name}")
-        result = function(*map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+        result = function(
+            *map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()}
+        )
         return args[0] if name.endswith("_") else cls(result) if name in cls.KEPT else result
 
 
@@ -77,7 +85,9 @@ class WrappedMoments(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            momentum = self.state[parameter].setdefault("momentum", Wrapped(torch.zeros(parameter.shape)))
+            momentum = self.state[parameter].setdefault(
+                "momentum", Wrapped(torch.zeros(parameter.shape))
+            )
             momentum.mul_(0.9).add_(parameter.grad)
             parameter.add_(momentum.held, alpha=-self.param_groups[0]["lr"])
 
@@ -94,9 +104,21 @@ def copy_of(value: Any) -> Any:
 
 def state(run: Run) -> Any:
     """All of it, to the bit."""
-    own = [copy_of(tensor) for tensor in (*run.net.parameters(), *run.net.buffers(), *(p.grad for p in run.net.parameters()))]
+    own = [
+        copy_of(tensor)
+        for tensor in (
+            *run.net.parameters(),
+            *run.net.buffers(),
+            *(p.grad for p in run.net.parameters()),
+        )
+    ]
     inner = getattr(run.optimizer, "inner", list)()
-    held = [copy_of(value) for one in (run.optimizer, *inner) for of in one.state.values() for value in of.values()]
+    held = [
+        copy_of(value)
+        for one in (run.optimizer, *inner)
+        for of in one.state.values()
+        for value in of.values()
+    ]
     numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     return own, held, [module.training for module in run.net.modules()], numbers
 
@@ -104,8 +126,14 @@ def state(run: Run) -> Any:
 KINDS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     **{name: getattr(hdet, name) for name in ("FusedAdamW", "FusedLion", "FusedSGD")},
-    **{masters: functools.partial(hdet.FusedAdamW, master_weights=masters) for masters in ("fp32", "split")},
-    **{attribute: functools.partial(Made, attribute=attribute) for attribute in ("parts", "base_optimizer", "optim")},
+    **{
+        masters: functools.partial(hdet.FusedAdamW, master_weights=masters)
+        for masters in ("fp32", "split")
+    },
+    **{
+        attribute: functools.partial(Made, attribute=attribute)
+        for attribute in ("parts", "base_optimizer", "optim")
+    },
     "moments of a tensor subclass": WrappedMoments,
     "weights of a tensor subclass": WrappedMoments,
     "a closure that calls backward": torch.optim.AdamW,
@@ -125,11 +153,24 @@ def test_the_run_is_the_one_without_a_trial_to_the_bit(name: str, shadow: bool) 
     """To the end of a trial, if what is found is not done; else to its last step but one."""
     found = []
     for controlled in (True, False):
-        net = wrapped() if name.startswith("weights") else model() if name in ("fp32", "split") else noisy()
-        settings = {"dtype": torch.bfloat16 if name in ("fp32", "split") else None, "every": 100 if name.startswith("weights") else 20}
+        net = (
+            wrapped()
+            if name.startswith("weights")
+            else model()
+            if name in ("fp32", "split")
+            else noisy()
+        )
+        settings = {
+            "dtype": torch.bfloat16 if name in ("fp32", "split") else None,
+            "every": 100 if name.startswith("weights") else 20,
+        }
         make = lambda parameters, lr, weight_decay: KINDS[name](parameters, lr=lr)
-        draw = {"before_step": lambda: torch.rand(3)}  # as an optimizer that rounds stochastically does
-        run = auto_run(1e-3, net=net, optimizer=make, controlled=controlled, shadow=shadow, of=draw, **settings)
+        draw = {
+            "before_step": lambda: torch.rand(3)
+        }  # as an optimizer that rounds stochastically does
+        run = auto_run(
+            1e-3, net=net, optimizer=make, controlled=controlled, shadow=shadow, of=draw, **settings
+        )
         if name == "a closure that calls backward":
             run.closure = functools.partial(backward_inside, run.losses)
         random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
@@ -146,7 +187,9 @@ def test_gradients_that_the_loop_keeps_are_still_there() -> None:
         values = [copy_of(gradient) for gradient in before]
         run.optimizer.step()
         run.ensemble.step(1.0, closure=lambda: run.losses(taught(0)))
-        assert all(p.grad is g for p, g in zip(run.net.parameters(), before, strict=True)) and same(before, values)
+        assert all(p.grad is g for p, g in zip(run.net.parameters(), before, strict=True)) and same(
+            before, values
+        )
 
 
 def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None:
@@ -186,7 +229,10 @@ def of_the_run(weights: Any, steps: int, lr: float = 0.03) -> bool:
 
 def test_a_handler_that_saves_gets_the_runs_weights() -> None:
     saved: list[Any] = []
-    handler, before = (lambda *_: saved.append(run.net.state_dict() and run.weights())), signal.getsignal(signal.SIGUSR1)
+    handler, before = (
+        (lambda *_: saved.append(run.net.state_dict() and run.weights())),
+        signal.getsignal(signal.SIGUSR1),
+    )
     run = with_closure(lambda run: signal.raise_signal(signal.SIGUSR1))
     signal.signal(signal.SIGUSR1, handler)
     try:
@@ -200,14 +246,18 @@ def test_a_handler_that_saves_gets_the_runs_weights() -> None:
 def test_another_thread_that_saves_waits_for_the_run() -> None:
     saved: list[Any] = []
     thread = threading.Thread(target=lambda: saved.append(run.net.state_dict() and run.weights()))
-    run = with_closure(lambda run: [thread.start(), thread.join(0.1), saved.append(thread.is_alive())])
+    run = with_closure(
+        lambda run: [thread.start(), thread.join(0.1), saved.append(thread.is_alive())]
+    )
     run.steps(4)
     thread.join()
     assert saved[0] is True and of_the_run(saved[1], 4)
 
 
 def test_ctrl_c_leaves_the_run(request: pytest.FixtureRequest) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     run = with_closure(lambda run: signal.raise_signal(signal.SIGINT)).steps(3)
     with pytest.raises(KeyboardInterrupt):
@@ -227,9 +277,14 @@ REFUSED: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_only_be_done_to_the_run_is_refused_by_name(name: str, at: int) -> None:
     run = with_closure(REFUSED[name], at=at, call=0).steps(at)
-    with pytest.raises(RuntimeError, match=re.escape(name) + " was called while a trial's copy is in the place of the run"):
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape(name) + " was called while a trial's copy is in the place of the run",
+    ):
         run.step()
-    assert of_the_run(run.weights(), at + 1) and run.net.state_dict() and run.ensemble.close() is None
+    assert (
+        of_the_run(run.weights(), at + 1) and run.net.state_dict() and run.ensemble.close() is None
+    )
 
 
 @pytest.mark.parametrize("at", [3, STEPS + 1])
@@ -238,11 +293,18 @@ def test_modes_that_the_closure_sets_are_taken_back(at: int) -> None:
     assert all(module.training for module in run.net.modules())
 
 
-@pytest.mark.parametrize(("at", "call", "stops"), [(3, 4, True), (3, 2, True), (3, 1, False), (3, 0, False), (0, 4, False)])
-def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loops(at: int, call: int, stops: bool) -> None:
+@pytest.mark.parametrize(
+    ("at", "call", "stops"),
+    [(3, 4, True), (3, 2, True), (3, 1, False), (3, 0, False), (0, 4, False)],
+)
+def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loops(
+    at: int, call: int, stops: bool
+) -> None:
     run = with_closure(lambda run: 1 / 0, at=at, call=call, lr=1e-4).steps(at)
     if stops:
-        with pytest.warns(UserWarning, match="counts as a rate that breaks: the closure raised ZeroDivisionError"):
+        with pytest.warns(
+            UserWarning, match="counts as a rate that breaks: the closure raised ZeroDivisionError"
+        ):
             arms = run.steps(ALL - at).controller.interval.trial.arms
         assert [not arm.losses for arm in arms] == [number == call for number in range(5)]
     else:
@@ -258,7 +320,9 @@ def test_a_module_that_the_loop_adds_in_the_middle_stays(lr: float) -> None:
     run.net.add_module("extra", added)
     while not run.controller.done:
         run.step()
-    assert (run.ensemble.corrections["lr"] < 1) == (lr == 3.0) and added.state_dict().keys() == nn.BatchNorm1d(1).state_dict().keys()
+    assert (run.ensemble.corrections["lr"] < 1) == (
+        lr == 3.0
+    ) and added.state_dict().keys() == nn.BatchNorm1d(1).state_dict().keys()
 
 
 def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
@@ -266,7 +330,9 @@ def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
     found = []
     for controlled in (True, False):
         net = Either() if branches else noisy()
-        ddp = DistributedDataParallel(net, gradient_as_bucket_view=view, find_unused_parameters=branches)
+        ddp = DistributedDataParallel(
+            net, gradient_as_bucket_view=view, find_unused_parameters=branches
+        )
         held: dict[str, Any] = {"calls": 0, "error": torch.zeros(4096)}
 
         def hook(held, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
@@ -275,7 +341,11 @@ def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
             whole = bucket.buffer() + held["error"][: bucket.buffer().numel()]
             rounded = (whole * 64).round() / 64
             held["error"][: whole.numel()] = whole - rounded
-            return torch.distributed.all_reduce(rounded, async_op=True).get_future().then(lambda done: done.value()[0] / world)
+            return (
+                torch.distributed.all_reduce(rounded, async_op=True)
+                .get_future()
+                .then(lambda done: done.value()[0] / world)
+            )
 
         if not branches:  # then DDP reduces an arm's gradients, too
             ddp.register_comm_hook(held, hook)
@@ -286,9 +356,19 @@ def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
 
         controller = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
         torch.manual_seed(7 + rank)
-        *_, ensemble = training(net, losses_at, ALL + 4, controller=controller, plain=not controlled)
+        *_, ensemble = training(
+            net, losses_at, ALL + 4, controller=controller, plain=not controlled
+        )
         assert not controlled or ensemble.engine.controller.search.interval.trial.first_losses
-        found.append([net.state_dict(), [p.grad for p in net.parameters()], held["calls"], held["error"], torch.get_rng_state()])
+        found.append(
+            [
+                net.state_dict(),
+                [p.grad for p in net.parameters()],
+                held["calls"],
+                held["error"],
+                torch.get_rng_state(),
+            ]
+        )
     return [same(*pair) for pair in zip(*found, strict=True)], held["calls"]
 
 

@@ -18,7 +18,13 @@ WORSE = (1.4, 1.4)
 TIED = (1.15, 1.15)
 
 
-def by_losses(*losses: tuple[float, ...], rate: float = 100.0, first: float = 3.0, moves: float = 0.0, **settings: Any) -> Trial:
+def by_losses(
+    *losses: tuple[float, ...],
+    rate: float = 100.0,
+    first: float = 3.0,
+    moves: float = 0.0,
+    **settings: Any,
+) -> Trial:
     """Arms at 1, 100, 10 000 ...; a matrix moves by ``moves`` times the rate (0: no matrix)."""
     arms = tuple(Arm(100.0**n, each, 100.0**n * moves or None) for n, each in enumerate(losses))
     return Trial(rate, arms, (first, first), **settings)
@@ -63,7 +69,9 @@ def test_an_interval_is_of_losses_and_of_displacements(name: str) -> None:
 def test_only_the_low_end_falls_with_the_length_of_the_run() -> None:
     found = by_losses(WORSE, BEST, WORSE).interval(28 * 1024)
     assert (found.low, found.high) == pytest.approx((10 / 8, 1000.0))
-    assert by_losses(WORSE, BEST, WORSE).interval(7).low == pytest.approx(10.0), "a shorter run does not raise it"
+    assert by_losses(WORSE, BEST, WORSE).interval(7).low == pytest.approx(10.0), (
+        "a shorter run does not raise it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,15 +88,24 @@ def test_only_the_low_end_falls_with_the_length_of_the_run() -> None:
         (by_losses((), (), rate=1.0, given_up="why"), 1.0, "why"), (by_losses((), rate=1.0), 1.0, "inside the interval"),
     ],
 )  # fmt: skip
-def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_well(trial: Trial, to: float, reason: str) -> None:
+def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_well(
+    trial: Trial, to: float, reason: str
+) -> None:
     """But not out of the interval again."""
     found = trial.interval(28)
-    assert found.suggestion == pytest.approx(to) and found.reason == reason and found.moves == (trial.rate != to)
+    assert (
+        found.suggestion == pytest.approx(to)
+        and found.reason == reason
+        and found.moves == (trial.rate != to)
+    )
     assert trial.broke == trial.needs_repeat == (reason == "every rate that was tried broke")
 
 
 def test_a_displacement_off_the_scale_is_measured_again_at_a_lower_rate() -> None:
-    assert Trial(1.0, (Arm(1.0, (), 64.0),)).needs_repeat and not Trial(1.0, (Arm(1.0, (), 63.0),)).needs_repeat
+    assert (
+        Trial(1.0, (Arm(1.0, (), 64.0),)).needs_repeat
+        and not Trial(1.0, (Arm(1.0, (), 63.0),)).needs_repeat
+    )
 
 
 @pytest.mark.parametrize("ends", [(WORSE, BEST, WORSE), (BEST, TIED, ())])
@@ -103,7 +120,10 @@ def test_an_arms_rate_rises_in_5_of_28_steps_and_falls_to_nothing() -> None:
 
 
 def test_it_says_what_to_do() -> None:
-    assert str(moved(0.05).interval(1000)) == "learning rate: 0.05 -> 0.5 (hardly moves the weights)\ngood rates for 1000 steps: 0.1 to 20"
+    assert (
+        str(moved(0.05).interval(1000))
+        == "learning rate: 0.05 -> 0.5 (hardly moves the weights)\ngood rates for 1000 steps: 0.1 to 20"
+    )
     assert str(by_losses(BEST, TIED, first=1.1).interval(28)).splitlines() == [
         "learning rate: 1e+02 stays (inside the interval)", "good rates for 28 steps: any lower rate to any higher rate",
         "losses after 28 steps: 1 at 1, 1.15 at 1e+02", "no rate has learned anything in the trial: only displacement counts",
@@ -111,8 +131,15 @@ def test_it_says_what_to_do() -> None:
 
 
 def test_curve_and_plot_show_the_arms() -> None:
-    found = replace(by_losses(WORSE, BEST, (), rate=1.0), arms=(Arm(1.0, WORSE, 0.1), Arm(100.0, BEST), Arm(1e4))).interval(28)
-    assert found.curve["losses"] == pytest.approx([1.4, 1.0, None]) and found.curve["displacements"] == [0.1, None, None]
+    found = replace(
+        by_losses(WORSE, BEST, (), rate=1.0),
+        arms=(Arm(1.0, WORSE, 0.1), Arm(100.0, BEST), Arm(1e4)),
+    ).interval(28)
+    assert found.curve["losses"] == pytest.approx([1.4, 1.0, None]) and found.curve[
+        "displacements"
+    ] == [0.1, None, None]
     pytest.importorskip("matplotlib").use("Agg")
     axes = found.plot()
-    assert axes.get_xscale() == "log" and f"now: {found.suggestion:.2g}" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert axes.get_xscale() == "log" and f"now: {found.suggestion:.2g}" in [
+        text.get_text() for text in axes.get_legend().get_texts()
+    ]

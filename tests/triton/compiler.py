@@ -47,7 +47,9 @@ class Compiling(DeviceMemory):
 
 
 def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([os.fspath(TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [os.fspath(TOOLS / name), *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 class Binary:
@@ -57,7 +59,9 @@ class Binary:
         path = folder / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "--dump-resource-usage", os.fspath(path))
-        self.usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        self.usage = {
+            name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)
+        }
         self.ptx = compiled.asm["ptx"]
         self.code = _tool("nvdisasm", "-c", os.fspath(path))
 
@@ -66,4 +70,6 @@ class Binary:
 
     def accesses(self, kind: str, size: str) -> int:
         """Accesses of elements in the PTX, which are those under a mask: `kind` ld or st, `size` v4.b32, v2.b32, b32, b16."""
-        return len(re.findall(rf"@%p\d+ {kind}\.global(?:\.L\w+::\w+)*\.{re.escape(size)}\s", self.ptx))
+        return len(
+            re.findall(rf"@%p\d+ {kind}\.global(?:\.L\w+::\w+)*\.{re.escape(size)}\s", self.ptx)
+        )

@@ -27,7 +27,16 @@ from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
 from hdet.triton_kernels import hyper, numbers
 from hdet.triton_kernels import symmetric as triton_symmetric
-from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
+from tests.kernels import (
+    cases,
+    test_average,
+    test_gradients,
+    test_memory,
+    test_norm,
+    test_numbers,
+    test_pair,
+    test_rank_one,
+)
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check, one_nan
@@ -44,25 +53,44 @@ class Twin:
     def __init__(self, tensors: StepTensors) -> None:
         self.tensors = tensors
         self.plan = kernels.step_plan(tensors, "triton")
-        columns = {name: getattr(tensors, name) for name in ("steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")}
+        columns = {
+            name: getattr(tensors, name)
+            for name in ("steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")
+        }
         sets = {name: getattr(tensors, name) for name in ("params", "masters")}
         copied = {name: clones(column) or None for name, column in columns.items()}
-        copied |= {name: [clones(column) for column in columns or []] or None for name, columns in sets.items()}
+        copied |= {
+            name: [clones(column) for column in columns or []] or None
+            for name, columns in sets.items()
+        }
         self.copies = replace(tensors, **copied)  # type: ignore[arg-type]
         self.native = kernels.step_plan(self.copies, "cpu")
         self.norm, self.skipped = self.plan.norm, self.plan.skipped
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions) -> None:
+    def step(
+        self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions
+    ) -> None:
         native_gradients = clones(gradients)
         self.native.step(native_gradients, settings, options)
         self.plan.step(gradients, settings, options)
         ours, theirs = (
-            [t.steps, t.exp_avgs, t.exp_avg_sqs, t.exp_avg_scales, t.exp_avg_sq_scales, *t.params, *(t.masters or []), g]
+            [
+                t.steps,
+                t.exp_avgs,
+                t.exp_avg_sqs,
+                t.exp_avg_scales,
+                t.exp_avg_sq_scales,
+                *t.params,
+                *(t.masters or []),
+                g,
+            ]
             for t, g in ((self.tensors, gradients), (self.copies, native_gradients))
         )
         for one, other in zip(map(clones, ours), map(clones, theirs), strict=True):
             for i, (x, y) in enumerate(zip(one, other, strict=True)):
-                assert x is y is None or torch.equal(*(one_nan(t.reshape(-1)).view(torch.uint8) for t in (x, y))), f"{i} has other bits"
+                assert x is y is None or torch.equal(
+                    *(one_nan(t.reshape(-1)).view(torch.uint8) for t in (x, y))
+                ), f"{i} has other bits"
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         self.plan.upload(settings, options)
@@ -88,8 +116,12 @@ def patch_once() -> None:
         return
 
     def patch(fn: Any) -> Any:
-        modules = frozenset(id(value) for value in fn.__globals__.values() if value in (tl, tl.core))
-        if not (outer and getattr(outer[0], "_changes", None)):  # a kernel begins: those of the last one were taken back
+        modules = frozenset(
+            id(value) for value in fn.__globals__.values() if value in (tl, tl.core)
+        )
+        if not (
+            outer and getattr(outer[0], "_changes", None)
+        ):  # a kernel begins: those of the last one were taken back
             done.clear()
             outer[:] = [original(fn)]
         elif modules not in done:
@@ -133,7 +165,11 @@ def test_numbers_of_16_bits() -> None:
 
 @triton.jit
 def draw(out, inputs, BLOCK: tl.constexpr):
-    step, replica, id = tl.load(inputs + 1).to(tl.uint32), tl.load(inputs + 2).to(tl.int32), tl.load(inputs + 3).to(tl.int32)
+    step, replica, id = (
+        tl.load(inputs + 1).to(tl.uint32),
+        tl.load(inputs + 2).to(tl.int32),
+        tl.load(inputs + 3).to(tl.int32),
+    )
     bits = numbers.rounding_bits(tl.load(inputs), step, replica, id, tl.load(inputs + 4), BLOCK)
     tl.store(out + tl.arange(0, BLOCK), bits.to(tl.int64))
 
@@ -145,7 +181,12 @@ def test_random_bits_are_those_of_every_backend(element: int) -> None:
     out = torch.zeros(64, dtype=torch.int64)
     draw[(1,)](out, torch.tensor([seed - (1 << 64), step, replica, identity, element]), BLOCK=64)
     quads = element // 4 + torch.arange(16)
-    counter = (quads & 0xFFFFFFFF, quads >> 32 | replica << 16, identity + 0 * quads, step + 0 * quads)
+    counter = (
+        quads & 0xFFFFFFFF,
+        quads >> 32 | replica << 16,
+        identity + 0 * quads,
+        step + 0 * quads,
+    )
     assert torch.equal(out, torch.stack(rounding.philox(seed, counter), dim=1).flatten())
 
 
@@ -156,7 +197,9 @@ def test_elements_beyond_two_to_the_31() -> None:
     def problem() -> tuple[list[torch.Tensor], torch.Tensor, triton_step.TritonStepPlan]:
         generator = torch.Generator().manual_seed(3)
         p, m, v, g = (torch.rand(100, generator=generator) for _ in range(4))
-        plan = kernels.step_plan(StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), "triton")
+        plan = kernels.step_plan(
+            StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), "triton"
+        )
         assert isinstance(plan, triton_step.TritonStepPlan)
         return [p, m, v], g, plan
 
@@ -180,7 +223,9 @@ def test_elements_beyond_two_to_the_31() -> None:
 @pytest.mark.parametrize("operation", ["copy", "scaled copy", "lerp", "lerp to the end"])
 @pytest.mark.parametrize("destination", test_pair.KINDS, ids=str)
 def test_pairs(destination: test_pair.Kind, operation: str) -> None:
-    test_pair.check_operation(test_pair.Pair([5, 0, 33, 1, 64, 9], test_pair.SOURCES, [destination], "triton"), operation)
+    test_pair.check_operation(
+        test_pair.Pair([5, 0, 33, 1, 64, 9], test_pair.SOURCES, [destination], "triton"), operation
+    )
 
 
 def test_copies_of_long_tensors_and_exchanges() -> None:
@@ -205,7 +250,11 @@ def test_average_edges(dtype: torch.dtype) -> None:
     test_average.test_one_replica_keeps_its_bits("triton")
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", ["vector edges", "chunk edges", "empty first", "only empty"])
 def test_norms(sizes: str, dtypes: tuple[torch.dtype, ...]) -> None:
     test_norm.test_is_the_root_of_the_sum_of_squares_rounded_once("triton", SIZES[sizes], dtypes)
@@ -223,8 +272,14 @@ def test_norm_edges() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_lines(rule: str) -> None:
-    formats = (torch.bfloat16, torch.float32, torch.bfloat16) if rule != "sgd" else (torch.float16, torch.float16, torch.float32)
-    found = [line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")]
+    formats = (
+        (torch.bfloat16, torch.float32, torch.bfloat16)
+        if rule != "sgd"
+        else (torch.float16, torch.float16, torch.float32)
+    )
+    found = [
+        line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
 
@@ -242,14 +297,19 @@ def test_gradients_that_are_negated_views_are_refused() -> None:
 
 
 def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
-    assert (hyper.CALL_SETTINGS.value, hyper.GROUP_SETTINGS.value) == (CALL_SETTINGS, GROUP_SETTINGS)
+    assert (hyper.CALL_SETTINGS.value, hyper.GROUP_SETTINGS.value) == (
+        CALL_SETTINGS,
+        GROUP_SETTINGS,
+    )
 
 
 def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:
     test_memory.check_rates("triton")
 
 
-def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_no_step_has_launched_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
     monkeypatch.setattr(mirrors, "_capturing", lambda device: capturing[0])
@@ -259,7 +319,8 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.
         plan.upload([StepSettings(0.5)], options)
         capturing[0] = True
         with pytest.raises(
-            RuntimeError, match=r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run one step"
+            RuntimeError,
+            match=r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run one step",
         ):
             plan.step([g], [StepSettings(0.5)], options)
         capturing[0] = False
@@ -273,7 +334,10 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.
 
 
 def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:
-    with pytest.raises(ValueError, match="interpreter here, which cannot read tensors on cuda:0: unset TRITON_INTERPRET"):
+    with pytest.raises(
+        ValueError,
+        match="interpreter here, which cannot read tensors on cuda:0: unset TRITON_INTERPRET",
+    ):
         Memory(torch.device("cuda", 0))
 
 
@@ -288,7 +352,9 @@ def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype)
     x = (torch.randn(batch, m, length, generator=generator) / length**0.5).to(dtype)
     gram = symmetric.product(x, x, None, 1.0, 0.0)
     assert torch.equal(gram, gram.mT)
-    torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(
+        gram.double(), x.double() @ x.double().mT, rtol=torch.finfo(dtype).eps, atol=1e-6
+    )
     square = symmetric.product(gram, gram, gram, 2.0, -0.5)
     expected = 2 * gram.double() @ gram.double() - 0.5 * gram.double()
     torch.testing.assert_close(square.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)

@@ -80,7 +80,11 @@ def sets(dtype: torch.dtype | None, sizes: list[int], count: int) -> list[Any] |
 
 
 def settings(replicas: int, **changed: Any) -> list[StepSettings]:
-    return [StepSettings(1e-3, tuple(1.0 + k for k in range(replicas)), 0.9, 0.999, 1e-8)._replace(**changed)]
+    return [
+        StepSettings(1e-3, tuple(1.0 + k for k in range(replicas)), 0.9, 0.999, 1e-8)._replace(
+            **changed
+        )
+    ]
 
 
 def plan_of(s: Stored, sizes: list[int]) -> Any:
@@ -96,7 +100,9 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
             stochastic=s.stochastic,
             first_replica=s.first_replica,
             exp_avg_scales=tensors(F32 if s.first == U8 else None, [-(-n // 256) for n in sizes]),
-            exp_avg_sq_scales=tensors(F32 if s.second == U8 else None, [-(-n // 256) for n in sizes]),
+            exp_avg_sq_scales=tensors(
+                F32 if s.second == U8 else None, [-(-n // 256) for n in sizes]
+            ),
         )
     )
 
@@ -104,7 +110,10 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
 MIXED = {"param": BF16, "gradient": BF16}
 SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
 STEPS = {
-    **{name: Stored(name, second=F32 if "exp_avg_sqs" in rule.moments else None) for name, rule in RULES.items()},
+    **{
+        name: Stored(name, second=F32 if "exp_avg_sqs" in rule.moments else None)
+        for name, rule in RULES.items()
+    },
     "adamw, 5 replicas": Stored(replicas=5),
     "adamw, 16 replicas": Stored(replicas=16),
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
@@ -121,15 +130,24 @@ STEPS = {
 
 def check_code(compiled: Any, folder: Path, float64: bool = False, shared: bool = False) -> Binary:
     binary = Binary(compiled, folder)
-    if float64 and triton.__version__.startswith("3.6."):  # its ptxas keeps 8 bytes of a double's power there, once a step
+    if float64 and triton.__version__.startswith(
+        "3.6."
+    ):  # its ptxas keeps 8 bytes of a double's power there, once a step
         assert binary.usage["STACK"] <= 8
     else:
-        assert binary.usage["STACK"] == binary.usage["LOCAL"] == 0 == binary.instructions("(?:LDL|STL)"), (
-            "registers are spilled to local memory"
-        )
-    assert float64 or (".f64" not in binary.ptx and binary.instructions("D(?:ADD|MUL|FMA)") == 0), "float64 arithmetic in a main loop"
+        assert (
+            binary.usage["STACK"]
+            == binary.usage["LOCAL"]
+            == 0
+            == binary.instructions("(?:LDL|STL)")
+        ), "registers are spilled to local memory"
+    assert float64 or (".f64" not in binary.ptx and binary.instructions("D(?:ADD|MUL|FMA)") == 0), (
+        "float64 arithmetic in a main loop"
+    )
     assert "fma.rn.f32" not in binary.ptx, "contracted: other bits than the native kernels"
-    assert ".ftz" not in binary.ptx and ".approx" not in binary.ptx, "subnormal numbers are lost, or results are approximate"
+    assert ".ftz" not in binary.ptx and ".approx" not in binary.ptx, (
+        "subnormal numbers are lost, or results are approximate"
+    )
     assert shared or binary.usage["SHARED"] == 0, "values change threads between accesses"
     return binary
 
@@ -137,11 +155,17 @@ def check_code(compiled: Any, folder: Path, float64: bool = False, shared: bool 
 def check_accesses(binary: Binary, read: list[torch.dtype], written: list[torch.dtype]) -> None:
     """Eight elements a thread at a time, float32 in 16 bytes; 16 bits in 16 bytes where nothing is wider, else in 8. Then the tail."""
     for kind, streams in (("ld", read), ("st", written)):
-        wide, narrow = [d for d in streams if d.itemsize == 4], [d for d in streams if d.itemsize == 2]
+        wide, narrow = (
+            [d for d in streams if d.itemsize == 4],
+            [d for d in streams if d.itemsize == 2],
+        )
         all_narrow = not any(d.itemsize == 4 for d in (*read, *written))
         assert binary.accesses(kind, "v4.b32") == 2 * len(wide) + len(narrow) * all_narrow
         assert binary.accesses(kind, "v2.b32") == 2 * len(narrow) * (not all_narrow)
-        assert (binary.accesses(kind, "b32"), binary.accesses(kind, "b16")) == (len(wide), len(narrow)), "the tail alone goes by elements"
+        assert (binary.accesses(kind, "b32"), binary.accesses(kind, "b16")) == (
+            len(wide),
+            len(narrow),
+        ), "the tail alone goes by elements"
 
 
 derived: list[Any] = []  # one for each rule, whatever the update
@@ -159,29 +183,48 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5), ("adamw", 8)])
-def test_moments_in_8_bits(rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_moments_in_8_bits(
+    rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path
+) -> None:
     """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4. The largest of a block passes between threads."""
-    stored = Stored(rule, first=U8, second=U8 if "exp_avg_sqs" in RULES[rule].moments else None, replicas=replicas)
+    stored = Stored(
+        rule,
+        first=U8,
+        second=U8 if "exp_avg_sqs" in RULES[rule].moments else None,
+        replicas=replicas,
+    )
     plan, sizes = plan_of(stored, [40000, 3, 0]), [40000, 3, 0]
     plan.step(tensors(F32, sizes), settings(replicas))
     assert [name for name, _ in launches] == ["derive", "update"]
     binary = check_code(launches[1][1], tmp_path, shared=True)
-    assert binary.accesses("ld", "v4.b32") >= 2 + 2 * replicas and binary.accesses("st", "v4.b32") >= 2 * replicas
+    assert (
+        binary.accesses("ld", "v4.b32") >= 2 + 2 * replicas
+        and binary.accesses("st", "v4.b32") >= 2 * replicas
+    )
 
 
 def test_an_unknown_rule_does_not_compile() -> None:
     plan = plan_of(Stored("other"), [5])
     with pytest.raises(triton.CompilationError) as error:
         plan.step([torch.zeros(5)], settings(1))
-    assert "unknown rule" in "".join(traceback.format_exception(error.value))  # a function's error is the cause of its caller's
+    assert "unknown rule" in "".join(
+        traceback.format_exception(error.value)
+    )  # a function's error is the cause of its caller's
 
 
-def test_addresses_that_are_not_aligned_are_read_by_elements(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_addresses_that_are_not_aligned_are_read_by_elements(
+    launches: list[tuple[str, Any]], tmp_path: Path
+) -> None:
     plan = plan_of(Stored(), [1000])
     plan.step([torch.zeros(1001)[1:]], settings(1), StepOptions(max_norm=1.0))
     assert [name for name, _ in launches] == ["squares", "derive", "update"]
     update = check_code(launches[2][1], tmp_path)
-    assert update.accesses("ld", "v4.b32") == update.accesses("st", "v4.b32") == 0 < update.accesses("ld", "b32")
+    assert (
+        update.accesses("ld", "v4.b32")
+        == update.accesses("st", "v4.b32")
+        == 0
+        < update.accesses("ld", "b32")
+    )
 
 
 def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
@@ -190,7 +233,14 @@ def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Pa
     masters = [torch.zeros(100), None, torch.zeros(100)]
     moments = [[torch.zeros(100) for _ in params] for _ in range(2)]
     plan = backend.TritonBackend().step_plan(
-        StepTensors("adamw", [params], [0] * 3, [torch.zeros(()) for _ in params], *moments, masters=[masters])
+        StepTensors(
+            "adamw",
+            [params],
+            [0] * 3,
+            [torch.zeros(()) for _ in params],
+            *moments,
+            masters=[masters],
+        )
     )
     plan.step([torch.zeros_like(p) for p in params], settings(1), StepOptions(max_norm=1.0))
     assert [name for name, _ in launches] == ["squares", "derive", "update", "update"]
@@ -210,23 +260,41 @@ def test_rank_one(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     assert names == ["derive", "update_rank_one", "derive_converge", "converge"]
     check_code(launches[0][1], tmp_path, float64=True, shared=True)
     line = [F32, F32]
-    check_accesses(check_code(launches[1][1], tmp_path), [BF16, F32, F32, *line], [F32, F32, F32, *[dtype] * replicas])
+    check_accesses(
+        check_code(launches[1][1], tmp_path),
+        [BF16, F32, F32, *line],
+        [F32, F32, F32, *[dtype] * replicas],
+    )
     check_code(launches[2][1], tmp_path, float64=True, shared=True)
     check_accesses(check_code(launches[3][1], tmp_path), line, [*line, *[dtype] * replicas])
 
 
 @pytest.mark.parametrize(("param", "master"), [(F32, None), (BF16, None), (BF16, I16), (BF16, F32)])
-def test_averages(param: torch.dtype, master: torch.dtype | None, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_averages(
+    param: torch.dtype, master: torch.dtype | None, launches: list[tuple[str, Any]], tmp_path: Path
+) -> None:
     stored = Stored(param=param, master=master, replicas=8)
-    backend.TritonBackend().average_plan(sets(param, [40000], 8), sets(master, [40000], 8)).average([0.125] * 8)  # type: ignore[arg-type]
+    backend.TritonBackend().average_plan(sets(param, [40000], 8), sets(master, [40000], 8)).average(
+        [0.125] * 8
+    )  # type: ignore[arg-type]
     read, written = stored.streams()
     check_accesses(check_code(launches[0][1], tmp_path), read[3:], written[2:])
 
 
-@pytest.mark.parametrize(("source", "destination", "master"), [(F32, F32, None), (F32, BF16, I16), (BF16, BF16, None)])
-def test_pairs(source: torch.dtype, destination: torch.dtype, master: torch.dtype | None, launches: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "destination", "master"), [(F32, F32, None), (F32, BF16, I16), (BF16, BF16, None)]
+)
+def test_pairs(
+    source: torch.dtype,
+    destination: torch.dtype,
+    master: torch.dtype | None,
+    launches: Any,
+    tmp_path: Path,
+) -> None:
     sizes = [40000]
-    plan = backend.TritonBackend().pair_plan(tensors(source, sizes), tensors(destination, sizes), None, tensors(master, sizes))  # type: ignore[arg-type]
+    plan = backend.TritonBackend().pair_plan(
+        tensors(source, sizes), tensors(destination, sizes), None, tensors(master, sizes)
+    )  # type: ignore[arg-type]
     plan.copy(0.5)
     plan.lerp(0.5)
     to = [destination] if master is None else [destination, master]
@@ -237,11 +305,15 @@ def test_pairs(source: torch.dtype, destination: torch.dtype, master: torch.dtyp
         check_accesses(check_code(launches[2][1], tmp_path), [source, source], [source, source])
     plan.copy(0.25)
     plan.copy(1.0)
-    assert launches[-1][1] is launches[-2][1] is launches[0][1], "a scale is not part of what is compiled"
+    assert launches[-1][1] is launches[-2][1] is launches[0][1], (
+        "a scale is not part of what is compiled"
+    )
 
 
 def test_norms(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
-    backend.TritonBackend().norm_plan([torch.zeros(40000), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=F16)]).norm()
+    backend.TritonBackend().norm_plan(
+        [torch.zeros(40000), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=F16)]
+    ).norm()
     binary = check_code(launches[0][1], tmp_path, float64=True, shared=True)
     assert binary.accesses("ld", "v4.b32") == 2 + 1 + 1
     assert (binary.accesses("ld", "b32"), binary.accesses("ld", "b16")) == (1, 2)
@@ -255,7 +327,18 @@ def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[
     several = [
         ({}, {}),
         ({"lr": 1.0}, {}),
-        ({"lr": 0.0, "beta1": 0.0, "beta2": 0.5, "eps": 1.0, "weight_decay": 0.5, "maximize": True, "decay_at_base": True}, {}),
+        (
+            {
+                "lr": 0.0,
+                "beta1": 0.0,
+                "beta2": 0.5,
+                "eps": 1.0,
+                "weight_decay": 0.5,
+                "maximize": True,
+                "decay_at_base": True,
+            },
+            {},
+        ),
         ({"lr": torch.zeros(1)}, {"max_norm": 1.0}),
         ({"lr": odd, "multipliers": (0.0, 1.0)}, {"max_norm": 16.0}),
         ({}, {"max_norm": float("inf"), "grad_scale": torch.ones(1), "found_inf": odd}),
@@ -269,32 +352,50 @@ def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[
     compiled: dict[str, set[int]] = {}
     for name, kernel in launches:
         compiled.setdefault(name, set()).add(id(kernel))
-    assert {name: len(kernels) for name, kernels in compiled.items()} == {"squares": 1, "derive": 1, "update": 1}
+    assert {name: len(kernels) for name, kernels in compiled.items()} == {
+        "squares": 1,
+        "derive": 1,
+        "update": 1,
+    }
 
     plan.step(tensors(F32, sizes), settings(2), replace(StepOptions(), zero_gradients=True))
     assert id(launches[-1][1]) not in compiled["update"]  # so the count can see a compilation
 
 
 def test_tensors_on_another_device_are_refused() -> None:
-    with pytest.raises(ValueError, match='backend="triton" does not work on tensors on cpu; use backend="auto"'):
+    with pytest.raises(
+        ValueError, match='backend="triton" does not work on tensors on cpu; use backend="auto"'
+    ):
         launch.Memory(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("m", "length", "added", "dtype"), [(768, 3072, False, BF16), (768, 768, True, BF16), (192, 100, True, F16)])
+@pytest.mark.parametrize(
+    ("m", "length", "added", "dtype"),
+    [(768, 3072, False, BF16), (768, 768, True, BF16), (192, 100, True, F16)],
+)
 def test_symmetric_products(
-    m: int, length: int, added: bool, dtype: torch.dtype, launches: list[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    m: int,
+    length: int,
+    added: bool,
+    dtype: torch.dtype,
+    launches: list[tuple[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On tensor cores, fed by copies that pass by the registers where rows begin at multiples of 16 bytes; nothing is spilled."""
     monkeypatch.setattr(symmetric, "_memory", Compiling)
-    x, square = torch.empty(2, m, length, dtype=dtype, device="meta"), torch.empty(2, m, m, dtype=dtype, device="meta")
+    x, square = (
+        torch.empty(2, m, length, dtype=dtype, device="meta"),
+        torch.empty(2, m, m, dtype=dtype, device="meta"),
+    )
     monkeypatch.setattr(Tensor, "data_ptr", lambda _: 1 << 20)
     symmetric.product(x, x, square if added else None, 0.5, -1.0)
     symmetric.product(x, x, square if added else None, 1.0, 0.0)
     assert launches[0][1] is launches[1][1], "coefficients are not part of what is compiled"
     binary = Binary(launches[0][1], tmp_path)
-    assert binary.usage["STACK"] == binary.usage["LOCAL"] == 0 == binary.instructions("(?:LDL|STL)"), (
-        "registers are spilled to local memory"
-    )
+    assert (
+        binary.usage["STACK"] == binary.usage["LOCAL"] == 0 == binary.instructions("(?:LDL|STL)")
+    ), "registers are spilled to local memory"
     assert binary.instructions("HGMMA") > 0
     assert ("cp.async" in binary.ptx) == (length % 8 == 0)
     # those of the tile's number alone: with 2^31 elements in a matrix their places need 64 bits

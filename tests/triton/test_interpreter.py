@@ -33,7 +33,9 @@ def test_in_the_interpreter() -> None:
     arguments = ("-q", "-p", "no:cacheprovider", "--no-header", os.fspath(HERE / "interpreted.py"))
     output = run("-m", "pytest", *arguments, limit=2 * HANG_S, TRITON_INTERPRET="1")
     summary = output.rstrip().splitlines()[-1]  # test names have these words, too
-    assert "passed" in summary and "failed" not in summary and "skipped" not in summary, output[-2000:]
+    assert "passed" in summary and "failed" not in summary and "skipped" not in summary, output[
+        -2000:
+    ]
 
 
 WITHOUT_A_BUILD = """

@@ -36,7 +36,10 @@ class Classifier(nn.Module):
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, held-out images and labels; split at random once and for all."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16,
+        torch.tensor(digits.target),
+    )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, held_out = order[:1297], order[1297:]
     return images[train], labels[train], images[held_out], labels[held_out]

@@ -47,7 +47,9 @@ def drawn(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, losses: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]) -> float:
+def mean_loss(
+    model: nn.Module, losses: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]
+) -> float:
     """Over the examples of all batches, in eval mode."""
     model.eval()
     found = torch.cat([losses(model, batch) for batch in batches]).mean().item()

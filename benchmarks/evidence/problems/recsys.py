@@ -42,7 +42,9 @@ RECSYS = Problem(
     build=build,
     groups=lambda model: model.parameter_groups(weight_decay=0.01),
     batch=lambda seed, step: interactions(INTERACTIONS, step, STEPS, seed),
-    spare=lambda seed, step, number: LOG.sample(INTERACTIONS, min(step / STEPS, 1.0), seed=seed, stream="probe", index=number),
+    spare=lambda seed, step, number: LOG.sample(
+        INTERACTIONS, min(step / STEPS, 1.0), seed=seed, stream="probe", index=number
+    ),
     losses=losses,
     validate=lambda model: mean_loss(model, losses, [held_out()]),
 )

@@ -28,7 +28,9 @@ def build(seed: int) -> GPT:
 
 
 def batch(seed: int, step: int) -> Batch:
-    return sample_batch(corpus().train, WINDOWS, SHAPE.context, seed=seed, stream="train", index=step)
+    return sample_batch(
+        corpus().train, WINDOWS, SHAPE.context, seed=seed, stream="train", index=step
+    )
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -41,7 +43,10 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 @cache
 def held_out() -> list[Batch]:
     """512 windows of modules that are not trained on."""
-    return [sample_batch(corpus().validation, 64, SHAPE.context, seed=0, stream="validation", index=i) for i in range(8)]
+    return [
+        sample_batch(corpus().validation, 64, SHAPE.context, seed=0, stream="validation", index=i)
+        for i in range(8)
+    ]
 
 
 TRANSFORMER = Problem(

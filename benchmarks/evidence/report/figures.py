@@ -17,13 +17,17 @@ from .hero import HDET, ONE_CYCLE, Methods, rank, untrained
 from .tables import start
 
 
-def _panels(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
+def _panels(
+    rows: int, columns: int, width: float, height: float, **more: Any
+) -> tuple[Figure, Any]:
     """A figure and its [row][column] of axes; inches."""
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
-def _dress(axes: Axes, title: str = "", xlabel: str = "", *, size: int = 11, grid: bool = True) -> None:
+def _dress(
+    axes: Axes, title: str = "", xlabel: str = "", *, size: int = 11, grid: bool = True
+) -> None:
     axes.set_title(title, fontsize=size, loc="left")
     axes.set_xlabel(xlabel)
     axes.spines[["top", "right"]].set_visible(False)
@@ -34,8 +38,19 @@ def _dress(axes: Axes, title: str = "", xlabel: str = "", *, size: int = 11, gri
 
 def _legend(figure: Figure, panels: Iterable[Axes], columns: int) -> None:
     """Below all, what any of the panels has."""
-    handles = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    handles = {
+        text: handle
+        for axes in panels
+        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+    )
 
 
 # -- hero ------------------------------------------------------------------------------------------------------------------
@@ -57,7 +72,14 @@ def _draw_losses(axes: Axes, problem: str, methods: Methods) -> None:
         style = _style(curve.method, methods)
         axes.plot(curve.starts, [curve.mean(e) for e in curve.starts], label=curve.method, **style)
         low, high = ([extreme(curve.scores(e)) for e in curve.starts] for extreme in (min, max))
-        axes.fill_between(curve.starts, low, high, color=style["color"], alpha=0.2 if curve.method.startswith(HDET) else 0.08, linewidth=0)
+        axes.fill_between(
+            curve.starts,
+            low,
+            high,
+            color=style["color"],
+            alpha=0.2 if curve.method.startswith(HDET) else 0.08,
+            linewidth=0,
+        )
     axes.axhline(untrained(methods), color="black", linestyle=":", linewidth=1, label="untrained")
     _dress(axes, problem, "log2 (starting rate / best rate of the method)")
 
@@ -68,8 +90,19 @@ def _style(method: str, methods: Methods) -> dict[str, Any]:
     if method.startswith(HDET):
         return {"color": COLOURS[0], "linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4}
     if method in schedules:
-        return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == ONE_CYCLE else "--", "zorder": 3}
-    peers = list(dict.fromkeys(name.split("-")[0] for name in methods if not name.startswith(HDET) and name not in schedules))
+        return {
+            "color": GREY,
+            "linewidth": 1.6,
+            "linestyle": "-" if method == ONE_CYCLE else "--",
+            "zorder": 3,
+        }
+    peers = list(
+        dict.fromkeys(
+            name.split("-")[0]
+            for name in methods
+            if not name.startswith(HDET) and name not in schedules
+        )
+    )
     colours = (*COLOURS[3:], "#8C6D31")
     colour = colours[peers.index(method.split("-")[0]) % len(colours)]
     return {"color": colour, "linewidth": 1.3, "linestyle": ":" if "-" in method else "-"}
@@ -94,7 +127,9 @@ def horizon_figure(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _draw_cycles(axes: Axes, lines: Sequence[Record], value: Callable[[Sequence[Record]], float]) -> None:
+def _draw_cycles(
+    axes: Axes, lines: Sequence[Record], value: Callable[[Sequence[Record]], float]
+) -> None:
     for (e, of_start), colour in zip(sorted(by(lines, "exponent").items()), COLOURS, strict=False):
         methods = by(of_start, "method")
         for method, style in ((horizon.AVERAGED, "-"), (horizon.LAST, "--")):

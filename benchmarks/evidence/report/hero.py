@@ -61,7 +61,11 @@ def hero_tables(records: Sequence[Record]) -> str:
     parts = ["# Final validation loss against the starting rate\n", "![](hero.png)", CAPTION]
     for problem, methods in curves(records, rank).items():
         losses = crossed("method", methods, {start(e): e for e in grid(methods)}, _loss)
-        parts += [f"## {problem} (untrained: {untrained(methods):.3f})\n", _overview(methods), losses]
+        parts += [
+            f"## {problem} (untrained: {untrained(methods):.3f})\n",
+            _overview(methods),
+            losses,
+        ]
         parts += filter(None, [_missing(problem, methods)])
     return "\n".join(parts)
 
@@ -107,11 +111,17 @@ def _missing(problem: str, methods: Methods) -> str:
             continue
         lacks: dict[tuple[int, ...], list[int]] = {}  # seeds -> starts that lack them
         for exponent in STARTS:
-            seeds = tuple(seed for seed in seeds_of(problem) if seed not in methods[name].runs.get(exponent, ()))
+            seeds = tuple(
+                seed
+                for seed in seeds_of(problem)
+                if seed not in methods[name].runs.get(exponent, ())
+            )
             if seeds:
                 lacks.setdefault(seeds, []).append(exponent)
         if lacks:
-            lines.append(f"- {name}: {'; '.join(_lack(seeds, starts) for seeds, starts in lacks.items())}\n")
+            lines.append(
+                f"- {name}: {'; '.join(_lack(seeds, starts) for seeds, starts in lacks.items())}\n"
+            )
     return "Missing:\n\n" + "".join(lines) if lines else ""
 
 

@@ -36,7 +36,11 @@ def horizon_tables(records: Sequence[Record]) -> str:
             own = by(cycle, "exponent")
             cells = [cell for e in starts for cell in (_cells(own[e]) if e in own else [""] * 3)]
             rows.append([NAMES.get(method, method), percent(interval) if interval else "-", *cells])
-        heads = [text for e in starts for text in (f"loss from {start(e)}", "rate went to", "higher : lower")]
+        heads = [
+            text
+            for e in starts
+            for text in (f"loss from {start(e)}", "rate went to", "higher : lower")
+        ]
         parts += [f"## {problem}\n", table(["scored at", "cycle", *heads], rows)]
     return "\n".join(parts)
 
@@ -44,7 +48,11 @@ def horizon_tables(records: Sequence[Record]) -> str:
 def _cells(lines: Sequence[Record]) -> list[str]:
     """Loss, rate, and how often a higher and a lower one was significantly better."""
     votes = [t for line in lines for t in line["votes"]]
-    said = f"{sum(t < -SIGNIFICANT for t in votes)} : {sum(t > SIGNIFICANT for t in votes)} of {len(votes)}" if votes else ""
+    said = (
+        f"{sum(t < -SIGNIFICANT for t in votes)} : {sum(t > SIGNIFICANT for t in votes)} of {len(votes)}"
+        if votes
+        else ""
+    )
     return [mean([score(line) for line in lines]), f"2^{went_to(lines):+.1f}", said]
 
 

@@ -38,9 +38,16 @@ def page(records: Sequence[Record]) -> str:
     count = Counter(str(record.get("benchmark")) for record in records)
     parts = [tables(of(name, records)) for name, tables in TABLES.items() if name in count]
     if not parts:
-        raise ValueError(f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold some")
+        raise ValueError(
+            f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold some"
+        )
     unknown = [name for name in count if name not in TABLES and not name.endswith(SEARCH_FOR_BEST)]
-    return "\n".join([*parts, *(f"No table is made of the {count[name]} lines of {name!r}.\n" for name in unknown)])
+    return "\n".join(
+        [
+            *parts,
+            *(f"No table is made of the {count[name]} lines of {name!r}.\n" for name in unknown),
+        ]
+    )
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -62,9 +69,18 @@ def of(benchmark: str, records: Sequence[Record]) -> list[Record]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.report", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of benchmarks.evidence")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the page and its figures; default: none are written")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence.report", description=__doc__
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="results of benchmarks.evidence"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for the page and its figures; default: none are written",
+    )
     options = parser.parse_args(arguments)
     try:
         records = read(options.files)

@@ -27,13 +27,31 @@ def paper_tables(records: Sequence[Record]) -> str:
     methods = {method: by(own, "factor") for method, own in by(records, "method").items()}
 
     def by_factor(cell: Callable[[list[Record]], str]) -> str:
-        return crossed("configuration", methods, factors, lambda own, factor: cell(own[factor]) if factor in own else "")
+        return crossed(
+            "configuration",
+            methods,
+            factors,
+            lambda own, factor: cell(own[factor]) if factor in own else "",
+        )
 
     parts = ["# The paper's configurations on a recommender\n", CAPTION]
-    parts += ["Crashed, or learned nothing:\n", by_factor(lambda lines: f"{sum(line['crashed'] for line in lines)} of {len(lines)}")]
-    parts += ["Final training loss:\n", by_factor(lambda lines: _mean([line["train"] for line in lines]))]
-    parts += ["Held-out loss:\n", by_factor(lambda lines: _mean([line["validation"] for line in lines]))]
-    steered = [line for line in records if line.get("bases") and len({f"{x:.9g}" for x in line["bases"][1].values()}) > 1]
+    parts += [
+        "Crashed, or learned nothing:\n",
+        by_factor(lambda lines: f"{sum(line['crashed'] for line in lines)} of {len(lines)}"),
+    ]
+    parts += [
+        "Final training loss:\n",
+        by_factor(lambda lines: _mean([line["train"] for line in lines])),
+    ]
+    parts += [
+        "Held-out loss:\n",
+        by_factor(lambda lines: _mean([line["validation"] for line in lines])),
+    ]
+    steered = [
+        line
+        for line in records
+        if line.get("bases") and len({f"{x:.9g}" for x in line["bases"][1].values()}) > 1
+    ]
     if steered:
         parts += [ORDER, _order(steered)]
     return "\n".join(parts)
@@ -49,10 +67,25 @@ def _order(records: Sequence[Record]) -> str:
     rows = []
     for method, own in by(records, "method").items():
         for factor, lines in sorted(by(own, "factor").items()):
-            by_line = [{group: math.log(line["bases"][1][group]) for group in groups} for line in lines]
-            ahead = {group: [100 * math.expm1(logs[group] - statistics.mean(logs.values())) for logs in by_line] for group in groups}
+            by_line = [
+                {group: math.log(line["bases"][1][group]) for group in groups} for line in lines
+            ]
+            ahead = {
+                group: [
+                    100 * math.expm1(logs[group] - statistics.mean(logs.values()))
+                    for logs in by_line
+                ]
+                for group in groups
+            }
             fastest = sorted(groups, key=lambda group: statistics.mean(ahead[group]))
-            rows.append([method, times(factor), *(_mean(ahead[g], digits=1) for g in groups), ", ".join(groups[g] for g in fastest)])
+            rows.append(
+                [
+                    method,
+                    times(factor),
+                    *(_mean(ahead[g], digits=1) for g in groups),
+                    ", ".join(groups[g] for g in fastest),
+                ]
+            )
     return table(["configuration", "rate", *groups.values(), "fastest first"], rows)
 
 

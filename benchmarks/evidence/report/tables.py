@@ -14,14 +14,24 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         if len(row) != len(heads):
-            raise ValueError(f"{row} has {len(row)} cells under {len(heads)} heads: give one for each")
+            raise ValueError(
+                f"{row} has {len(row)} cells under {len(heads)} heads: give one for each"
+            )
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
 
-def crossed(corner: str, rows: Mapping[str, Any], columns: Mapping[str, Any], cell: Callable[[Any, Any], str]) -> str:
+def crossed(
+    corner: str,
+    rows: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    cell: Callable[[Any, Any], str],
+) -> str:
     """A table of ``cell(row, column)``, from what each row and each column is called to what it is."""
-    return table([corner, *columns], [[name, *(cell(row, column) for column in columns.values())] for name, row in rows.items()])
+    return table(
+        [corner, *columns],
+        [[name, *(cell(row, column) for column in columns.values())] for name, row in rows.items()],
+    )
 
 
 def written(page: str, tables: Mapping[str, str]) -> str:

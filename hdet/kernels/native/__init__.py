@@ -23,11 +23,20 @@ INTERFACE = 10
 try:
     from hdet import _C
 except ImportError as error:  # reported by name wherever a native backend is asked for
-    missing: str | None = f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
+    missing: str | None = (
+        f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
+    )
 else:
     # After an update without a new build, a missing function would otherwise surface in the middle of a run.
-    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (CALL_SETTINGS, GROUP_SETTINGS)
-    missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (
+        CALL_SETTINGS,
+        GROUP_SETTINGS,
+    )
+    missing = (
+        "hdet's native module was built from other sources: reinstall hdet (pip install -e .)"
+        if stale
+        else None
+    )
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
 MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
@@ -46,7 +55,12 @@ def formats(count: int, *columns: Column | None, stochastic: bool = False) -> li
 
 def only_float(*columns: Column | None) -> bool:
     """Whether every tensor there is holds float32."""
-    return all(tensor is None or tensor.dtype == torch.float32 for column in columns if column is not None for tensor in column)
+    return all(
+        tensor is None or tensor.dtype == torch.float32
+        for column in columns
+        if column is not None
+        for tensor in column
+    )
 
 
 def nothing_in(columns: Sequence[Column] | None) -> bool:

@@ -40,7 +40,9 @@ class CudaMemory(mirrors.DeviceMemory, native.Memory):
         """Launches kernels on this device and its current stream."""
         self.check_launched((operation, norm))
         with mirrors._on(self.device):
-            getattr(native._C, "cuda_" + operation)(*arguments, -1 if self.device.index is None else self.device.index, self.stream())
+            getattr(native._C, "cuda_" + operation)(
+                *arguments, -1 if self.device.index is None else self.device.index, self.stream()
+            )
 
 
 class CudaBackend(NativeBackend):

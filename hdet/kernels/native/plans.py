@@ -19,7 +19,12 @@ from .step import NativeRankOnePlan, NativeStepPlan
 class NativeAveragePlan:
     """The weighted mean of co-resident sets."""
 
-    def __init__(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, memory: native.Memory) -> None:
+    def __init__(
+        self,
+        params: Sequence[Sequence[Tensor]],
+        masters: Sequence[Column] | None,
+        memory: native.Memory,
+    ) -> None:
         self.tensors = (params, masters)  # keeps alive what the tables point to
         self.memory = memory
         self.plan = plan = native._C.AveragePlan()
@@ -34,7 +39,9 @@ class NativeAveragePlan:
         plan.num_tensors, plan.num_replicas = count, len(params)
         plan.all_float = int(native.only_float(*params) and native.nothing_in(masters))
         plan.params = self.addresses.data_ptr()
-        plan.masters = 0 if native.nothing_in(masters) else self.addresses.data_ptr() + 8 * count * len(params)
+        plan.masters = (
+            0 if native.nothing_in(masters) else self.addresses.data_ptr() + 8 * count * len(params)
+        )
         plan.weights = self.placed_weights.data_ptr()
 
     @ranged("hdet.average")
@@ -61,11 +68,20 @@ class NativePairPlan(Pairing):
         self.plan = plan = native._C.PairPlan()
         count = len(sources)
         nothing: Column = [None] * count
-        chunks = native.chunks_of(sources, native.formats(count, sources, destinations, masters), memory.chunks)
+        chunks = native.chunks_of(
+            sources, native.formats(count, sources, destinations, masters), memory.chunks
+        )
         self.chunks = memory.place(chunks.table)
-        self.addresses = memory.place(native.address_table(sources, destinations, source_lowers or nothing, masters or nothing))
+        self.addresses = memory.place(
+            native.address_table(
+                sources, destinations, source_lowers or nothing, masters or nothing
+            )
+        )
         plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.number
-        plan.all_float = int(native.only_float(sources, destinations) and native.nothing_in([source_lowers or [], masters or []]))
+        plan.all_float = int(
+            native.only_float(sources, destinations)
+            and native.nothing_in([source_lowers or [], masters or []])
+        )
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
 
@@ -106,13 +122,21 @@ class NativeBackend:
     def rank_one_plan(self, tensors: RankOneTensors) -> NativeRankOnePlan:
         return NativeRankOnePlan(tensors, self.memory(tensors.bases[0].device))
 
-    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> NativeAveragePlan:
+    def average_plan(
+        self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None
+    ) -> NativeAveragePlan:
         return NativeAveragePlan(params, masters, self.memory(params[0][0].device))
 
     def pair_plan(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+        self,
+        sources: Sequence[Tensor],
+        destinations: Sequence[Tensor],
+        source_lowers: Column | None,
+        masters: Column | None,
     ) -> NativePairPlan:
-        return NativePairPlan(sources, destinations, source_lowers, masters, self.memory(sources[0].device))
+        return NativePairPlan(
+            sources, destinations, source_lowers, masters, self.memory(sources[0].device)
+        )
 
     def norm_plan(self, tensors: Sequence[Tensor]) -> NativeNormPlan:
         return NativeNormPlan(tensors, self.memory(tensors[0].device))

@@ -13,7 +13,15 @@ from .. import native
 from ..spec.arguments import check_gradients
 from ..spec.eight_bit import codebook
 from ..spec.inputs import Inputs
-from ..spec.interface import PLAIN, RULES, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
+from ..spec.interface import (
+    PLAIN,
+    RULES,
+    Column,
+    RankOneTensors,
+    StepOptions,
+    StepSettings,
+    StepTensors,
+)
 from ..spec.settings import SettingsTable, check_options
 from ..spec.shared import OnLine
 
@@ -30,8 +38,12 @@ class NativeStepPlan:
         self.memory = memory
         self.plan = getattr(native._C, self.kind)()
         self.count = len(tensors.params[0])
-        self.gradients = native._C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
-        self.gradient_types = [native.DTYPES[param.dtype] for param in tensors.params[0]]  # as gradients mostly are
+        self.gradients = native._C.Gradients(
+            Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0])
+        )
+        self.gradient_types = [
+            native.DTYPES[param.dtype] for param in tensors.params[0]
+        ]  # as gradients mostly are
         self._retyped = False  # the chunks' formats have changed, and the device does not know it
         self.chunks = self._chunks()
         self.placed_chunks = memory.place(self.chunks.table)
@@ -43,8 +55,18 @@ class NativeStepPlan:
     def _chunks(self) -> native.Chunks:
         t = self.tensors
         masters = None if t.masters is None else t.masters[0]
-        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, stochastic=t.stochastic is not None)
-        packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
+        packed = native.formats(
+            self.count,
+            None,
+            t.params[0],
+            masters,
+            t.exp_avgs,
+            t.exp_avg_sqs,
+            stochastic=t.stochastic is not None,
+        )
+        packed = [
+            field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)
+        ]
         self.plan.known = native._C.known_of(packed)
         return native.chunks_of(t.params[0], packed, self.memory.chunks)
 
@@ -52,7 +74,11 @@ class NativeStepPlan:
         plan, t = self.plan, self.tensors
         plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), self.chunks.number
         plan.longest = self.chunks.longest
-        plan.num_tensors, plan.num_replicas, plan.num_groups = self.count, t.num_replicas, t.num_groups
+        plan.num_tensors, plan.num_replicas, plan.num_groups = (
+            self.count,
+            t.num_replicas,
+            t.num_groups,
+        )
         plan.rule = list(RULES).index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
         if t.coded():
@@ -71,23 +97,37 @@ class NativeStepPlan:
             ("counters", [t.steps]),
         ]
         present = [(name, columns) for name, columns in sets if columns is not None]
-        self.addresses = self.memory.place(native.address_table(*(column for _, columns in present for column in columns)))
+        self.addresses = self.memory.place(
+            native.address_table(*(column for _, columns in present for column in columns))
+        )
         address = self.addresses.data_ptr()
         for name, columns in present:
             setattr(self.plan, name, address)
             address += 8 * count * len(columns)
         ids = range(count) if t.ids is None else t.ids
-        self.numbers = self.memory.place(torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu"))
-        self.plan.ids, self.plan.groups = self.numbers.data_ptr(), self.numbers.data_ptr() + 4 * count
+        self.numbers = self.memory.place(
+            torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
+        )
+        self.plan.ids, self.plan.groups = (
+            self.numbers.data_ptr(),
+            self.numbers.data_ptr() + 4 * count,
+        )
 
     def _make_room(self) -> None:
         """Memory for what the derive phase writes."""
         plan, count = self.plan, self.count
         replica_rows = count * plan.num_replicas * native._C.REPLICA_ROW_BYTES
-        sizes = (native._C.CONTROL_BYTES, count * native._C.ROW_BYTES, 8 * plan.num_chunks, replica_rows)
+        sizes = (
+            native._C.CONTROL_BYTES,
+            count * native._C.ROW_BYTES,
+            8 * plan.num_chunks,
+            replica_rows,
+        )
         self.derived = self.memory.room(sum(sizes))
         # The plan points to the partial sums in a step with a norm.
-        plan.control, plan.rows, self.partials_address, plan.replica_rows = accumulate(sizes[:-1], initial=self.derived.data_ptr())
+        plan.control, plan.rows, self.partials_address, plan.replica_rows = accumulate(
+            sizes[:-1], initial=self.derived.data_ptr()
+        )
         control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)
         self.skipped, self.norm = control[0], control[1]
 
@@ -101,7 +141,9 @@ class NativeStepPlan:
     def _point_to_inputs(self) -> None:
         self.plan.gradients, self.plan.settings, self.plan.rates = self.inputs.addresses()
 
-    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
         self._take_gradients(gradients)
         self._take_settings(settings, options)
         carried = self.inputs.to_carry(self.memory.carries)
@@ -151,25 +193,38 @@ class NativeStepPlan:
             raise
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
-        unusual = changes == native._C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        unusual = (
+            changes == native._C.Gradients.UNUSUAL
+        )  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
         retyped = unusual or changes & native._C.Gradients.RETYPED != 0  # the first ones, mostly
-        if retyped and not unusual:  # to ask in each step would take too long, and DLPack does not tell
+        if (
+            retyped and not unusual
+        ):  # to ask in each step would take too long, and DLPack does not tell
             unusual = any(g is not None and g.is_neg() for g in gradients)
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
-            addresses = [0 if g is None else g.data_ptr() if g.numel() else native._C.Gradients.EMPTY for g in gradients]
+            addresses = [
+                0 if g is None else g.data_ptr() if g.numel() else native._C.Gradients.EMPTY
+                for g in gradients
+            ]
             native._C.write_addresses(self.inputs.gradients().data_ptr(), addresses)
         else:
             self.gradients.write_addresses(self.inputs.gradients().data_ptr())
         if not retyped:
             return
-        types = [0 if g is None else native.DTYPES[g.dtype] for g in gradients] if unusual else self.gradients.types
+        types = (
+            [0 if g is None else native.DTYPES[g.dtype] for g in gradients]
+            if unusual
+            else self.gradients.types
+        )
         types = [new or old for new, old in zip(types, self.gradient_types, strict=True)]
         if types != self.gradient_types:  # rare: at the first step, if at all
             self.gradient_types, self._retyped = types, True
             self.chunks.table.copy_(self._chunks().table)
         if self._retyped:  # perhaps by an earlier call, which was refused under capture
-            if self.memory.is_captured(self.placed_chunks):  # a replay goes on with the gradients that it was captured with
+            if self.memory.is_captured(
+                self.placed_chunks
+            ):  # a replay goes on with the gradients that it was captured with
                 self.placed_chunks = self.memory.place(self.chunks.table)
                 self.plan.chunks = self.placed_chunks.data_ptr()
             else:
@@ -196,10 +251,16 @@ class NativeRankOnePlan(OnLine, NativeStepPlan):
     def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
         super().__init__(tensors, memory)
         plan, step = self.plan, self.tensors
-        self.scales = tensors.scales or [torch.ones((), dtype=torch.float64, device=memory.device) for _ in step.groups]
-        self.line_addresses = memory.place(native.address_table(tensors.bases, tensors.displacements, self.scales))
+        self.scales = tensors.scales or [
+            torch.ones((), dtype=torch.float64, device=memory.device) for _ in step.groups
+        ]
+        self.line_addresses = memory.place(
+            native.address_table(tensors.bases, tensors.displacements, self.scales)
+        )
         addresses = self.line_addresses.data_ptr()
-        plan.bases, plan.displacements, plan.scales = (addresses + 8 * self.count * column for column in range(3))
+        plan.bases, plan.displacements, plan.scales = (
+            addresses + 8 * self.count * column for column in range(3)
+        )
         self.lines = memory.room(self.count * native._C.REPLICA_ROW_BYTES)
         self.mean_rho = torch.zeros(step.num_groups, dtype=torch.float64, device="cpu")
         self.placed_mean_rho = memory.place(self.mean_rho)

@@ -18,9 +18,13 @@ from .step import TorchRankOnePlan, TorchStepPlan
 class TorchAveragePlan:
     """The weighted mean of K co-resident sets (Eq. 3)."""
 
-    def __init__(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> None:
+    def __init__(
+        self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None
+    ) -> None:
         self.params = params
-        self.masters: Sequence[Column] = [[None] * len(row) for row in params] if masters is None else masters
+        self.masters: Sequence[Column] = (
+            [[None] * len(row) for row in params] if masters is None else masters
+        )
 
     @torch.no_grad()
     def average(self, weights: Sequence[float]) -> None:
@@ -40,11 +44,15 @@ class TorchPairPlan(Pairing):
         sources, destinations, *others = self.tensors
         lowers, masters = (other or [None] * len(sources) for other in others)
         one_pair = {"copy": _copy, "lerp": _lerp, "swap": _swap}[pairing]
-        for source, destination, lower, master in zip(sources, destinations, lowers, masters, strict=True):
+        for source, destination, lower, master in zip(
+            sources, destinations, lowers, masters, strict=True
+        ):
             one_pair(source, destination, lower, master, scale)
 
 
-def _copy(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, scale: float) -> None:
+def _copy(
+    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, scale: float
+) -> None:
     value = source if lower is None else rounding.join(source, lower)
     if scale == 0:
         value = torch.zeros_like(value)
@@ -53,13 +61,17 @@ def _copy(source: Tensor, destination: Tensor, lower: Tensor | None, master: Ten
     store(value, destination, master)
 
 
-def _lerp(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, weight: float) -> None:
+def _lerp(
+    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, weight: float
+) -> None:
     towards, old = value_of(source, lower), value_of(destination, master)
     w = torch.tensor(weight, dtype=torch.float32, device="cpu")
     store(running_average(Many([old]), Many([towards]), w).tensors[0], destination, master)
 
 
-def _swap(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, _: float) -> None:
+def _swap(
+    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, _: float
+) -> None:
     for one, other in ((source, destination), (lower, master)):
         if one is not None and other is not None:
             kept = one.clone()

@@ -13,8 +13,22 @@ from torch import Tensor
 
 from ..spec import eight_bit, rounding
 from ..spec.arguments import check_gradients
-from ..spec.interface import DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
-from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, check_options, count_settings
+from ..spec.interface import (
+    DECOUPLED,
+    PLAIN,
+    Column,
+    RankOneTensors,
+    StepOptions,
+    StepSettings,
+    StepTensors,
+)
+from ..spec.settings import (
+    CALL_SETTINGS,
+    GROUP_SETTINGS,
+    SettingsTable,
+    check_options,
+    count_settings,
+)
 from ..spec.shared import OnLine
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
@@ -50,10 +64,22 @@ class TorchStepPlan:
         self.device = t.params[0][0].device
         self.wide = wide_dtype(self.device)
         groups, replicas = t.num_groups, t.num_replicas
-        self.table = torch.zeros(count_settings(groups, replicas), dtype=self.wide, device=self.device)
-        self.of_call, of_groups, rho = self.table.split([CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas])
-        self.of_groups, self.rho = of_groups.view(groups, GROUP_SETTINGS), rho.view(groups, replicas)
-        self._settings = SettingsTable(tensors, lambda numbers, _: self.table.copy_(torch.tensor(numbers, dtype=self.wide, device="cpu")))
+        self.table = torch.zeros(
+            count_settings(groups, replicas), dtype=self.wide, device=self.device
+        )
+        self.of_call, of_groups, rho = self.table.split(
+            [CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas]
+        )
+        self.of_groups, self.rho = (
+            of_groups.view(groups, GROUP_SETTINGS),
+            rho.view(groups, replicas),
+        )
+        self._settings = SettingsTable(
+            tensors,
+            lambda numbers, _: self.table.copy_(
+                torch.tensor(numbers, dtype=self.wide, device="cpu")
+            ),
+        )
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=self.device)
 
@@ -65,7 +91,9 @@ class TorchStepPlan:
         self._settings.take(settings, options)
 
     @torch.no_grad()
-    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
         check_gradients(gradients, self.tensors.params[0])
         self._take_settings(settings, options)
         given = [g for g in gradients if g is not None]
@@ -75,11 +103,16 @@ class TorchStepPlan:
                 row = self._derive(group, settings[group].lr, members, scale)
                 self._step_group(row, group, members, gradients, skip)
         if given:
-            torch._foreach_add_([self.tensors.steps[i] for i, g in enumerate(gradients) if g is not None], 1 - self.skipped)
+            torch._foreach_add_(
+                [self.tensors.steps[i] for i, g in enumerate(gradients) if g is not None],
+                1 - self.skipped,
+            )
         if given and options.zero_gradients:
             torch._foreach_zero_(given)
 
-    def _control(self, gradients: Sequence[Tensor], options: StepOptions) -> tuple[Tensor | None, Tensor]:
+    def _control(
+        self, gradients: Sequence[Tensor], options: StepOptions
+    ) -> tuple[Tensor | None, Tensor]:
         """derive_control: whether to skip (None: for no reason there could be), and what gradients are multiplied by."""
         one = torch.ones((), dtype=self.wide, device=self.device)
         inverse, clip = one, one
@@ -103,13 +136,17 @@ class TorchStepPlan:
         """derive_row and derive_replica for some tensors of a group: in double, rounded once."""
         rule = self.tensors.rule
         adam, decoupled = rule in ("adamw", "adam"), rule in DECOUPLED
-        lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = self.of_groups[group].unbind()
+        lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = (
+            self.of_groups[group].unbind()
+        )
         if isinstance(rate, Tensor):
             lr = rate.reshape(()).to(self.wide)
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
         one = torch.ones_like(step, dtype=self.wide)
         rates = lr * self._multipliers_of(group)  # Eq. 2
-        decay = torch.where(decay_at_base != 0, lr, rates) * weight_decay if decoupled else 0 * rates
+        decay = (
+            torch.where(decay_at_base != 0, lr, rates) * weight_decay if decoupled else 0 * rates
+        )
         return Row(
             gradient_scale=torch.where(maximize != 0, -scale, scale),
             beta1=beta1.float(),
@@ -122,42 +159,63 @@ class TorchStepPlan:
             coupled_decay=(0 * lr if decoupled else weight_decay).float(),
             nesterov=nesterov,
             step=step,
-            step_size=[_each(rate / (1 - power(beta1 * one, step) if adam else one)) for rate in rates],
+            step_size=[
+                _each(rate / (1 - power(beta1 * one, step) if adam else one)) for rate in rates
+            ],
             decay=1 - decay,
         )
 
     def _multipliers_of(self, group: int) -> Tensor:
         return self.rho[group]
 
-    def _step_group(self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None) -> None:
+    def _step_group(
+        self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None
+    ) -> None:
         t = self.tensors
         params = [[sets[i] for i in members] for sets in t.params]
-        masters = [_pick(None if t.masters is None else t.masters[k], members) for k in range(t.num_replicas)]
+        masters = [
+            _pick(None if t.masters is None else t.masters[k], members)
+            for k in range(t.num_replicas)
+        ]
         old = [values_of(*pair) for pair in zip(params, masters, strict=True)]
         u = self._share(row, members, gradients, old[0], skip)
         new = [p * row.decay[k].float() - u * row.step_size[k] for k, p in enumerate(old)]
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(old, new, strict=True)]
         for k, values in enumerate(new):
-            for j, (value, param, master) in enumerate(zip(values.tensors, params[k], masters[k], strict=True)):
+            for j, (value, param, master) in enumerate(
+                zip(values.tensors, params[k], masters[k], strict=True)
+            ):
                 if self._stochastic(param) and master is None:
-                    value = rounding.stochastic_bfloat16(value, self._random(row.step[j], k, members[j], value) & 0xFFFF)
+                    value = rounding.stochastic_bfloat16(
+                        value, self._random(row.step[j], k, members[j], value) & 0xFFFF
+                    )
                 store(value, param, master)
 
-    def _share(self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None) -> Many:
+    def _share(
+        self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None
+    ) -> Many:
         """The direction u that all replicas share, from the new moments, which it stores. `params`: replica 0's, for coupled decay."""
         t = self.tensors
         kept = [
             list(zip(_pick(moments, members), _pick(scales, members), strict=True))
-            for moments, scales in ((t.exp_avgs, t.exp_avg_scales), (t.exp_avg_sqs, t.exp_avg_sq_scales))
+            for moments, scales in (
+                (t.exp_avgs, t.exp_avg_scales),
+                (t.exp_avg_sqs, t.exp_avg_sq_scales),
+            )
         ]
-        g = Many([g.float() for i in members if (g := gradients[i]) is not None]) * row.gradient_scale
+        g = (
+            Many([g.float() for i in members if (g := gradients[i]) is not None])
+            * row.gradient_scale
+        )
         moments = [
             Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
             for column, signed in zip(kept, (True, False), strict=True)
         ]
         if t.num_replicas > 1:
-            params = Many([torch.zeros_like(x) for x in g.tensors])  # no decay in the gradient: see check_group
+            params = Many(
+                [torch.zeros_like(x) for x in g.tensors]
+            )  # no decay in the gradient: see check_group
         u, *new = direction(t.rule, row, g, params, *moments)
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
@@ -170,19 +228,34 @@ class TorchStepPlan:
     def _random(self, step: Tensor, k: int, i: int, like: Tensor) -> Tensor:
         t = self.tensors
         assert t.stochastic is not None
-        return rounding.random_words(t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like)
+        return rounding.random_words(
+            t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like
+        )
 
-    def _store_moments(self, row: Row, members: list[int], kept: Sequence[list[Kept]], new: Sequence[Many], skip: Tensor | None) -> None:
+    def _store_moments(
+        self,
+        row: Row,
+        members: list[int],
+        kept: Sequence[list[Kept]],
+        new: Sequence[Many],
+        skip: Tensor | None,
+    ) -> None:
         for column, values, second in zip(kept, new, (False, True), strict=True):
             for j, ((moment, scales), value) in enumerate(zip(column, values.tensors, strict=True)):
                 if moment is None:
                     continue
                 if scales is not None:
-                    for stored, after in zip((moment, scales), eight_bit.encode(value, signed=not second), strict=True):
+                    for stored, after in zip(
+                        (moment, scales), eight_bit.encode(value, signed=not second), strict=True
+                    ):
                         stored.copy_(after if skip is None else torch.where(skip, stored, after))
                     continue
-                if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
-                    random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
+                if second and self._stochastic(
+                    moment
+                ):  # with beta2 = 0.999, rounding to nearest would leave it where it is
+                    random = self._random(
+                        row.step[j], -self.tensors.first_replica, members[j], value
+                    )
                     value = rounding.stochastic_bfloat16(value, random >> 16)
                 moment.copy_(value)
 
@@ -192,7 +265,9 @@ class TorchRankOnePlan(OnLine, TorchStepPlan):
 
     def __init__(self, tensors: RankOneTensors) -> None:
         super().__init__(tensors)
-        self.scales = tensors.scales or [torch.ones((), dtype=self.wide, device=self.device) for _ in tensors.groups]
+        self.scales = tensors.scales or [
+            torch.ones((), dtype=self.wide, device=self.device) for _ in tensors.groups
+        ]
 
     @torch.no_grad()
     def _meet(self, rhos: list[float]) -> None:
@@ -209,13 +284,19 @@ class TorchRankOnePlan(OnLine, TorchStepPlan):
 
     def _line(self, members: list[int]) -> tuple[Many, Many, Many]:
         t = self.line_tensors
-        columns = ([t.bases[i] for i in members], [t.displacements[i] for i in members], [self.scales[i].float() for i in members])
+        columns = (
+            [t.bases[i] for i in members],
+            [t.displacements[i] for i in members],
+            [self.scales[i].float() for i in members],
+        )
         return Many(columns[0]), Many(columns[1]), Many(columns[2])
 
     def _multipliers_of(self, group: int) -> Tensor:
         return torch.ones_like(self.rho[group, :1])  # of the step along the line
 
-    def _step_group(self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None) -> None:
+    def _step_group(
+        self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None
+    ) -> None:
         decay = row.decay[0] if skip is None else torch.where(skip, 1, row.decay[0])
         torch._foreach_mul_([self.scales[i] for i in members], decay)
         base, displacement, scale = self._line(members)

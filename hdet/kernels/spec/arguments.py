@@ -36,25 +36,43 @@ class UnusualMemory(ValueError):
 
 
 def check_tensor(
-    tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS, any_strides: bool = False
+    tensor: object,
+    name: str,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    any_strides: bool = False,
 ) -> None:
     """Accepts a dense, contiguous tensor (or one of any strides) of one of the dtypes with memory on `device`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if is_traceable_wrapper_subclass(tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; pass its local tensor")
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors; pass its local tensor"
+        )
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has the layout {tensor.layout}; only dense (strided) tensors are supported: use .to_dense()")
+        raise TypeError(
+            f"{name} has the layout {tensor.layout}; only dense (strided) tensors are supported: use .to_dense()"
+        )
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use .to({dtypes[0]})")
+        raise TypeError(
+            f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use .to({dtypes[0]})"
+        )
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device")
+        raise ValueError(
+            f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device"
+        )
     if not (any_strides or tensor.is_contiguous()):
-        raise UnusualMemory(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
+        raise UnusualMemory(
+            f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()"
+        )
     if tensor.is_neg():
-        raise UnusualMemory(f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()")
+        raise UnusualMemory(
+            f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()"
+        )
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)")
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)"
+        )
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:
@@ -70,12 +88,16 @@ def device_of(tensor: object, name: str) -> torch.device:
 
 def check_same_shape(tensor: Tensor, like: Tensor, name: str, like_name: str) -> None:
     if tensor.shape != like.shape:
-        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, but {like_name} has {tuple(like.shape)}")
+        raise ValueError(
+            f"{name} has the shape {tuple(tensor.shape)}, but {like_name} has {tuple(like.shape)}"
+        )
 
 
 def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """No two of the named tensors share memory: what is written to one would be read again as the other."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel()
+    )
     for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{one} and {other} overlap in memory: give each its own")
@@ -92,7 +114,9 @@ def check_step_tensors(tensors: StepTensors) -> None:
         raise ValueError(f"rule={t.rule!r} is unknown; choose {', '.join(RULES)}")
     count, replicas = len(t.params[0]), t.num_replicas
     if not 0 <= t.first_replica <= 65536 - replicas:
-        raise ValueError(f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to 65535")
+        raise ValueError(
+            f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to 65535"
+        )
     if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
         raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
     _check_lengths(t, count)
@@ -102,10 +126,14 @@ def check_step_tensors(tensors: StepTensors) -> None:
         check_tensor(tensor, name, device, dtypes)
         if name.startswith("step of"):
             if tensor.dim() != 0:
-                raise TypeError(f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}")
+                raise TypeError(
+                    f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}"
+                )
         elif name.startswith("scales of"):
             if tensor.shape != (count := count_scales(t.params[0][i].numel()),):
-                raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for each block of codes")
+                raise ValueError(
+                    f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for each block of codes"
+                )
         else:
             check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
     _check_codes(t)
@@ -119,7 +147,16 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 def _check_lengths(t: StepTensors, count: int) -> None:
     columns = [
-        (name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "ids")
+        (name, getattr(t, name))
+        for name in (
+            "groups",
+            "steps",
+            "exp_avgs",
+            "exp_avg_sqs",
+            "exp_avg_scales",
+            "exp_avg_sq_scales",
+            "ids",
+        )
     ]
     for name in ("params", "masters"):
         sets = getattr(t, name)
@@ -130,12 +167,16 @@ def _check_lengths(t: StepTensors, count: int) -> None:
         if column is not None and len(column) != count:
             raise ValueError(f"{name} has {len(column)} entries, but there are {count} parameters")
     if sorted(set(t.groups)) != list(range(len(set(t.groups)))):
-        raise ValueError(f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}")
+        raise ValueError(
+            f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
+        )
     kept = RULES[t.rule].moments
     for name in ("exp_avgs", "exp_avg_sqs"):
         column = getattr(t, name)
         absent = [i for i in range(count) if column is None or column[i] is None]
-        if name in kept and absent and t.rule != "sgd":  # of SGD they are needed where there is momentum: see check_settings
+        if (
+            name in kept and absent and t.rule != "sgd"
+        ):  # of SGD they are needed where there is momentum: see check_settings
             raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
         if name == "exp_avg_sqs" and name not in kept and len(absent) < count:
             raise ValueError(f"{name} given, but {t.rule} keeps no second moment: leave it out")
@@ -146,7 +187,10 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
     whose = "parameter {}" + " of replica {}" * (t.num_replicas > 1)
     columns: list[tuple[str, int, Column, Sequence[torch.dtype]]] = [
         *((whose, k, column, FLOATS) for k, column in enumerate(t.params)),
-        *((f"master of {whose}", k, column, MASTER_TYPES) for k, column in enumerate(t.masters or [])),
+        *(
+            (f"master of {whose}", k, column, MASTER_TYPES)
+            for k, column in enumerate(t.masters or [])
+        ),
         ("exp_avg of parameter {}", 0, t.exp_avgs or [], MOMENTS),
         ("exp_avg_sq of parameter {}", 0, t.exp_avg_sqs or [], MOMENTS),
         ("scales of exp_avg of parameter {}", 0, t.exp_avg_scales or [], (torch.float32,)),
@@ -155,21 +199,30 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
     ]
     for name, k, column, dtypes in columns:
         for i, tensor in enumerate(column):
-            if tensor is not None or column is t.params[k] or column is t.steps:  # which none may lack
+            if (
+                tensor is not None or column is t.params[k] or column is t.steps
+            ):  # which none may lack
                 yield i, name.format(i, k), tensor, dtypes  # type: ignore[misc]
 
 
 def _check_codes(t: StepTensors) -> None:
     """Codes have scales, nothing else has, and a tensor's moments are both codes or none is."""
     coded = set(t.coded())
-    for name, moments, scales in (("exp_avg", t.exp_avgs, t.exp_avg_scales), ("exp_avg_sq", t.exp_avg_sqs, t.exp_avg_sq_scales)):
+    for name, moments, scales in (
+        ("exp_avg", t.exp_avgs, t.exp_avg_scales),
+        ("exp_avg_sq", t.exp_avg_sqs, t.exp_avg_sq_scales),
+    ):
         for i, moment in enumerate(moments or ()):
             if moment is None:
                 continue
             if (moment.dtype == CODES) != (i in coded):
-                raise TypeError(f"exp_avg and exp_avg_sq of parameter {i} must both be {CODES}, or neither")
+                raise TypeError(
+                    f"exp_avg and exp_avg_sq of parameter {i} must both be {CODES}, or neither"
+                )
             if (i in coded) != (scales is not None and scales[i] is not None):
-                raise ValueError(f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, and none else")
+                raise ValueError(
+                    f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, and none else"
+                )
 
 
 def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
@@ -188,8 +241,14 @@ def _dtypes(column: Column) -> list[torch.dtype | None]:
 def _check_masters(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> None:
     for i, (param, master) in enumerate(zip(params, masters, strict=True)):
         if master is not None and master.dtype not in MASTERS[param.dtype]:
-            remedy = _listed(MASTERS[param.dtype]) if MASTERS[param.dtype] else "None: the parameter is its own master"
-            raise TypeError(f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype {master.dtype}; it must be {remedy}")
+            remedy = (
+                _listed(MASTERS[param.dtype])
+                if MASTERS[param.dtype]
+                else "None: the parameter is its own master"
+            )
+            raise TypeError(
+                f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype {master.dtype}; it must be {remedy}"
+            )
 
 
 def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
@@ -204,7 +263,9 @@ def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> No
         check_same_shape(gradient, param, name, "the parameter")  # type: ignore[arg-type]
 
 
-def check_replicas(params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None) -> None:
+def check_replicas(
+    params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None
+) -> None:
     """K equally long lists of tensors of equal shapes and dtypes at equal places, and their masters, none sharing memory."""
     first = params[0]
     if masters is not None and len(masters) != len(params):
@@ -231,7 +292,11 @@ def _check_master_column(
     if len(masters) != len(params):
         whose = f"masters of replica {k}" if num_replicas > 1 else "masters (or lower halves)"
         raise ValueError(f"{whose} has {len(masters)} entries, but there are {len(params)} tensors")
-    named = [(i, f"master of {_of(i, k, num_replicas)}", master) for i, master in enumerate(masters) if master is not None]
+    named = [
+        (i, f"master of {_of(i, k, num_replicas)}", master)
+        for i, master in enumerate(masters)
+        if master is not None
+    ]
     for i, name, master in named:
         check_tensor(master, name, params[i].device, MASTER_TYPES, any_strides)
         check_same_shape(master, params[i], name, "the parameter")
@@ -252,8 +317,14 @@ def check_pairs(
         for name, tensor in ((f"source {i}", source), (f"destination {i}", destination)):
             if not any_layout:
                 check_tensor(tensor, name, device)
-            elif not device_of(tensor, name) or tensor.layout != torch.strided or not tensor.is_floating_point():
-                raise TypeError(f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating point: use .to_dense()")
+            elif (
+                not device_of(tensor, name)
+                or tensor.layout != torch.strided
+                or not tensor.is_floating_point()
+            ):
+                raise TypeError(
+                    f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating point: use .to_dense()"
+                )
         check_same_shape(destination, source, f"destination {i}", "its source")
     written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
     if masters is not None:
@@ -270,9 +341,15 @@ def check_pairs(
         _check_sides_apart(read, written)
 
 
-def _check_sides_apart(read: Sequence[tuple[str, Tensor]], written: Sequence[tuple[str, Tensor]]) -> None:
+def _check_sides_apart(
+    read: Sequence[tuple[str, Tensor]], written: Sequence[tuple[str, Tensor]]
+) -> None:
     """Nothing that is read shares memory with something that is written."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, side, name) for side, ts in enumerate((read, written)) for name, t in ts)
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.nbytes, side, name)
+        for side, ts in enumerate((read, written))
+        for name, t in ts
+    )
     last = [(0, ""), (0, "")]  # of each side: the furthest end so far, and whose it is
     for start, end, side, name in spans:
         other_end, other = last[1 - side]
@@ -281,11 +358,18 @@ def _check_sides_apart(read: Sequence[tuple[str, Tensor]], written: Sequence[tup
         last[side] = max(last[side], (end, name))
 
 
-def check_swap(sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None) -> None:
+def check_swap(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_lowers: Column | None,
+    masters: Column | None,
+) -> None:
     """Contents can change places only where both sides are stored alike."""
     nothing: Column = [None] * len(sources)
     lowers = zip(_dtypes(source_lowers or nothing), _dtypes(masters or nothing), strict=True)
-    for i, (source, destination, (lower, master)) in enumerate(zip(sources, destinations, lowers, strict=True)):
+    for i, (source, destination, (lower, master)) in enumerate(
+        zip(sources, destinations, lowers, strict=True)
+    ):
         if source.dtype != destination.dtype or lower != master:
             raise TypeError(
                 f"source {i} ({source.dtype}, lower half {lower}) and destination {i} ({destination.dtype}, {master}) cannot change places: "

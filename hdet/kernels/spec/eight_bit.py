@@ -65,20 +65,27 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values by code, thresholds."""
     table = list(magnitudes(signed))
     values = table + [-x for x in table] if signed else table
-    made = [torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (values, thresholds(signed))]
+    made = [
+        torch.tensor(numbers, dtype=torch.float32, device=device)
+        for numbers in (values, thresholds(signed))
+    ]
     return made[0], made[1]
 
 
 @functools.cache
 def codebook() -> Tensor:
     """[signed, unsigned][bytes] on the CPU: what kernels read, as csrc/core/eight_bit.h has it."""
-    parts = (torch.arange(STARTS, device="cpu") << 16) + (127 - 21 << 23)  # the bits of the numbers at which they begin
+    parts = (torch.arange(STARTS, device="cpu") << 16) + (
+        127 - 21 << 23
+    )  # the bits of the numbers at which they begin
     rows = []
     for signed in (True, False):
         values, limits = _tables(signed, torch.device("cpu"))
         starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
         starts[0] = 0
-        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf, dtype=torch.float32, device="cpu")))
+        limits = torch.cat(
+            (limits, torch.full((256 - len(limits),), math.inf, dtype=torch.float32, device="cpu"))
+        )
         rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
     return torch.stack(rows)
 

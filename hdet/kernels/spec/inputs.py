@@ -42,7 +42,11 @@ class Inputs:
     def __init__(self, memory: TableMemory, tensors: StepTensors, words: int) -> None:
         """`words`: numbers for all gradients together."""
         self.memory, self.words = memory, words
-        self._sizes = (words, count_settings(tensors.num_groups, tensors.num_replicas), tensors.num_groups)
+        self._sizes = (
+            words,
+            count_settings(tensors.num_groups, tensors.num_replicas),
+            tensors.num_groups,
+        )
         self.table = torch.zeros(sum(self._sizes), dtype=torch.int64, device="cpu")
         # Calls of torch for what a step writes would take a third of its time on the host.
         self._gradients = self.table[:words]
@@ -68,12 +72,20 @@ class Inputs:
 
     def write_settings(self, numbers: Sequence[float], rates: Sequence[int]) -> None:
         self._changed = True
-        struct.pack_into(f"={len(numbers)}d{len(rates)}q", self._bytes, 8 * self.words, *numbers, *rates)
+        struct.pack_into(
+            f"={len(numbers)}d{len(rates)}q", self._bytes, 8 * self.words, *numbers, *rates
+        )
 
     def to_carry(self, most: int) -> Tensor | None:
         """Settings, if nothing else has changed and they are at most so many words: a step may bring them along, and was_carried() follows."""
         words = self._sizes[1] + self._sizes[2]
-        if not self._changed or self._moved or self._replayed or words > most or not self.memory.differs(self.table, self.placed):
+        if (
+            not self._changed
+            or self._moved
+            or self._replayed
+            or words > most
+            or not self.memory.differs(self.table, self.placed)
+        ):
             return None
         return self.table[self.words :]
 

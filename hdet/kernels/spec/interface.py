@@ -76,7 +76,11 @@ class StepTensors:
 
     def coded(self) -> list[int]:
         """The tensors whose moments are codes."""
-        return [i for i, moment in enumerate(self.exp_avgs or ()) if getattr(moment, "dtype", None) == CODES]
+        return [
+            i
+            for i, moment in enumerate(self.exp_avgs or ())
+            if getattr(moment, "dtype", None) == CODES
+        ]
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,11 @@ class RankOneTensors:
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
-        shared = {field.name: getattr(self, field.name) for field in fields(StepTensors) if hasattr(self, field.name)}
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in fields(StepTensors)
+            if hasattr(self, field.name)
+        }
         return StepTensors(params=self.outputs, **shared)
 
 
@@ -157,7 +165,9 @@ class StepPlan(Protocol):
     skipped: Tensor
     """0-d float32 on the device: 1 if the last step was skipped"""
 
-    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
         """Applies one update with one gradient for each tensor and one settings entry for each group, and counts the step.
 
         Gradients are float32, bfloat16 or float16, each of its own type if need be; None leaves the tensor and its counter alone, and
@@ -216,10 +226,16 @@ class Backend(Protocol):
 
     def rank_one_plan(self, tensors: RankOneTensors) -> RankOnePlan: ...
 
-    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> AveragePlan: ...
+    def average_plan(
+        self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None
+    ) -> AveragePlan: ...
 
     def pair_plan(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+        self,
+        sources: Sequence[Tensor],
+        destinations: Sequence[Tensor],
+        source_lowers: Column | None,
+        masters: Column | None,
     ) -> PairPlan:
         """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of the destinations, written with them."""
 

@@ -59,7 +59,9 @@ class DeviceMemory:
         self.device = device
         self._tables: list[Tensor] = []
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
-        self._unsure: set[int] = set()  # tables that somebody began to bring there: an exception may have come between
+        self._unsure: set[int] = (
+            set()
+        )  # tables that somebody began to bring there: an exception may have come between
         self._launched: set[Hashable] = set()
         self._streams: set[int] = set()  # those that have used the tables
         self._captured = 0  # so many of the first tables may be read by a CUDA graph
@@ -67,7 +69,9 @@ class DeviceMemory:
     def place(self, table: Tensor) -> Tensor:
         """A table that a plan keeps, where kernels read it. Raises RuntimeError where a new one cannot be made."""
         if _capturing(self.device):
-            _refuse("hdet prepares an operation for its tensors at the first call, which cannot be captured")
+            _refuse(
+                "hdet prepares an operation for its tensors at the first call, which cannot be captured"
+            )
         placed = _placed(table, self.device)
         self._tables.append(placed)
         self._streams.clear()
@@ -118,7 +122,9 @@ class DeviceMemory:
         if kernel in self._launched:
             return
         if _capturing(self.device):
-            _refuse("this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients)")
+            _refuse(
+                "this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients)"
+            )
         self._launched.add(kernel)
 
     def stream(self) -> int:

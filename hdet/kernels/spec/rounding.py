@@ -41,13 +41,20 @@ def stochastic_bfloat16(x: Tensor, random: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x.bfloat16())
 
 
-def philox(seed: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    seed: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four words of 32 random bits for a key of 64 bits and a counter of four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, seed >> 32
     for _ in range(10):
         product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = _high(product1) ^ c1 ^ k0, product1 & _LOW, _high(product0) ^ c3 ^ k1, product0 & _LOW
+        c0, c1, c2, c3 = (
+            _high(product1) ^ c1 ^ k0,
+            product1 & _LOW,
+            _high(product0) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return c0, c1, c2, c3  # type: ignore[return-value]
 
@@ -60,5 +67,13 @@ def random_words(seed: int, step: Tensor, replica: int, identity: int, like: Ten
     """A word for each element of `like`: four neighbours share a counter (quad, replica, identity, step)."""
     count = like.numel()
     quad = torch.arange((count + 3) // 4, device=like.device)
-    words = philox(seed, (quad & _LOW, quad >> 32 & 0xFFFF | replica << 16, identity + 0 * quad, step.long() + 0 * quad))
+    words = philox(
+        seed,
+        (
+            quad & _LOW,
+            quad >> 32 & 0xFFFF | replica << 16,
+            identity + 0 * quad,
+            step.long() + 0 * quad,
+        ),
+    )
     return torch.stack(words, dim=1).flatten()[:count].view(like.shape)

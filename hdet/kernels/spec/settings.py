@@ -44,7 +44,9 @@ class SettingsTable:
     Another object for a rate in the same memory, like the `detach()` of each step, is the same rate.
     """
 
-    def __init__(self, tensors: StepTensors, write: Callable[[list[float], list[int]], object]) -> None:
+    def __init__(
+        self, tensors: StepTensors, write: Callable[[list[float], list[int]], object]
+    ) -> None:
         """`write` gets the numbers, and for each group the address of its rate, or 0."""
         self.tensors, self._write = tensors, write
         self._numbers: list[float] = []
@@ -73,32 +75,48 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
         check_group(s, tensors.rule, tensors.num_replicas, device, f"group {g}")
     if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
         for i, group in enumerate(tensors.groups):
-            if settings[group].beta1 != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
-                raise ValueError(f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is missing: plan again with one")
+            if settings[group].beta1 != 0 and (
+                tensors.exp_avgs is None or tensors.exp_avgs[i] is None
+            ):
+                raise ValueError(
+                    f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is missing: plan again with one"
+                )
 
 
-def check_group(s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str) -> None:
+def check_group(
+    s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str
+) -> None:
     """The hyperparameters of one group. NaN fails every comparison."""
     if isinstance(s.lr, Tensor):
         check_scalar(s.lr, f"lr of {name}", device)
     elif not 0 <= s.lr < math.inf:
         raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
     if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
-        raise ValueError(f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and {s.weight_decay}")
+        raise ValueError(
+            f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and {s.weight_decay}"
+        )
     if len(s.multipliers) != num_replicas:
-        raise ValueError(f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas")
+        raise ValueError(
+            f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas"
+        )
     for rho in s.multipliers:
         if not 0 <= rho < math.inf:
-            raise ValueError(f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}")
+            raise ValueError(
+                f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}"
+            )
     if rule == "sgd":
         if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
             raise ValueError(
                 f"momentum of {name} must be finite and not negative and dampening finite, got beta1={s.beta1}, dampening={s.dampening}"
             )
         if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
-            raise ValueError(f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, dampening={s.dampening}")
+            raise ValueError(
+                f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, dampening={s.dampening}"
+            )
     elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
-        raise ValueError(f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}")
+        raise ValueError(
+            f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}"
+        )
     if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
         raise ValueError(
             f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so {num_replicas} replicas cannot share moments: "
@@ -120,7 +138,9 @@ def check_options(options: StepOptions, tensors: StepTensors) -> None:
         if (value := getattr(options, name)) is not None:
             check_scalar(value, name, device)
     if not options.max_norm >= 0:
-        raise ValueError(f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip")
+        raise ValueError(
+            f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip"
+        )
 
 
 def check_shares(weights: Sequence[float], num_replicas: int) -> None:
@@ -128,4 +148,6 @@ def check_shares(weights: Sequence[float], num_replicas: int) -> None:
     if len(weights) != num_replicas:
         raise ValueError(f"weights has {len(weights)} entries for {num_replicas} replicas")
     if not (all(0 <= w < math.inf for w in weights) and abs(math.fsum(weights) - 1) < 1e-6):
-        raise ValueError(f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them by their sum")
+        raise ValueError(
+            f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them by their sum"
+        )

@@ -21,9 +21,18 @@ class Pairing:
     """A PairPlan, for a backend that says how to do one operation: `_pair`."""
 
     def __init__(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+        self,
+        sources: Sequence[Tensor],
+        destinations: Sequence[Tensor],
+        source_lowers: Column | None,
+        masters: Column | None,
     ) -> None:
-        self.tensors = (sources, destinations, source_lowers, masters)  # keeps alive what a plan's tables point to
+        self.tensors = (
+            sources,
+            destinations,
+            source_lowers,
+            masters,
+        )  # keeps alive what a plan's tables point to
 
     def copy(self, scale: float = 1.0) -> None:
         self._pair("copy", scale)
@@ -56,16 +65,24 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
         for i, t in enumerate(column or [])
         if t is not None
     ]
-    named += [(f"output {i} of replica {k}", t) for k, outputs in enumerate(tensors.outputs) for i, t in enumerate(outputs)]
+    named += [
+        (f"output {i} of replica {k}", t)
+        for k, outputs in enumerate(tensors.outputs)
+        for i, t in enumerate(outputs)
+    ]
     for name, column in (("base", tensors.bases), ("displacement", tensors.displacements)):
         if len(column) != count:
-            raise ValueError(f"{name}s has {len(column)} entries, but there are {count} outputs in a replica")
+            raise ValueError(
+                f"{name}s has {len(column)} entries, but there are {count} outputs in a replica"
+            )
         for i, tensor in enumerate(column):
             checks.check_tensor(tensor, f"{name} {i}", step.params[0][0].device, (torch.float32,))
             checks.check_same_shape(tensor, step.params[0][i], f"{name} {i}", "the output")
             named.append((f"{name} {i}", tensor))
     for i, scale in enumerate(tensors.scales or []):
-        checks.check_tensor(scale, f"scale {i}", step.params[0][0].device, (checks.wide_dtype(scale.device),))
+        checks.check_tensor(
+            scale, f"scale {i}", step.params[0][0].device, (checks.wide_dtype(scale.device),)
+        )
         named.append((f"scale {i}", scale))
     checks.check_apart(named)
 
@@ -88,7 +105,9 @@ class OnLine:
         super().__init__(tensors.as_step(), *memory)  # type: ignore[call-arg]
         self.line_tensors = tensors  # keeps alive what the tables point to
         self._apart = False
-        self._multipliers = [(0.0,) * len(tensors.outputs)] * (1 + max(tensors.groups))  # right for replicas that have not parted
+        self._multipliers = [(0.0,) * len(tensors.outputs)] * (
+            1 + max(tensors.groups)
+        )  # right for replicas that have not parted
 
     def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         self._check(settings)
@@ -101,8 +120,14 @@ class OnLine:
         rule = self.line_tensors.rule
         for group, s in enumerate(settings):
             if s.weight_decay != 0 and (rule in COUPLED or not s.decay_at_base):
-                remedy = f"use {' or '.join(DECOUPLED)}, or set it to 0" if rule in COUPLED else "set decay_at_base, or weight_decay to 0"
-                raise ValueError(f"weight_decay={s.weight_decay} of group {group} takes replicas off their line (rank one): {remedy}")
+                remedy = (
+                    f"use {' or '.join(DECOUPLED)}, or set it to 0"
+                    if rule in COUPLED
+                    else "set decay_at_base, or weight_decay to 0"
+                )
+                raise ValueError(
+                    f"weight_decay={s.weight_decay} of group {group} takes replicas off their line (rank one): {remedy}"
+                )
         multipliers = [tuple(s.multipliers) for s in settings]
         if self._apart and multipliers != self._multipliers:
             raise ValueError(

@@ -35,7 +35,11 @@ def block_for(longest: int) -> int:
 
 def registers_for(replicas: int, coded: bool = False) -> dict[str, int]:
     """An option for ptxas, where there is ptxas."""
-    return {"maxnreg": CODED_REGISTERS if coded else REGISTERS} if replicas > 1 and torch.version.hip is None else {}
+    return (
+        {"maxnreg": CODED_REGISTERS if coded else REGISTERS}
+        if replicas > 1 and torch.version.hip is None
+        else {}
+    )
 
 
 class Memory(DeviceMemory):
@@ -47,7 +51,9 @@ class Memory(DeviceMemory):
                 f'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors on {device}: unset TRITON_INTERPRET'
             )
         if not interpreted and device.type != "cuda":
-            raise ValueError(f'backend="triton" does not work on tensors on {device}; use backend="auto"')
+            raise ValueError(
+                f'backend="triton" does not work on tensors on {device}; use backend="auto"'
+            )
         super().__init__(device)
 
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
@@ -63,9 +69,15 @@ class Memory(DeviceMemory):
             kernel[(programs,)](*arguments, **options, **COMPILER)
 
 
-def place_by_format(memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int]) -> list[tuple[Any, int, torch.Tensor]]:
+def place_by_format(
+    memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int]
+) -> list[tuple[Any, int, torch.Tensor]]:
     """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one combination."""
     return [
-        (formats, block_for(max(elements[i] for i in members)), memory.place(t.chunk_table(members, elements)))
+        (
+            formats,
+            block_for(max(elements[i] for i in members)),
+            memory.place(t.chunk_table(members, elements)),
+        )
         for formats, members in t.groups(list(zip(*columns, strict=True))).items()
     ]

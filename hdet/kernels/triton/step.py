@@ -20,7 +20,15 @@ from ..spec.inputs import Inputs
 from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options
 from ..spec.shared import OnLine
-from .launch import DERIVED, TABLE_BLOCK, Memory, block_for, interpreted, place_by_format, registers_for
+from .launch import (
+    DERIVED,
+    TABLE_BLOCK,
+    Memory,
+    block_for,
+    interpreted,
+    place_by_format,
+    registers_for,
+)
 
 EMPTY = 64
 """where an empty gradient lies, which is there and which nobody reads"""
@@ -46,18 +54,37 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
-        moments = (tensors.exp_avgs, tensors.exp_avg_sqs, tensors.exp_avg_scales, tensors.exp_avg_sq_scales)
-        addresses = t.address_table(*moments, *tensors.params, *(tensors.masters or nothing), count=count)
+        moments = (
+            tensors.exp_avgs,
+            tensors.exp_avg_sqs,
+            tensors.exp_avg_scales,
+            tensors.exp_avg_sq_scales,
+        )
+        addresses = t.address_table(
+            *moments, *tensors.params, *(tensors.masters or nothing), count=count
+        )
         self.aligned = not bool((addresses % 16).any())
         place = self.memory.place
         self.addresses = place(addresses)
         self.counters = place(t.address_table(tensors.steps, count=count))
         self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32, device="cpu"))
-        self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32, device="cpu"))
+        self.ids = place(
+            torch.tensor(
+                range(count) if tensors.ids is None else tensors.ids,
+                dtype=torch.int32,
+                device="cpu",
+            )
+        )
         seed = (tensors.stochastic or 0) % 2**64
         self.codebook = place(codebook()) if tensors.coded() else None
         tables = 0 if self.codebook is None else self.codebook.data_ptr()
-        self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica, tables], dtype=torch.int64, device="cpu"))
+        self.random = place(
+            torch.tensor(
+                [seed - (seed >> 63 << 64), tensors.first_replica, tables],
+                dtype=torch.int64,
+                device="cpu",
+            )
+        )
         self.all_chunks = place(t.chunk_table(range(count), self.elements))
 
     def _make_room(self) -> None:
@@ -68,12 +95,17 @@ class TritonStepPlan:
         self.rows = room(count * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(count * replicas * 2, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
-        self.one, self.zero = (self.memory.place(torch.full((1,), x, dtype=torch.float32, device="cpu")) for x in (1.0, 0.0))
+        self.one, self.zero = (
+            self.memory.place(torch.full((1,), x, dtype=torch.float32, device="cpu"))
+            for x in (1.0, 0.0)
+        )
 
     def _make_inputs(self) -> None:
         """What steps write."""
         self.inputs = Inputs(self.memory, self.tensors, 2 * len(self.shapes))
-        self._dtypes = [param.dtype for param in self.tensors.params[0]]  # of gradients, which mostly are stored as their parameters
+        self._dtypes = [
+            param.dtype for param in self.tensors.params[0]
+        ]  # of gradients, which mostly are stored as their parameters
         self._make_launches()
         self._seen: list[torch.dtype | None] = [None] * len(self.shapes)
         self._addresses: list[int] = []
@@ -84,7 +116,9 @@ class TritonStepPlan:
     def _point_to_inputs(self) -> None:
         self.placed_gradients, *self.placed_settings = self.inputs.parts()
 
-    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
         self._take_gradients(*self._check_gradients(gradients))
         self.upload(settings, options)
         self._run(options)
@@ -104,7 +138,11 @@ class TritonStepPlan:
         """The gradients' addresses, 0 where there is none, and their dtypes or the last ones there were, after a check that costs little.
         Anything unusual goes to the checks that can say what it is."""
         given = [g for g in gradients if g is not None]
-        shapes = self.shapes if len(given) == len(gradients) else [s for s, g in zip(self.shapes, gradients, strict=True) if g is not None]
+        shapes = (
+            self.shapes
+            if len(given) == len(gradients)
+            else [s for s, g in zip(self.shapes, gradients, strict=True) if g is not None]
+        )
         try:
             addresses = [0 if g is None else g.data_ptr() or EMPTY for g in gradients]
             usual = (
@@ -114,21 +152,32 @@ class TritonStepPlan:
                 and {g.get_device() for g in given} <= {self.device_number}
                 and (
                     EMPTY not in addresses
-                    or all(g is None or a != EMPTY or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True))
+                    or all(
+                        g is None or a != EMPTY or g.numel() == 0
+                        for a, g in zip(addresses, gradients, strict=True)
+                    )
                 )
             )
         except (RuntimeError, AttributeError):  # sparse tensors have no address
             usual = False
-        seen = [old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)] if usual else []
+        seen = (
+            [old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)]
+            if usual
+            else []
+        )
         if seen != self._seen:  # to look for negated views in each step would take too long
             check_gradients(gradients, self.tensors.params[0])
-            seen = [old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)]
+            seen = [
+                old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)
+            ]
         return addresses, seen
 
     def _take_gradients(self, addresses: list[int], seen: list[torch.dtype | None]) -> None:
         if addresses == self._addresses and seen == self._seen:
             return
-        dtypes = [dtype or param.dtype for dtype, param in zip(seen, self.tensors.params[0], strict=True)]
+        dtypes = [
+            dtype or param.dtype for dtype, param in zip(seen, self.tensors.params[0], strict=True)
+        ]
         table = t.typed_addresses(addresses, dtypes)
         self.gradients_aligned = not bool((table[:, 0] % 16).any())
         self.inputs.gradients().copy_(table.view(-1))
@@ -152,7 +201,9 @@ class TritonStepPlan:
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, block, chunks in place_by_format(self.memory, columns, self.elements):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
-            block = max(block, BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block  # whole blocks of codes
+            block = (
+                max(block, BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block
+            )  # whole blocks of codes
             self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 
     @ranged("hdet.step")
@@ -169,19 +220,36 @@ class TritonStepPlan:
             return 0
         programs, block = len(self.all_chunks), min(block_for(max(self.elements)), TABLE_BLOCK)
         tables = (self.all_chunks, self.placed_gradients, self.partials)
-        self.memory.launch(norm.squares, programs, *tables, ALIGNED=self.gradients_aligned, BLOCK=block)
+        self.memory.launch(
+            norm.squares, programs, *tables, ALIGNED=self.gradients_aligned, BLOCK=block
+        )
         return programs
 
     def _derive(self, options: StepOptions, num_partials: int) -> None:
         grad_scale = self.one if options.grad_scale is None else options.grad_scale
         found_inf = self.zero if options.found_inf is None else options.found_inf
-        inputs = (self.placed_gradients, *self.placed_settings, self.partials, grad_scale, found_inf, self.counters, self.groups)
+        inputs = (
+            self.placed_gradients,
+            *self.placed_settings,
+            self.partials,
+            grad_scale,
+            found_inf,
+            self.counters,
+            self.groups,
+        )
         count = len(self.shapes)
         block = block_for(count) if interpreted else DERIVED
         arguments = (*inputs, self.rows, self.replica_rows, self.control, *self._line())
         counts = (num_partials, count, self.num_groups, self.tensors.num_replicas)
-        variant = {"RULE": self.tensors.rule, "ON_LINE": isinstance(self, OnLine), "TENSORS": block, "BLOCK": TABLE_BLOCK}
-        self.memory.launch(hyper.derive, -(-count // block), *arguments, *counts, **variant, num_warps=8)
+        variant = {
+            "RULE": self.tensors.rule,
+            "ON_LINE": isinstance(self, OnLine),
+            "TENSORS": block,
+            "BLOCK": TABLE_BLOCK,
+        }
+        self.memory.launch(
+            hyper.derive, -(-count // block), *arguments, *counts, **variant, num_warps=8
+        )
 
     def _line(self) -> tuple[Tensor, Tensor]:
         """What replicas on one line have more than others; of no use here."""
@@ -203,7 +271,9 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         addresses = t.address_table(tensors.bases, tensors.displacements, count=len(self.shapes))
         self.aligned = self.aligned and not bool((addresses % 16).any())
         self.line_addresses = place(addresses)
-        self.scales = tensors.scales or [torch.ones((), dtype=torch.float64, device=self.memory.device) for _ in self.shapes]
+        self.scales = tensors.scales or [
+            torch.ones((), dtype=torch.float64, device=self.memory.device) for _ in self.shapes
+        ]
         self.placed_scales = place(t.address_table(self.scales, count=len(self.shapes)))
         self.lines = self.memory.room(len(self.shapes) * 2, torch.float32)
         self.mean_rho = self.memory.room(self.num_groups, torch.float64)
@@ -220,10 +290,18 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         count = len(self.shapes)
         block = block_for(count) if interpreted else DERIVED
         tables = (self.groups, self.mean_rho, self.placed_scales, self.lines)
-        self.memory.launch(rank_one.derive_converge, -(-count // block), *tables, count, TENSORS=block)
+        self.memory.launch(
+            rank_one.derive_converge, -(-count // block), *tables, count, TENSORS=block
+        )
         for variant, chunks in self.converges:
             tables = (chunks, self.addresses, self.line_addresses, self.lines)
-            self.memory.launch(rank_one.converge, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
+            self.memory.launch(
+                rank_one.converge,
+                len(chunks),
+                *tables,
+                V=variant,
+                **registers_for(variant.replicas),
+            )
 
     def _line(self) -> tuple[Tensor, Tensor]:
         return self.placed_scales, self.lines
@@ -233,4 +311,11 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         variant = replace(variant, vector=min(variant.vector, 4))
         tables = (chunks, self.placed_gradients, self.addresses, self.line_addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.lines, self.control, self.random)
-        self.memory.launch(rank_one.update_rank_one, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))
+        self.memory.launch(
+            rank_one.update_rank_one,
+            len(chunks),
+            *tables,
+            *derived,
+            V=variant,
+            **registers_for(variant.replicas),
+        )

@@ -30,8 +30,12 @@ def product(left: Tensor, right: Tensor, added: Tensor | None, alpha: float, bet
     bfloat16 or float16 on a CUDA device; sums are float32, and the result is rounded once. In Triton's interpreter on a CPU. float32, which
     tensor cores would round, goes to torch.
     """
-    if interpreted and left.dtype == torch.bfloat16:  # Triton's interpreter multiplies its bits as whole numbers
-        wide = product(left.float(), right.float(), None if added is None else added.float(), alpha, beta)
+    if (
+        interpreted and left.dtype == torch.bfloat16
+    ):  # Triton's interpreter multiplies its bits as whole numbers
+        wide = product(
+            left.float(), right.float(), None if added is None else added.float(), alpha, beta
+        )
         return wide.bfloat16()
     if left.dtype not in TYPES and not interpreted:
         made = torch.bmm(left, right.mT)

@@ -29,18 +29,48 @@ FLAGS = [
     "-Wno-unused-parameter",
 ]
 # As on a GPU: no contraction, and memory is read through vector types.
-FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS += [
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
 # Without OpenMP and with one instruction set: the CPU backend is here to compare with.
-DEFINES = {"VERSION": '"shim"', "COMPILER": '"shim"', "CUDA_COMPILER": '"shim"', "CUDA_ARCHS": '"90"', "CUDA_NOTE": '""', "ISA": "baseline"}
+DEFINES = {
+    "VERSION": '"shim"',
+    "COMPILER": '"shim"',
+    "CUDA_COMPILER": '"shim"',
+    "CUDA_ARCHS": '"90"',
+    "CUDA_NOTE": '""',
+    "ISA": "baseline",
+}
 FLAGS += ["-DHDET_CUDA", *(f"-DHDET_{name}={value}" for name, value in DEFINES.items())]
-FLAGS += [f"-I{HERE}", f"-I{SOURCES}", "-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"]]
+FLAGS += [
+    f"-I{HERE}",
+    f"-I{SOURCES}",
+    "-isystem",
+    pybind11.get_include(),
+    "-isystem",
+    sysconfig.get_paths()["include"],
+]
 
 
 def tag() -> str:
     """Of everything that the result depends on."""
-    files = [path for folder in (SOURCES, HERE) for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cu", ".cpp")]
-    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [version.encode(), " ".join(FLAGS).encode(), *(path.name.encode() + path.read_bytes() for path in files)]
+    files = [
+        path
+        for folder in (SOURCES, HERE)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".h", ".cuh", ".cu", ".cpp")
+    ]
+    version = subprocess.run(
+        [str(COMPILER), "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    parts = [
+        version.encode(),
+        " ".join(FLAGS).encode(),
+        *(path.name.encode() + path.read_bytes() for path in files),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -72,7 +102,9 @@ def build() -> Path:
 
 def _compile(source: Path, folder: Path) -> str:
     result = str(folder / f"{source.parent.name}-{source.name}.o")
-    optimize = "-O0" if source.name == "bindings.cpp" else "-O1"  # half the time is for pybind11's templates, which run seldom
+    optimize = (
+        "-O0" if source.name == "bindings.cpp" else "-O1"
+    )  # half the time is for pybind11's templates, which run seldom
     _run([str(COMPILER), *FLAGS, optimize, "-x", "c++", "-c", str(source), "-o", result])
     return result
 
@@ -83,5 +115,7 @@ def _run(command: list[str]) -> None:
 
 
 def sanitizer_library(name: str) -> str:
-    found = subprocess.run([str(COMPILER), f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(
+        [str(COMPILER), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return str(Path(found).resolve())

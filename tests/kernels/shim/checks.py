@@ -31,7 +31,13 @@ BACKENDS = ("cpu", "cuda")
 
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
-    state.stream, state.capturing, state.copies, state.used, state.multiprocessors = 77, False, 0, [], 0
+    state.stream, state.capturing, state.copies, state.used, state.multiprocessors = (
+        77,
+        False,
+        0,
+        [],
+        0,
+    )
     yield
     assert counted.shim_device() == 0, "the device was not put back"
 
@@ -52,7 +58,14 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_steps_have_the_bits_of_the_cpu(case: Case) -> None:
-    assert_same(*(final_tensors(case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)) for backend in BACKENDS))
+    assert_same(
+        *(
+            final_tensors(
+                case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)
+            )
+            for backend in BACKENDS
+        )
+    )
 
 
 # accesses and launches
@@ -70,7 +83,10 @@ def test_launches() -> None:
         before = launched()
         plan.step(gradients.tensors, settings, StepOptions(max_norm=max_norm))
         assert launched() - before == launches
-    coded = Problem(Case("", sizes=(5, 0, CHUNK + 1), formats=(Format(exp_avg=U8, exp_avg_sq=U8), Format())), "cpu")
+    coded = Problem(
+        Case("", sizes=(5, 0, CHUNK + 1), formats=(Format(exp_avg=U8, exp_avg_sq=U8), Format())),
+        "cpu",
+    )
     gradients, settings, _ = coded.arguments(0)
     plan, before = kernels.step_plan(coded.tensors, "cuda"), launched()
     plan.step(gradients.tensors, settings)
@@ -98,19 +114,45 @@ def accessed(bytes_each: int) -> int:
         # g, m, v, p are read and m, v, p written: 7 accesses for a vector
         (Format(), 0, 4096, {16: 7 * 1024}),
         (Format(), 0, 12, {16: 7 * 4}),  # three groups, one of them twice
-        (Format(), 3, 4097, {16: 7 * 1024, 4: 7 * 9}),  # two parts: a head of one, 511 groups, a tail of three; the last is one
+        (
+            Format(),
+            3,
+            4097,
+            {16: 7 * 1024, 4: 7 * 9},
+        ),  # two parts: a head of one, 511 groups, a tail of three; the last is one
         (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 7 * 512}),
-        (Format(BF16, F32, BF16), 0, 4096, {8: 2 * 1024, 16: 6 * 1024}),  # in place of the parameter the master is read
-        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4096, {16: 3 * 1024, 4: 4 * 1024}),  # of codes four at a time are read and written
-        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4097, {16: 3 * 1024, 4: 4 * 1024 + 5, 1: 6}),  # a last block of one is read twice
+        (
+            Format(BF16, F32, BF16),
+            0,
+            4096,
+            {8: 2 * 1024, 16: 6 * 1024},
+        ),  # in place of the parameter the master is read
+        (
+            Format(exp_avg=U8, exp_avg_sq=U8),
+            0,
+            4096,
+            {16: 3 * 1024, 4: 4 * 1024},
+        ),  # of codes four at a time are read and written
+        (
+            Format(exp_avg=U8, exp_avg_sq=U8),
+            0,
+            4097,
+            {16: 3 * 1024, 4: 4 * 1024 + 5, 1: 6},
+        ),  # a last block of one is read twice
     ],
 )
-def test_vectors_are_used_where_they_can_be(form: Format, shift: int, size: int, accesses: dict[int, int]) -> None:
+def test_vectors_are_used_where_they_can_be(
+    form: Format, shift: int, size: int, accesses: dict[int, int]
+) -> None:
     problem = Problem(Case("", sizes=(size,), formats=(form,), shifts=(shift,)), "cpu")
     gradients, settings, options = problem.arguments(0)
     before = {width: accessed(width) for width in (1, 2, 4, 8, 16)}
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
-    assert {width: accessed(width) - count for width, count in before.items() if accessed(width) != count} == accesses
+    assert {
+        width: accessed(width) - count
+        for width, count in before.items()
+        if accessed(width) != count
+    } == accesses
 
 
 def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
@@ -176,7 +218,9 @@ def test_a_captured_step_copies_nothing_and_says_what_it_needs() -> None:
         lambda: plan.step(gradients, changed),
         lambda: plan.upload(changed),
     ):
-        refused = pytest.raises(RuntimeError, match=r"warm-up.*zero_grad\(set_to_none=False\).*write_hyperparameters")
+        refused = pytest.raises(
+            RuntimeError, match=r"warm-up.*zero_grad\(set_to_none=False\).*write_hyperparameters"
+        )
         with problem.unchanged(), refused:
             call()
     with pytest.raises(RuntimeError, match="first call, which cannot be captured"):
@@ -193,7 +237,10 @@ def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
     plan.upload(settings, options)
     state.capturing = True
     launches = launched()
-    refused = pytest.raises(RuntimeError, match=r"takes a norm.*as no step before it did \(max_grad_norm.*before the capture run one step")
+    refused = pytest.raises(
+        RuntimeError,
+        match=r"takes a norm.*as no step before it did \(max_grad_norm.*before the capture run one step",
+    )
     with problem.unchanged(), refused:
         plan.step(gradients, settings, options)
     assert launched() == launches
@@ -217,7 +264,10 @@ def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
     assert addresses == {table.data_ptr() for table in mirrors.captured[-1]}
 
 
-@pytest.mark.parametrize("how", [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}])
+@pytest.mark.parametrize(
+    "how",
+    [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}],
+)
 def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     one, two = prepared(), prepared()
     changed = [s._replace(**how) for s in one[3]]
@@ -225,7 +275,10 @@ def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     two[1].upload(changed)
     state.capturing = True
     two[1].step(two[2], changed)  # under capture it copies nothing: it launches what a replay does
-    assert_same({k: v.buffer for k, v in one[0].memory.items()}, {k: v.buffer for k, v in two[0].memory.items()})
+    assert_same(
+        {k: v.buffer for k, v in one[0].memory.items()},
+        {k: v.buffer for k, v in two[0].memory.items()},
+    )
 
 
 def test_settings_that_came_along_are_there_for_replays_and_after_a_failure() -> None:
@@ -258,7 +311,9 @@ def test_more_settings_than_a_kernel_can_bring_are_copied(groups: int, copies: i
 
 @pytest.mark.parametrize("form", [Format(), Format(exp_avg=U8, exp_avg_sq=U8)])
 @pytest.mark.parametrize(("multiprocessors", "chunks"), [(0, 4), (1, 18), (132, 18)])
-def test_chunks_are_as_many_as_keep_the_device_busy(form: Format, multiprocessors: int, chunks: int) -> None:
+def test_chunks_are_as_many_as_keep_the_device_busy(
+    form: Format, multiprocessors: int, chunks: int
+) -> None:
     """Also those of a norm; the results are the same."""
     state.multiprocessors = multiprocessors
     case = Case("", sizes=(2 * CHUNK + 2048, 5, 0), formats=(form,), max_norm=1.0, steps=3)
@@ -269,7 +324,12 @@ def test_chunks_are_as_many_as_keep_the_device_busy(form: Format, multiprocessor
         found.append(plan.plan.num_chunks)
         return plan
 
-    assert_same(*(final_tensors(case, lambda tensors, backend=backend: made(tensors, backend)) for backend in BACKENDS))
+    assert_same(
+        *(
+            final_tensors(case, lambda tensors, backend=backend: made(tensors, backend))
+            for backend in BACKENDS
+        )
+    )
     assert found == [4, chunks]
 
 
@@ -280,9 +340,15 @@ def test_a_failing_call_is_named_and_leaves_everything() -> None:
     problem, plan, _, _ = prepared()
     launches = launched()
     with problem.unchanged():
-        with pytest.raises(RuntimeError, match=r"hdet: cudaSetDevice failed: reported by the shim \(cudaErrorInvalidDevice\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"hdet: cudaSetDevice failed: reported by the shim \(cudaErrorInvalidDevice\)",
+        ):
             _C.cuda_step(plan.plan, 7, 0)
-        for count, wrong, what in (("num_replicas", 2000, "replicas"), ("num_chunks", 2**31, "chunks")):
+        for count, wrong, what in (
+            ("num_replicas", 2000, "replicas"),
+            ("num_chunks", 2**31, "chunks"),
+        ):
             kept = getattr(plan.plan, count)
             setattr(plan.plan, count, wrong)
             with pytest.raises(RuntimeError, match=f"too many {what} for cudaLaunchKernelEx"):
@@ -291,7 +357,9 @@ def test_a_failing_call_is_named_and_leaves_everything() -> None:
     assert launched() == launches
 
 
-def test_a_changing_set_of_gradients_is_one_copy_and_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changing_set_of_gradients_is_one_copy_and_nothing_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem, plan, gradients, settings = prepared()
     monkeypatch.setattr(plan.memory, "place", lambda table: pytest.fail("a new table"))
     for turn in range(4):
@@ -299,7 +367,9 @@ def test_a_changing_set_of_gradients_is_one_copy_and_nothing_new(monkeypatch: py
         given = [None if i == turn % 2 else gradient for i, gradient in enumerate(gradients)]
         plan.step(given, [s._replace(lr=0.1 + turn) for s in settings])
         assert state.copies == turn + 1
-        assert [float(step) - old for step, old in zip(problem.steps, before, strict=True)] == [i != turn % 2 for i in range(3)]
+        assert [float(step) - old for step, old in zip(problem.steps, before, strict=True)] == [
+            i != turn % 2 for i in range(3)
+        ]
 
 
 def test_a_captured_step_is_replayed_with_its_own_gradients_and_todays_settings() -> None:
@@ -315,15 +385,21 @@ def test_a_captured_step_is_replayed_with_its_own_gradients_and_todays_settings(
     plan.step(others, settings)
     assert plan.inputs.addresses() != captured
     for turn in range(3):
-        plan.step(others[:turn] + [None] + others[turn + 1 :], settings)  # in the table of the steps that are not captured
+        plan.step(
+            others[:turn] + [None] + others[turn + 1 :], settings
+        )  # in the table of the steps that are not captured
     before, copies = [p.clone() for p in problem.tensors.params[0]], state.copies
-    plan.upload([s._replace(lr=0.5, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1.0) for s in settings])
+    plan.upload(
+        [s._replace(lr=0.5, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1.0) for s in settings]
+    )
     assert state.copies == copies + 2  # for steps, and for replays
     plan.plan.gradients, plan.plan.settings, plan.plan.rates = captured
     for gradient in (*others, gradients[1]):
         gradient.fill_(math.nan)
     plan._run()  # a replay
-    expected = before[0] - 0.5 * settings[0].multipliers[0] * gradients[0] / (gradients[0].abs() + 1)
+    expected = before[0] - 0.5 * settings[0].multipliers[0] * gradients[0] / (
+        gradients[0].abs() + 1
+    )
     torch.testing.assert_close(problem.tensors.params[0][0], expected)
     assert torch.equal(problem.tensors.params[0][1], before[1])
 
@@ -335,4 +411,7 @@ def test_a_captured_step_is_replayed_with_the_formats_of_its_own_gradients() -> 
     state.capturing = False
     captured, formats = plan.placed_chunks, plan.placed_chunks.clone()
     plan.step([g.bfloat16() for g in gradients], settings)
-    assert torch.equal(captured, formats) and plan.plan.chunks == plan.placed_chunks.data_ptr() != captured.data_ptr()
+    assert (
+        torch.equal(captured, formats)
+        and plan.plan.chunks == plan.placed_chunks.data_ptr() != captured.data_ptr()
+    )
