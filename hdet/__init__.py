@@ -1,7 +1,8 @@
 """hdet: the replicas of data-parallel training as a live search for hyperparameters.
 
-Replicas train at multiples of a shared value and are averaged every T steps, or copies of the run train beside it for a while; what they show
-moves the shared value. Start with `Ensemble` and `AutoLR` (any optimizer, any scheduler), or with `OneCycleAutoLR`, the drop-in.
+Replicas train at multiples of a shared value and are averaged every T steps, or copies of the run
+train for a short while at other rates; what they show moves the shared value. Start with `Ensemble`
+and `AutoLR` (any optimizer, any scheduler), or with `OneCycleAutoLR`, the drop-in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _HOMES = {
         "core.plan": "Decision Plan",
         "core.replay": "replay",
         "ensemble": "Ensemble ReplicasDiverged",
-        "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights ModuleValue Scalar Temperature WeightDecay",
+        "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights "
+        "ModuleValue Scalar Temperature WeightDecay",
         "noise": "warm_noise_",
         "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
         "policies": "Sync",

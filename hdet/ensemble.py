@@ -392,7 +392,8 @@ class Ensemble:
     def _check_not_exploring(self, name: str) -> None:
         if self._fan_out.explored is not None:
             raise ValueError(
-                f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after"
+                f"ensemble.{name}() was called inside `with ensemble.explore():`, where "
+                "values are a replica's: call it after"
             )
         self._check_no_arm(name)
 
@@ -405,8 +406,8 @@ class Ensemble:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
         raise TypeError(
-            "an Ensemble cannot be copied: the copy's steps would count nothing. Copy the model and "
-            "the optimizer, make another Ensemble of the copies, and give it ensemble.state_dict()"
+            "an Ensemble cannot be copied: the copy's steps would count nothing. Copy the model "
+            "and the optimizer, make another Ensemble of the copies, and give it ensemble.state_dict()"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -422,7 +423,8 @@ class Ensemble:
         has_parted = self._cycles.can_part and (self.engine.position or self._fan_out.stepped)
         if has_parted and not self.in_sync:
             warnings.warn(
-                "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
+                "saving in the middle of a cycle: this replica's parameters are not the average; "
+                "call converge() on all ranks first",
                 stacklevel=2,
             )
         return {**self.engine.state_dict(), **self.schedule.state_dict()}

@@ -148,7 +148,8 @@ class Parts:
             return
         if len(self.replicas.local) > 1:
             raise ValueError(
-                "AutoLR trains copies of the run, for which several replicas in one process are of no use: leave replicas out"
+                "AutoLR trains copies of the run, for which several replicas in one process are of "
+                "no use: leave replicas out"
             )
         self._attach_search(masters[0])
 

@@ -1,7 +1,9 @@
-"""Named ranges for profilers: NVTX for nsys and ncu where torch has CUDA, and torch.profiler everywhere. docs/profiling.md shows how to read them.
+"""Named ranges for profilers: NVTX for nsys and ncu where torch has CUDA, and torch.profiler
+everywhere. docs/profiling.md shows how to read them.
 
-They are on if HDET_NVTX=1, or if nsys has started the process (it sets NVTX_INJECTION64_PATH); this is decided when hdet is imported.
-Off, `ranged` returns the function it is given, so a range costs nothing, and `span` returns one shared empty context.
+They are on if HDET_NVTX=1, or if nsys has started the process (it sets NVTX_INJECTION64_PATH); this
+is decided when hdet is imported. Off, `ranged` returns the function it is given, so a range costs
+nothing, and `span` returns one shared empty context.
 """
 
 from __future__ import annotations

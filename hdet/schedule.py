@@ -1,4 +1,4 @@
-"""Base value = schedule x correction: one owner steps the scheduler and writes what stands at rest."""
+"""Base value = schedule x correction: one owner steps the scheduler, and writes."""
 
 from __future__ import annotations
 
@@ -222,7 +222,8 @@ class Schedule:
             raise ReplicaDisagreement(
                 f"the values of {', '.join(knob.name for knob in self.knobs)} differ between "
                 f"replicas ({'; '.join(alike[:4])}): their "
-                "schedules have drifted apart, or set_value() was called on some ranks only. Call it on all ranks alike, and go on "
+                "schedules have drifted apart, or set_value() was called on some ranks only. Call it on "
+                "all ranks alike, and go on "
                 "from the last checkpoint"
             )
 
@@ -246,7 +247,8 @@ class Schedule:
         given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
-                "the ensemble's state and this run differ in having a scheduler: construct it as the saved run did"
+                "the ensemble's state and this run differ in having a scheduler: construct "
+                "it as the saved run did"
             )
         total, at_end = self._total_of_states(), False
         if given is not None:
@@ -273,7 +275,8 @@ class Schedule:
         named = given.get("total_steps")
         if isinstance(named, int if total is None else (int, float)) and named != total:
             raise ValueError(
-                f"the saved run has total_steps {reprlib.repr(named)}, this one {total!r}: build the scheduler as the saved run did"
+                f"the saved run has total_steps {reprlib.repr(named)}, this one {total!r}: build "
+                "the scheduler as the saved run did"
             )
         current = self.scheduler.state_dict()
         given = _with_whole_keys(given, current)
