@@ -407,7 +407,8 @@ class Ensemble:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
         raise TypeError(
             "an Ensemble cannot be copied: the copy's steps would count nothing. Copy the model "
-            "and the optimizer, make another Ensemble of the copies, and give it ensemble.state_dict()"
+            "and the optimizer, make another Ensemble of the copies, and give it "
+            "ensemble.state_dict()"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -222,9 +222,8 @@ class Schedule:
             raise ReplicaDisagreement(
                 f"the values of {', '.join(knob.name for knob in self.knobs)} differ between "
                 f"replicas ({'; '.join(alike[:4])}): their "
-                "schedules have drifted apart, or set_value() was called on some ranks only. Call it on "
-                "all ranks alike, and go on "
-                "from the last checkpoint"
+                "schedules have drifted apart, or set_value() was called on some ranks only. "
+                "Call it on all ranks alike, and go on from the last checkpoint"
             )
 
     # -- checkpoint --------------------------------------------------------------------------------
