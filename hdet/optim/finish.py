@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import AveragePlan, PairPlan, StepOptions
+from hdet.kernels import AveragePlan, StepOptions
 from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
@@ -123,17 +123,3 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
             "replicas are alike; param.detach().clone() is laid out as param",
         )
     return made
-
-
-def values_to(
-    destinations: Sequence[Tensor], params: Sequence[Tensor], masters: Column, backend: str
-) -> PairPlan:
-    """Operations from the float32 values of parameters, which are those of their masters where there are any, to other tensors."""
-    sources = [
-        param if master is None or master.dtype == torch.int16 else master
-        for param, master in zip(params, masters, strict=True)
-    ]
-    lowers = [
-        master if master is not None and master.dtype == torch.int16 else None for master in masters
-    ]
-    return kernels.pair_plan(sources, destinations, source_lowers=lowers, backend=backend)
