@@ -59,6 +59,11 @@ class Training(Run):
         self.poison = 1.0
         self.losses = lambda data: self.poison * losses_of(self.wrapped, data)
 
+    def set_rate(self, rate: float) -> None:
+        """As a schedule of this rank's own would."""
+        with self.ensemble.rescheduling():
+            self.optimizer.param_groups[0]["lr"] = rate
+
     def train(self, poison: float = 1.0) -> torch.Tensor:
         """Forward, backward, optimizer.step(). The loss; ``poison`` is a factor of it."""
         self.poison = poison

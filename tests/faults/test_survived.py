@@ -110,10 +110,11 @@ def local_gradients(rank: int, world: int, moments: str, fault: str) -> dict[str
     training.cycle()
     for step in range(INTERVAL):
         if rank == BAD and fault == "its rate is absurd":
-            training.optimizer.param_groups[0]["lr"] = 30.0
+            training.set_rate(30.0)
         poison = math.nan if rank == BAD and step == 1 and fault == "a batch is NaN" else 1.0
         loss = training.train(poison)
-        training.optimizer.param_groups[0]["lr"] = 0.05
+        if rank == BAD and fault == "its rate is absurd":
+            training.set_rate(0.05)
         training.ensemble.step(loss)
     records, weights, state = [training.records[-1]], training.numbers(), training.state()
     records += [training.cycle(), training.cycle()]
