@@ -311,12 +311,6 @@ class Ensemble:
         to."""
         return list(self.parameters) if self.in_sync else self.weights.average.mean()
 
-    @property
-    def private_state(self) -> bool:
-        """Does the optimizer's state differ between replicas even when they are converged? (Local
-        gradients that keep their moments.)"""
-        return self.weights.moments.policy == "keep" and self.replicas.count > 1
-
     def reset_loss_meters(self) -> None:
         """The losses of the running cycle so far count no more."""
         self._cycles.reset_losses()

@@ -27,7 +27,7 @@ class Sync:
     """When and how replicas are averaged: ``Ensemble(..., sync=hdet.Sync(50))``.
 
     Args:
-        every: T, optimizer steps between averages, >= 1. A controller's plans may ask for shorter or longer cycles.
+        every: T, optimizer steps between averages, >= 1.
         converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one pays).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
             travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is

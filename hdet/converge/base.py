@@ -46,8 +46,6 @@ class Averaging:
 
     needs_processes: ClassVar[bool] = True
     """Does each replica need a process of its own?"""
-    needs_averages: ClassVar[bool] = True
-    """Has every cycle to end with an average, because something is kept from one to the next?"""
     needs_rates_only: ClassVar[bool] = False
     """May replicas differ in learning rates only, with multipliers that add up to N?"""
 
@@ -162,7 +160,6 @@ class Plain(Averaging):
     """
 
     needs_processes: ClassVar[bool] = False
-    needs_averages: ClassVar[bool] = False
 
     def make_averager(self, task: Task) -> Averager:
         return Averager(task)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ class Hierarchical(Averaging):
     """
 
     replicas_per_node: int
-    needs_averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         why = "with one replica a node there is one level, use Plain()"

@@ -41,11 +41,6 @@ class Clock:
                 "(auto_lr_warmup_steps), or train longer, or run without a controller"
             )
 
-    def ends_cycle(self, position: int, step: int) -> bool:
-        """Is a cycle over after ``position`` steps of it, at ``step`` of the run, whose last step
-        always ends one?"""
-        return position >= self.sync_interval or step == self.total_steps
-
     def controls(self, step: int) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly
         after the warm-up."""

@@ -159,7 +159,8 @@ class Engine:
     # -- count -------------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        """One optimizer step is done on every replica. Returns whether it ends the cycle."""
+        """One optimizer step is done on every replica. Returns whether it ends the cycle: after T
+        steps, and at the end of the run."""
         self.step += 1
         self.position += 1
         return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps

@@ -104,7 +104,7 @@ class Optional(Kind):
 
 @dataclass(frozen=True)
 class Or(Optional):
-    """A field that older versions do not have: then, or if it is None, it is the ``default``."""
+    """A field that may be missing: then, or if it is None, it is the ``default``."""
 
     default: Any
 

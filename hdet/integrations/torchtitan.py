@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -168,7 +168,7 @@ class _Driver(Adapter):
         if "replicas" not in settings:
             given["replicas"] = self._find_replicas()
         parts = trainer.model_parts
-        states = torch.load(io.BytesIO(self._state), weights_only=True) if self._state else ()
+        states = json.loads(self._state) if self._state else ()
         self.begin(
             list(trainer.optimizers),
             [{"scheduler": of, **given, **settings} for of in self.inner.schedulers],
@@ -284,9 +284,7 @@ class _Driver(Adapter):
         checkpoint is read by the names of the parts."""
         if not self.ensembles:
             return {"state": self._state}
-        file = io.BytesIO()
-        torch.save(self.save_states(), file)
-        return {"state": file.getvalue()}
+        return {"state": json.dumps(self.save_states()).encode()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep it until the Ensembles are made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -286,10 +286,6 @@ class Bound:
                         "change it outside, where it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
                         "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
                     )
-
-    def holding(self, values: Sequence[float]) -> AbstractContextManager[None]:
-        """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
-        return self._lent([self.scale.hold(value) for value in values])
 
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:

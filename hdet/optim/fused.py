@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -283,10 +283,6 @@ class FusedOptimizer(Optimizer):
                 saved["state"][i] = state
             if are_coded(state):
                 saved["state"][i] = self._layout(param).saved(state, param)
-
-    def saved_state(self, param: Tensor) -> Mapping[str, Any]:
-        """The state of a parameter as `state_dict` has it."""
-        return self._layout(param).saved(self.state.get(param, {}), param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.

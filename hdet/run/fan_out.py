@@ -43,9 +43,9 @@ class FanOut:
         self,
         optimizer: Optimizer,
         schedule: Schedule,
-        first_replica: int = 0,
-        on_cycle_start: Callable[[], object] = lambda: None,
-        skippable: bool = False,
+        first_replica: int,
+        on_cycle_start: Callable[[], object],
+        skippable: bool,
     ) -> None:
         self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]

@@ -27,7 +27,14 @@ from ..optim.state import WEIGHT_KEYS
 from ..replicas import Replicas
 from ..replicas.agreement import reachable
 from ..tensors.dtensor import local_parts
-from .snapshot import SETTINGS, GroupNumbers, inner_optimizer, optimizers_in, reset_moments
+from .snapshot import (
+    SETTINGS,
+    GroupNumbers,
+    inner_optimizer,
+    is_known,
+    optimizers_in,
+    reset_moments,
+)
 
 __all__ = ["Moments", "follows_gradients"]
 
@@ -214,7 +221,7 @@ def _state_entries(optimizer: Optimizer) -> Iterator[_Entry]:
 
 
 def _group_entries(optimizer: Optimizer) -> Iterator[_Entry]:
-    if _is_known(optimizer):  # whose groups hold settings
+    if is_known(optimizer):
         return
     for g, group in enumerate(optimizer.param_groups):
         for key in sorted(group.keys() - SETTINGS - {"params"}, key=str):
@@ -243,12 +250,8 @@ def _dtype_without_mean(tensor: torch.Tensor) -> torch.dtype | None:
     return None if averageable or tensor.numel() == 1 else tensor.dtype
 
 
-def _is_known(optimizer: Optimizer) -> bool:
-    return type(inner_optimizer(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
-
-
 def follows_gradients(optimizer: Optimizer) -> bool:
     """Is its state known to follow from gradients alone, not from rates or parameters?"""
     others = (ASGD, LBFGS, Rprop)
     every = [inner_optimizer(one) for one in optimizers_in(optimizer)]
-    return all(_is_known(one) and not isinstance(one, others) for one in every)
+    return all(is_known(one) and not isinstance(one, others) for one in every)

@@ -22,6 +22,7 @@ __all__ = [
     "GroupNumbers",
     "Snapshot",
     "inner_optimizer",
+    "is_known",
     "keeps_codes",
     "keeps_weights",
     "optimizers_in",
@@ -47,6 +48,11 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Is it torch's or hdet's, whose groups hold settings, and no numbers of their own?"""
+    return type(inner_optimizer(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
@@ -144,8 +150,7 @@ class GroupNumbers:
     that it has found; as numbers, tensors or lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        known = type(inner_optimizer(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
-        groups = [] if known else optimizer.param_groups
+        groups = [] if is_known(optimizer) else optimizer.param_groups
         self._groups = [
             (group, {key: keep(group[key]) for key in self._keys(group)}) for group in groups
         ]

@@ -368,7 +368,6 @@ def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
 
 @pytest.mark.parametrize("way", [Plain(), *WAYS[1:], Outer(), ExactLocal()], ids=repr)
 def test_a_way_says_what_it_needs(way: Averaging) -> None:
-    """Of co-resident replicas, and of cycles that end otherwise than with an average."""
+    """Processes, and replicas that differ in rates only."""
     assert way.needs_processes == (way != Plain())
-    assert way.needs_averages == (not isinstance(way, (Plain, Hierarchical)))
     assert way.needs_rates_only == isinstance(way, ExactLocal)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hdet.core.clock import Clock
+from hdet.core.engine import Engine, KnobSpec
 
 
 @pytest.mark.parametrize(
@@ -31,13 +32,12 @@ def test_a_warm_up_as_long_as_the_run_is_refused_only_for_a_controller(total: in
 
 
 def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
-    clock = Clock(10, 0, 25)
-    position, ends = 0, []
+    engine = Engine([KnobSpec("lr", 0.1)], 1, Clock(10, 0, 25))
+    ends = []
     for step in range(1, 26):
-        position += 1
-        if clock.ends_cycle(position, step):
+        if engine.tick():
             ends.append(step)
-            position = 0
+            engine.close([None], scheduled=[1.0])
     assert ends == [10, 20, 25]
 
 
