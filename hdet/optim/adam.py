@@ -24,6 +24,13 @@ class AdamOptions(Options, total=False):
     fused: bool | None
 
 
+def adam_hyper(group: dict[str, Any]) -> Hyper:
+    """What a step of Adam or AdamW reads from a group."""
+    beta1, beta2 = group["betas"]
+    lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
+    return lr, beta1, beta2, eps, decay, 0.0, False, group["maximize"]
+
+
 class AdamFamily(FusedOptimizer):
     """Two moments: exp_avg and exp_avg_sq."""
 
@@ -51,17 +58,7 @@ class AdamFamily(FusedOptimizer):
             )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        beta1, beta2 = group["betas"]
-        return (
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            0.0,
-            False,
-            group["maximize"],
-        )
+        return adam_hyper(group)
 
 
 class FusedAdam(AdamFamily):

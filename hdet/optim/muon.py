@@ -19,6 +19,7 @@ from hdet.tensors import strides
 
 from . import group_checks as groups
 from . import step_plans as plans
+from .adam import adam_hyper
 from .fused import FusedOptimizer, Options
 from .matrices import Matrix, Row
 from .moment_storage import dtype_for
@@ -187,17 +188,7 @@ class FusedMuon(FusedOptimizer):
                 group["nesterov"],
                 group["maximize"],
             )
-        beta1, beta2 = group["betas"]
-        return (
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            0.0,
-            False,
-            group["maximize"],
-        )
+        return adam_hyper(group)
 
     # -- state -----------------------------------------------------------------------------------------------------------
 

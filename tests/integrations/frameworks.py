@@ -126,8 +126,14 @@ def check_looked_at(
     assert all(found[0] > 10 for *_, found in run({}, low))
 
 
-def check_skipped(plain: Any, still: Any) -> None:
-    """Under float16: (weights, skipped, logged, counted)."""
+def check_skipped(run: Callable[..., Any], world: int, *folder: str) -> None:
+    """Under float16 ``run(*folder, kind)`` gives ((weights, skipped, logged, counted), ...)."""
+    runs = (on_ranks(run, world, *folder, kind) for kind in ("plain", "still"))
+    for (plain, _), (still, _) in zip(*runs, strict=True):
+        _check_skipped(plain, still)
+
+
+def _check_skipped(plain: Any, still: Any) -> None:
     (last, skipped, log, _), (same, also, again, counted) = plain, still
     assert (
         torch.equal(last, same) and skipped == also and repr(log) == repr(again)
