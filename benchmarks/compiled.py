@@ -36,13 +36,13 @@ REGISTERS, THREADS = 65536, 128
 GPT2 = 124_439_808
 ELEMENTS = 8
 """of a thread's turn"""
-KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split")
+KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split", "bf16 throughout")
 """csrc/core/numbers.h: Known"""
 BYTES = {
-    "adamw": (14, 28, 28, 26),  # any: bf16 throughout
-    "adam": (14, 28, 28, 26),
-    "sgd": (10, 20, 20, 18),
-    "lion": (10, 20, 20, 18),
+    "adamw": (20, 28, 28, 26, 14),  # any: float32 with bf16 moments
+    "adam": (20, 28, 28, 26, 14),
+    "sgd": (16, 20, 20, 18, 10),
+    "lion": (16, 20, 20, 18, 10),
 }
 
 

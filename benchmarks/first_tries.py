@@ -250,21 +250,20 @@ def gaps(records: Sequence[dict[str, Any]], by: str) -> dict[tuple[str, float, s
 
 
 def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    by_best, by_last = gaps(records, "best"), gaps(records, "last")
-    seconds = {(r["try"], r["start"], r["level"]): r["seconds"] for r in records}
+    """Gaps of fixed rates and of AutoLR by the best checkpoint: a line for each try, a column for each start."""
+    by_best = gaps(records, "best")
     levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in by_best)]
-    yield (
-        "| try | start | fixed rate | "
-        + " | ".join(f"AutoLR, {level}" for level in levels)
-        + " | by the last loss | seconds |"
-    )
-    yield "|---" * (5 + len(levels)) + "|"
-    for name, start in dict.fromkeys((name, start) for name, start, _ in by_best):
-        every = ("fixed", *levels)
-        cells = [f"{by_best[name, start, level]:.1f} %" for level in every]
-        last = ", ".join(f"{by_last[name, start, level]:.1f} %" for level in every)
-        took = ", ".join(f"{seconds[name, start, level]:.1f}" for level in every)
-        yield f"| {name} | {start:g} times | {' | '.join(cells)} | {last} | {took} |"
+    starts = sorted({start for _, start, _ in by_best})
+    yield "| try | " + " | ".join(f"{start:g} times the usual rate" for start in starts) + " |"
+    yield "|---" * (1 + len(starts)) + "|"
+    for name in dict.fromkeys(name for name, _, _ in by_best):
+        cells = [
+            " → ".join(f"{by_best[name, start, level]:.1f} %" for level in ("fixed", *levels))
+            if (name, start, "fixed") in by_best
+            else ""
+            for start in starts
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
     yield ""
     for level in levels:
         pairs = [

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_report [--results FOLDER] [--write]
 
-h100.json is what `make gpu` wrote, ncu.csv has columns of ncu's (docs/profiling.md), variants.jsonl is from an earlier form of
-benchmarks/variants.py, and products.jsonl from one of benchmarks/products.py. `--write` puts the tables into the page, each between two
-comments that have its name.
+one_gpu.jsonl and triton.jsonl are of November 27, by benchmarks/one_gpu.py; ncu.csv has columns of ncu's (docs/profiling.md) from the same
+run. h100.json is what `make gpu` wrote before that, variants.jsonl is from both runs, and products.jsonl from benchmarks/products.py.
+`--write` puts the tables into the page, each between two comments that have its name.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .compiled import BYTES, GPT2, KNOWN
+from .compiled import KNOWN
 from .evidence.report.tables import table, written
 
 RESULTS = "benchmarks/results/gpu"
 PAGE = "docs/evidence/gpu.md"
-LANES = 32
-PREDICTED = {1: 51, 2: 53, 3: 70, 0: 158}
-"""instructions of an element at most, by Known, as python -m benchmarks.compiled told before the run"""
 
 
 def operations(records: Sequence[dict[str, Any]]) -> str:
-    """Those that were timed beside torch or a peer, or a copy."""
+    """Those that were timed beside torch or a peer, or a copy; of single steps see `formats`."""
     rows = [
         [
             r["operation"],
@@ -40,7 +37,7 @@ def operations(records: Sequence[dict[str, Any]]) -> str:
             f"{r['of_copy']:.2f}" if "of_copy" in r and "cache" not in r else "",
         ]
         for r in records
-        if "hdet_ms" in r
+        if "hdet_ms" in r and not r["operation"].startswith("adamw")
     ]
     return table(
         [
@@ -53,6 +50,47 @@ def operations(records: Sequence[dict[str, Any]]) -> str:
             "of a copy's bandwidth",
         ],
         rows,
+    )
+
+
+def formats(lines: Sequence[dict[str, Any]]) -> str:
+    """A step of AdamW on GPT-2 124M, by number format and backend."""
+    these = [x for x in lines if x["section"] == "formats"]
+    peer = next(x for x in these if x["name"].startswith("torch"))
+    rows = [[f"`{peer['name']}`", f"{peer['ms']:.2f}", "", "", ""]]
+    for name in dict.fromkeys(x["name"] for x in these if "backend" in x):
+        cells = {x["backend"]: x for x in these if x["name"] == name}
+        rows.append([name])
+        for backend in ("cuda", "triton"):
+            rows[-1] += [f"{cells[backend]['ms']:.2f}", f"{cells[backend]['of_copy']:.2f}"]
+    heads = ["numbers", "CUDA, ms", "of a copy's bandwidth", "Triton, ms", "of a copy's bandwidth"]
+    return table(heads, rows)
+
+
+def newton_schulz(lines: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds and errors of directions, by way."""
+    these = [x for x in lines if x["section"] == "newton-schulz"]
+    sizes = list(dict.fromkeys(tuple(x["size"]) for x in these))
+    rows = []
+    for way in dict.fromkeys(x["way"] for x in these):
+        of = {tuple(x["size"]): x for x in these if x["way"] == way}
+        rows.append([way])
+        for size in sizes:
+            error = of[size]["error"]
+            rows[-1].append(f"{of[size]['ms']:.2f}" + ("" if error is None else f" ({error:.4f})"))
+    return table(["way", *(f"{b} of {m} x {n}" for b, m, n in sizes)], rows)
+
+
+def triton_ways(lines: Sequence[dict[str, Any]]) -> str:
+    """The same kernels with and without hints, and with chunks of several lengths."""
+    names = list(dict.fromkeys(x["name"] for x in lines))
+    cells = {(x["way"], x["name"]): x for x in lines}
+    return table(
+        ["Triton, ms", *names],
+        [
+            [way, *(f"{cells[way, name]['ms']:.3f}" for name in names)]
+            for way in dict.fromkeys(x["way"] for x in lines)
+        ],
     )
 
 
@@ -85,55 +123,27 @@ def _counted(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(lines[head:]))[1:]
 
 
-def counters(rows: Sequence[dict[str, str]], copy: float) -> str:
-    """Kernels of a step of GPT-2 124M. `copy`: bytes a second of one, beside which times were predicted."""
+def counters(rows: Sequence[dict[str, str]]) -> str:
+    """The update kernels of one step of GPT-2 124M in each format."""
     cells = []
-    coded = iter(("8 bits", "8 bits, bf16 split"))  # their kernel did not know its formats
     for row in rows:
-        number = {
-            key: float(value.replace(",", ""))
-            for key, value in row.items()
-            if re.fullmatch(r"[\d,.]+", value)
-        }
-        plain = re.search(
-            r"step_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
+        found = re.search(
+            r"(step|coded)_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
         )
-        if plain is not None:
-            kind = int(plain[1])
-            name, least, most = (
-                ("bf16 throughout, stochastic", *KNOWN[1:])[kind],
-                BYTES["adamw"][kind],
-                f"{PREDICTED[kind]} → ",
-            )
-        elif "coded_kernel" in row["Kernel Name"]:
-            name, most = next(coded), ""
-            least = 16 if name == "8 bits" else 14
-        else:
+        if found is None:
             continue
-        moved = number["dram__bytes_read.sum"] + number["dram__bytes_write.sum"]
+        name = KNOWN[int(found[2])]
+        if found[1] == "coded":
+            name = "8 bits" if found[2] == "1" else "8 bits, bf16 split"
+        time = float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3
         cells.append(
             [
-                name,
-                f"{number['launch__registers_per_thread']:.0f}",
-                f"{most}{LANES * number['sm__inst_executed.sum'] / GPT2:.0f}",
-                f"{least} → {moved / GPT2:.1f}",
-                f"{1e6 * least * GPT2 / copy:.0f} → {number['gpu__time_duration.sum'] / 1e3:.0f}",
-                f"{number['dram__throughput.avg.pct_of_peak_sustained_elapsed']:.0f} %",
-                f"{number['smsp__issue_active.avg.pct_of_peak_sustained_active']:.0f} %",
+                name, row["launch__registers_per_thread"], f"{time:.0f}",
+                f"{float(row['dram__throughput.avg.pct_of_peak_sustained_elapsed']):.0f} %",
+                f"{float(row['smsp__issue_active.avg.pct_of_peak_sustained_active']):.0f} %",
             ]
-        )
-    return table(
-        [
-            "AdamW",
-            "registers",
-            "instructions an element",
-            "bytes a parameter",
-            "us",
-            "of the memory's peak",
-            "of issue slots",
-        ],
-        cells,
-    )
+        )  # fmt: skip
+    return table(["AdamW", "registers", "us", "of the memory's peak", "of issue slots"], cells)
 
 
 def variants(lines: Sequence[dict[str, Any]], copy: float) -> str:
@@ -160,11 +170,15 @@ def report(folder: Path) -> dict[str, str]:
     """Tables by name."""
     kept = json.loads((folder / "h100.json").read_text(encoding="utf-8"))
     records = kept["records"]
+    latest = _lines(folder / "one_gpu.jsonl")
     copy = 1e9 * max(r["copy_gb_s"] for r in records if "copy_gb_s" in r)
     return {
+        "Formats": formats(latest),
+        "Orthogonalise": newton_schulz(latest),
+        "Triton": triton_ways(_lines(folder / "triton.jsonl")),
         "Operations": operations(records),
         "Host": host(records),
-        "Counters": counters(_counted(folder / "ncu.csv"), copy),
+        "Counters": counters(_counted(folder / "ncu.csv")),
         "Variants": variants(_lines(folder / "variants.jsonl"), copy),
         "Products": products(_lines(folder / "products.jsonl")),
     }

@@ -63,7 +63,7 @@ const Form kForms[] = {
     {"bf16, split", Known::split, DType::bf16, Master::split, DType::f32, 26},
     {"8 bits", Known::floats, DType::f32, Master::none, DType::codes, 16},
     {"8 bits, bf16 split", Known::split, DType::bf16, Master::split, DType::codes, 14},
-    {"bf16 throughout, stochastic", Known::none, DType::bf16, Master::none, DType::bf16, 14},
+    {"bf16 throughout, stochastic", Known::halves, DType::bf16, Master::none, DType::bf16, 14},
 };
 
 int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::codes ? 1 : 2; }
@@ -71,7 +71,7 @@ int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::cod
 void launch_plain(const StepPlan& plan, const Form& form, const cuda::Slices& slices) {
   const auto kernel = form.known == Known::floats  ? cuda::step_kernel<AdamWRule, false, Known::floats>
                       : form.known == Known::split ? cuda::step_kernel<AdamWRule, false, Known::split>
-                                                   : cuda::step_kernel<AdamWRule, false, Known::none>;
+                                                   : cuda::step_kernel<AdamWRule, false, Known::halves>;
   cuda::launch("step", kernel, {plan.num_chunks * slices.count, cuda::kStepThreads}, 0, plan, slices);
 }
 

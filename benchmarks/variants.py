@@ -43,7 +43,7 @@ ANY_FORMAT: Edit = (CODED, "switch (plan.known) {", "switch (Known::none) {")
 
 
 def coded_blocks(count: int) -> Edit:
-    return CODED, "return kKnown == Known::floats && !Rule::kCoupled ? 6 : 5;", f"return {count};"
+    return CODED, "  return 6;", f"  return {count};"
 
 
 VARIANTS: dict[str, list[Edit]] = {
@@ -57,7 +57,7 @@ VARIANTS: dict[str, list[Edit]] = {
     "any format": [ANY_FORMAT],
     "any format, a division for each code": [ANY_FORMAT, DIVISION],
     "4 blocks for codes": [coded_blocks(4)],
-    "6 blocks for codes": [coded_blocks(6)],
+    "5 blocks for codes": [coded_blocks(5)],
     "8 blocks for codes": [coded_blocks(8)],
     "8 blocks for float32": [(STEP, "? 5 : 6;", "? 5 : 8;")],
 }  # fmt: skip

@@ -13,7 +13,7 @@ TABLE_FLOATS = tl.constexpr(512 + 2704 // 4)
 @triton.jit
 def load_codes(p, scales, table, offsets, mask):
     """float32 values; 0 where there is none."""
-    codes = tl.load(p + offsets, mask=mask, other=0, eviction_policy="evict_first")
+    codes = tl.load(p + offsets, mask=mask, other=0)
     scale = tl.load(scales + offsets // CODE_BLOCK, mask=mask, other=0)
     return tl.load(table + codes.to(tl.int32)) * scale
 
@@ -60,5 +60,4 @@ def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK:
         p + offsets,
         tl.reshape(codes, (BLOCK,)).to(tl.uint8),
         mask=live,
-        eviction_policy="evict_first",
     )

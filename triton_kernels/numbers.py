@@ -94,12 +94,9 @@ def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load(p, offsets, mask, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False):
-    """float32 values. STREAMED: nothing reads them again soon, so that they should leave the cache first."""
-    if STREAMED:
-        x = tl.load(p + offsets, mask=mask, other=0, eviction_policy="evict_first")
-    else:
-        x = tl.load(p + offsets, mask=mask, other=0)
+def load(p, offsets, mask, FORMAT: tl.constexpr):
+    """float32 values."""
+    x = tl.load(p + offsets, mask=mask, other=0)
     if FORMAT == BF16:
         return from_bf16(x)
     else:
@@ -107,16 +104,13 @@ def load(p, offsets, mask, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False)
 
 
 @triton.jit
-def store(p, offsets, mask, x, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False):
+def store(p, offsets, mask, x, FORMAT: tl.constexpr):
     """Rounds to nearest."""
     if FORMAT == BF16:
         x = to_bf16(x)
     elif FORMAT == F16:
         x = x.to(tl.float16)
-    if STREAMED:
-        tl.store(p + offsets, x, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(p + offsets, x, mask=mask)
+    tl.store(p + offsets, x, mask=mask)
 
 
 @triton.jit

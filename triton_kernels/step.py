@@ -109,7 +109,7 @@ def floats(address):
 @triton.jit
 def load_shared(shared, offsets, mask, V: tl.constexpr):
     """Gradient and moments."""
-    gradient = load(shared.gradient, offsets, mask, V.gradient, True)
+    gradient = load(shared.gradient, offsets, mask, V.gradient)
     exp_avg = tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
     exp_avg_sq = exp_avg
     if V.exp_avg == CODES:
@@ -117,7 +117,7 @@ def load_shared(shared, offsets, mask, V: tl.constexpr):
             shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, mask
         )
     elif V.exp_avg != NONE:
-        exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
+        exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg)
     if V.exp_avg_sq == CODES:
         exp_avg_sq = load_codes(
             shared.exp_avg_sq,
@@ -127,7 +127,7 @@ def load_shared(shared, offsets, mask, V: tl.constexpr):
             mask,
         )
     elif V.exp_avg_sq != NONE:
-        exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
+        exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq)
     return gradient, exp_avg, exp_avg_sq
 
 
@@ -158,13 +158,12 @@ def new_direction(
             BLOCK,
         )
     elif V.exp_avg != NONE:
-        store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg, True)
+        store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg)
     if V.exp_avg_sq == BF16 and V.stochastic:
         tl.store(
             shared.exp_avg_sq + offsets,
             to_bf16_stochastic(exp_avg_sq, bits >> 16),
             mask=live,
-            eviction_policy="evict_first",
         )
     elif V.exp_avg_sq == CODES:
         tables = floats(shared.tables) + TABLE_FLOATS
@@ -179,7 +178,7 @@ def new_direction(
             BLOCK,
         )
     elif V.exp_avg_sq != NONE:
-        store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)
+        store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq)
     return u, bits
 
 

@@ -285,7 +285,7 @@ def table(runs: Sequence[Compared]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__, RESULTS, "one workload, 200 steps, two starts", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a group")
     parser.add_argument("--group", choices=GROUPS, default="development")
@@ -307,6 +307,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workloads=list(DEVELOPMENT)[:1],
     )
     options.workloads = options.workloads or list(GROUPS[options.group])
+    return options
+
+
+def drawn() -> set[Any]:
+    """Keys of the runs to the end that a seed has drawn."""
+    starts = map(str, (-6, *STARTS, 6))
+    return {key(task) for task in tasks(options_of(["--drawn", "80", "--starts", *starts]))}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(arguments)
     records = command.complete(run, tasks(options), key, options)
     print(table(compared(records, read(fixed_rates.RESULTS))), end="")
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from .. import first_tries
 from . import fixed_rates, ranks, seconds
 from .ablation import ablation
-from .auto import NEAR, RESULTS, Compared, compared, of_length
+from .auto import NEAR, RESULTS, Compared, compared, drawn, key, of_length
 from .report.tables import table, written
 from .runs import Record, read, spaced
 from .workloads import (
@@ -144,28 +144,36 @@ def harmed(runs: Sequence[Compared]) -> str:
 
 
 def repeated(records: Sequence[Record]) -> str:
-    """Data that is seen many times: by the best checkpoint, and by the last loss beside it."""
+    """Data that is seen many times: mean gaps by the best checkpoint, and by the last loss."""
     lines = [line for line in records if line["whole"] and line["workload"] in OFTEN]
-    rows = []
-    for workload in dict.fromkeys(line["workload"] for line in lines):
+    levels, cells = ("fixed", *LEVELS), dict[tuple[str, str], dict[tuple[int, str], float]]()
+    for workload in {line["workload"] for line in lines}:
         these = [line for line in lines if line["workload"] == workload]
-        gaps = {by: _gaps(these, by) for by in ("best", "validation")}
-        for start in sorted({line["exponent"] for line in these}):
-            cells = [
-                ", ".join(f"{gaps[by][start, level]:.1f} %" if (start, level) in gaps[by] else "-"
-                          for level in ("fixed", *LEVELS)) for by in gaps
-            ]  # fmt: skip
-            rows.append([workload, STARTS[start], *cells])
-    heads = [
-        "workload",
-        "started at",
-        "best checkpoint: fixed, free, trial",
-        "last loss: fixed, free, trial",
-    ]
+        for by in ("best", "validation"):
+            cells[workload, by] = _gaps(these, by)
+    rows = []
+    for start, name in STARTS.items():
+        complete = {
+            workload
+            for workload, by in cells
+            if by == "best" and all((start, level) in cells[workload, by] for level in levels)
+        }
+        if not complete:
+            continue
+        rows.append([name, str(len(complete))])
+        for by in ("best", "validation"):
+            gaps = {level: [cells[w, by][start, level] for w in complete] for level in levels}
+            rows[-1] += [f"{fmean(gaps[level]):.1f} %" for level in levels]
+            if by == "best":
+                harms = [a - b for a, b in zip(gaps["trial"], gaps["fixed"], strict=True)]
+                rows[-1].append(f"{max(0.0, *harms):.1f} %")
+    heads = ["started at", "workloads", "best checkpoint: fixed", "free", "trial", "worst",
+             "last loss: fixed", "free", "trial"]  # fmt: skip
     return table(heads, rows) if rows else "Nothing is in the results yet.\n"
 
 
 def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
+    """By start and level."""
     reached = {(line["exponent"], line["level"]): min(line[by] if line[by] is not None else math.inf, line["untrained"])
                for line in lines}  # fmt: skip
     best, untrained = min(reached.values()), lines[0]["untrained"]
@@ -209,7 +217,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
     def those(of: Callable[[Compared], bool], among: Sequence[Compared] = fresh) -> list[Compared]:
         return [run for run in among if of(run)]
 
-    long = those(lambda run: run.record["steps"] == LONG)
+    long, chosen = those(lambda run: run.record["steps"] == LONG), drawn()
     groups = {"schedules that do not fall to zero": NOT_TO_ZERO, "warm-ups from 0": FROM_ZERO,
               "data that gets harder": CHANGING, "misleading first steps": MISLEADING}  # fmt: skip
     return {
@@ -220,7 +228,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
             **{name: those(lambda run, g=group: run.record["workload"] in g, runs) for name, group in groups.items()},
         }),
         "By field": counted({field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long) for field in FIELDS}),
-        "Read off and real": real_and_read_off(runs),
+        "Read off and real": real_and_read_off(those(lambda run: key(run.record) in chosen, runs)),
         "Worse": harmed(those(lambda run: run.record["workload"] not in OFTEN, runs)),
         "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)}) + "\n"
         + harmed(those(lambda run: run.record["workload"] in TEST, runs)),

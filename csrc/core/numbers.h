@@ -103,11 +103,13 @@ struct Formats {
 };
 
 // How all tensors of a step are stored, where kernels have been compiled for just that: float32; or bfloat16 parameters and gradients, with
-// float32 masters or in the split form. Moments are float32, codes, or not there.
-enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3 };
+// float32 masters or in the split form, with moments in float32 or codes; or bfloat16 throughout, rounded stochastically (halves). Moments
+// may be missing.
+enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3, halves = 4 };
 
 // Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
+  if (known == Known::halves) return {DType::bf16, DType::bf16, Master::none, DType::bf16, DType::bf16, true};
   const DType halves = known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
   const Master master = known == Known::masters ? Master::f32 : known == Known::split ? Master::split : Master::none;
   return {halves, halves, master, DType::f32, DType::f32, false};
@@ -118,13 +120,14 @@ HDET_HD Formats unpack_formats(int32_t packed) {
           static_cast<DType>(packed >> 12 & 15), static_cast<DType>(packed >> 16 & 15), (packed >> 20 & 1) != 0};
 }
 
-// Whether a tensor asks for stochastic rounding does not matter: these formats are never rounded so.
+// Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are never rounded so.
 HDET_HD Known known_of(const Formats& f) {
-  const auto is_usual = [](DType moment) { return moment == DType::f32 || moment == DType::codes || moment == DType::none; };
-  for (const Known one : {Known::floats, Known::masters, Known::split}) {
+  for (const Known one : {Known::floats, Known::masters, Known::split, Known::halves}) {
     const Formats like = formats_of(one);
+    const bool coded = one != Known::halves;  // may be
+    const auto is_usual = [&](DType moment) { return moment == like.exp_avg || moment == DType::none || (coded && moment == DType::codes); };
     const bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
-    if (alike && is_usual(f.exp_avg) && is_usual(f.exp_avg_sq)) return one;
+    if (alike && is_usual(f.exp_avg) && is_usual(f.exp_avg_sq) && (f.stochastic || !like.stochastic)) return one;
   }
   return Known::none;
 }

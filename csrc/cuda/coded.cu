@@ -1,6 +1,7 @@
 // The update where moments are codes of 8 bits. A warp has a block of codes, eight elements a thread: the rule's new moments stay in
 // registers until shuffles have found the block's largest ones, and then become codes. AdamW on float32 parameters moves 16 bytes a
-// parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory.
+// parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory. What a warp needs of its next
+// block is on its way meanwhile, which saves an H100 7 to 11 % of the time (docs/evidence/gpu.md).
 //
 // At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
 #include "kernels.h"
@@ -52,7 +53,15 @@ struct Coded : Update<Rule, kMany, kKnown> {
   using Base = Update<Rule, kMany, kKnown>;
   using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
 
-  // Eight elements or one, between the rule and the codes.
+  // Eight elements or one, as they lie in memory, with the scales of their block. Of many replicas' parameters none: they would not fit.
+  template <int kWidth>
+  struct Loaded {
+    Raw<kWidth> gradient, param;
+    uint2 first, second;
+    float first_scale, second_scale;
+  };
+
+  // The same between the rule and the codes.
   template <int kWidth>
   struct Turn {
     Raw<kWidth> params[kBatch];
@@ -88,17 +97,26 @@ struct Coded : Update<Rule, kMany, kKnown> {
   }
   __device__ __forceinline__ static bool aligned(const Codes& moment) { return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0; }
 
-  // New moments and the direction; nothing is written. `block`: number of the block of codes in the chunk.
+  // `block`: number of the block of codes in the chunk.
   template <int kWidth>
-  __device__ __forceinline__ void compute(const Place& at, int block, Turn<kWidth>& turn) const {
-    Raw<kWidth> raw;
-    load(formats.gradient, gradient, at, raw);
-    const uint2 words = first.load(at, Width<kWidth>{}), second_words = Rule::kSecond ? second.load(at, Width<kWidth>{}) : uint2{};
-    Base::load_batch(0, at, turn.params);
+  __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
+    load(formats.gradient, gradient, at, loaded.gradient);
+    loaded.first = first.load(at, Width<kWidth>{});
+    if (Rule::kSecond) loaded.second = second.load(at, Width<kWidth>{});
+    if (!kMany) load(Base::replica(0).param, at, loaded.param);
+    loaded.first_scale = *global(first.scales + block);
+    if (Rule::kSecond) loaded.second_scale = *global(second.scales + block);
+  }
+
+  // New moments and the direction; nothing is written.
+  template <int kWidth>
+  __device__ __forceinline__ void compute(const Place& at, const Loaded<kWidth>& loaded, Turn<kWidth>& turn) const {
+    if (kMany) Base::load_batch(0, at, turn.params);
+    else turn.params[0] = loaded.param;
     float g[kWidth], p[kWidth] = {};
-    unpack(formats.gradient, raw, g);
-    first.decode(*global(first.scales + block), words, turn.m);
-    if (Rule::kSecond) second.decode(*global(second.scales + block), second_words, turn.v);
+    unpack(formats.gradient, loaded.gradient, g);
+    first.decode(loaded.first_scale, loaded.first, turn.m);
+    if (Rule::kSecond) second.decode(loaded.second_scale, loaded.second, turn.v);
     if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], turn.m[i], turn.v[i]);
@@ -126,16 +144,31 @@ struct Coded : Update<Rule, kMany, kKnown> {
     return {block * kCodeBlock + 4 * lane, block * kCodeBlock + 4 * (lane + kWarp), false};
   }
 
-  // one(place) for the elements of a thread, of a block that is not whole.
+  // one(place, turn) for the elements of a thread, of a block that is not whole, after their new moments are computed.
   template <class One>
   __device__ __forceinline__ void one_by_one(int block, int lane, const One& one) const {
     const int end = (block + 1) * kCodeBlock < chunk.length ? (block + 1) * kCodeBlock : chunk.length;
 #pragma unroll 1
-    for (int i = block * kCodeBlock + lane; i < end; i += kWarp) one(Place{i, 0, false});
+    for (int i = block * kCodeBlock + lane; i < end; i += kWarp) {
+      const Place at{i, 0, false};
+      Loaded<1> loaded;
+      Turn<1> turn;
+      load_elements(at, block, loaded);
+      compute(at, loaded, turn);
+      one(at, turn);
+    }
   }
 
-  // A block of codes for each warp.
-  __device__ __forceinline__ void blocks(int start) const {
+  // Whether a block is loaded while the one before it is stored, for which kernels of any format and of many replicas lack registers.
+  static constexpr bool kAhead = !kMany && kKnown != Known::none;
+
+  // Begins to load a whole block; of others nothing.
+  __device__ __forceinline__ void load_block(int block, int lane, Loaded<kEight>& loaded) const {
+    if (is_whole(block)) load_elements(place_in(block, lane), block, loaded);
+  }
+
+  // A block of codes for each warp. `loaded`, if kAhead: theirs, and afterwards that of the next blocks.
+  __device__ __forceinline__ void blocks(int start, Each<Loaded<kEight>>& loaded) const {
     Each<Turn<kEight>> turns;
     Each<uint32_t> first_largest, second_largest;
     threads([&](int thread) {
@@ -143,13 +176,13 @@ struct Coded : Update<Rule, kMany, kKnown> {
       uint32_t of_first = 0, of_second = 0;
       if (is_whole(block)) {
         Turn<kEight>& turn = turns[thread];
-        compute(place_in(block, lane), block, turn);
+        if (!kAhead) load_block(block, lane, loaded[thread]);
+        compute(place_in(block, lane), loaded[thread], turn);
+        if (kAhead) load_block(block + kStepThreads / kWarp, lane, loaded[thread]);
         of_first = largest(turn.m, 0);
         if (Rule::kSecond) of_second = largest(turn.v, 0);
       } else {
-        one_by_one(block, lane, [&](const Place& at) {
-          Turn<1> turn;
-          compute(at, block, turn);
+        one_by_one(block, lane, [&](const Place&, const Turn<1>& turn) {
           of_first = largest(turn.m, of_first);
           if (Rule::kSecond) of_second = largest(turn.v, of_second);
         });
@@ -165,11 +198,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
       if (is_whole(block)) {
         keep(place_in(block, lane), first_scale, second_scale, turns[thread]);
       } else {
-        one_by_one(block, lane, [&](const Place& at) {
-          Turn<1> turn;
-          compute(at, block, turn);
-          keep(at, first_scale, second_scale, turn);
-        });
+        one_by_one(block, lane, [&](const Place& at, Turn<1>& turn) { keep(at, first_scale, second_scale, turn); });
       }
     });
     warps_meet();  // until here the old scales are read
@@ -188,16 +217,22 @@ struct Coded : Update<Rule, kMany, kKnown> {
       });
       return;
     }
-    for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp) blocks(start);
+    Each<Loaded<kEight>> loaded;
+    if (kAhead) threads([&](int thread) { load_block(thread / kWarp, thread % kWarp, loaded[thread]); });
+    for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp) blocks(start, loaded);
   }
 };
 
-// As many blocks as ptxas can make without a spill on every architecture that is built: while a warp waits for its tables and shuffles, others
-// go on.
+// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
-  return kKnown == Known::floats && !Rule::kCoupled ? 6 : 5;
+  if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return 5;
+#else
+  return 6;
+#endif
 }
 
 template <class Rule, bool kMany, Known kKnown>
@@ -227,6 +262,7 @@ Kernel kernel_for(const StepPlan& plan) {
     case Known::floats: return coded_kernel<Rule, false, Known::floats>;
     case Known::masters: return coded_kernel<Rule, false, Known::masters>;
     case Known::split: return coded_kernel<Rule, false, Known::split>;
+    case Known::halves:
     case Known::none: break;
   }
   return coded_kernel<Rule, false, Known::none>;

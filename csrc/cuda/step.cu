@@ -15,6 +15,9 @@ Kernel kernel_for(Known known) {
     case Known::floats: return step_kernel<Rule, kMany, Known::floats>;
     case Known::masters: return step_kernel<Rule, kMany, Known::masters>;
     case Known::split: return step_kernel<Rule, kMany, Known::split>;
+    case Known::halves:
+      if constexpr (!kMany) return step_kernel<Rule, false, Known::halves>;
+      break;
     case Known::none: break;
   }
   return step_kernel<Rule, kMany, Known::none>;

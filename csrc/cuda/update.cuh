@@ -69,7 +69,7 @@ struct Shared {
 
   // Whether 16-byte accesses hold eight elements in all of these streams.
   __device__ __forceinline__ bool narrow() const {
-    return !kIsKnown && formats.gradient != DType::f32 && formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32;
+    return (!kIsKnown || kKnown == Known::halves) && formats.gradient != DType::f32 && formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32;
   }
 
   // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.

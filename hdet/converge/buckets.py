@@ -18,9 +18,12 @@ from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .collectives import start_weighted_sum
 
-DEFAULT_BUCKET_BYTES = 32 << 20
+DEFAULT_BUCKET_BYTES = 64 << 20
 IN_PLACE_BYTES = 4 << 20
-"""A tensor this large is reduced where it lies: a copy would cost more than its own collective."""
+"""A tensor this large is reduced where it lies: a copy would cost more than its own collective.
+
+So is a large float32 master, from which its parameter is rounded afterwards.
+"""
 
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, or None. Asked whenever they are needed, because an
@@ -52,8 +55,9 @@ class Part(NamedTuple):
 
     @property
     def goes_in_place(self) -> bool:
-        t = self.tensor
-        return t.is_contiguous() and t.dtype == self.wire and t.nbytes >= IN_PLACE_BYTES
+        value = self.value
+        large = value.is_contiguous() and value.nbytes >= IN_PLACE_BYTES
+        return large and value.dtype == self.wire
 
 
 def parts_of(tensors: Sequence[torch.Tensor], masters: Masters) -> list[Part]:
@@ -167,7 +171,8 @@ class Buckets:
     Args:
         ask_parts: gives what is to be sent; asked whenever something is sent.
         bucket_bytes: upper bound of the memory of one filling, all kinds of tensors together.
-        in_place: large tensors that have the wire's dtype in memory are reduced where they lie.
+        in_place: large tensors that have the wire's dtype in memory are reduced where they lie, and
+            so are their masters. The others travel in two halves of the memory, in turn.
         multiple: fillings have a multiple of so many elements.
         own_memory: each filling has memory of its own, instead of one bucket for all.
 
@@ -189,7 +194,7 @@ class Buckets:
         self._multiple, self._own_memory = multiple, own_memory
         self._layout: list[tuple[int, torch.Size, torch.dtype]] = []
         self._memories: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
-        self._large: list[torch.Tensor] = []
+        self._large: list[Part] = []
         self._fillings: list[Filling] = []
 
     @property
@@ -205,14 +210,20 @@ class Buckets:
             return
         weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
         fillings = self.plan()
-        pending = [start_weighted_sum(tensor, weight, group) for tensor in self._large]
-        for filling in fillings:
+        large = [part.value for part in self._large]
+        pending = [start_weighted_sum(value, weight, group) for value in large]
+        before: tuple[Filling, dist.Work] | None = None
+        for filling in fillings:  # one travels while the next is packed
             work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
             filling.mark_written()
-            work.wait()
-            filling.unpack()
+            _finish(before)
+            before = filling, work
+        _finish(before)
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
+        rounded = [part for part in self._large if part.master is not None]
+        if rounded:
+            torch._foreach_copy_([p.tensor for p in rounded], [p.value for p in rounded])
 
     def plan(self) -> list[Filling]:
         """The fillings; made anew only if a tensor has moved or is another, in the same memory."""
@@ -224,13 +235,15 @@ class Buckets:
         kinds: dict[tuple[torch.device, torch.dtype], list[Part]] = {}
         for part in parts:
             if self._in_place and part.goes_in_place:
-                self._large.append(part.tensor)
+                self._large.append(part)
             else:
                 kinds.setdefault((part.tensor.device, part.wire), []).append(part)
         multiple = self._multiple
         for (device, dtype), members in kinds.items():
             wanted = sum(part.tensor.numel() for part in members)
             allowed = self._bytes // len(kinds) // dtype.itemsize // multiple * multiple
+            if self._in_place and not self._own_memory and wanted > allowed:
+                allowed //= 2
             size = min(_rounded_up(wanted, multiple), max(allowed, multiple))
             self._fillings += self._fill(members, device, dtype, size)
         return self._fillings
@@ -239,9 +252,10 @@ class Buckets:
         self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, size: int
     ) -> Iterator[Filling]:
         """Lay the parts out over buckets of ``size`` elements; one may be cut between two."""
+        turns = 2 if self._in_place else 1
 
         def start(number: int) -> Filling:
-            key = (device, dtype, number if self._own_memory else 0)
+            key = (device, dtype, number if self._own_memory else number % turns)
             if key not in self._memories or self._memories[key].numel() != size:
                 self._memories[key] = torch.empty(size, dtype=dtype, device=device)
             return Filling(self._memories[key])
@@ -254,6 +268,13 @@ class Buckets:
                 filling = start(number)
                 filling.add(piece)
         yield filling.seal(self._multiple)
+
+
+def _finish(sent: tuple[Filling, dist.Work] | None) -> None:
+    if sent is not None:
+        filling, work = sent
+        work.wait()
+        filling.unpack()
 
 
 def _pieces(part: Part, capacity: int) -> Iterator[Part]:

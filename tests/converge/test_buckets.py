@@ -52,7 +52,7 @@ def count_collectives(
             1,
         ),  # 12 MB of small tensors: one bucket, not 3 000 collectives
         ([(1 << 20,)] * 3, 32 << 20, 3),  # large ones go as they are, without memory
-        ([(1000,)] * 30, 1 << 15, 4),  # a small bucket is filled again and again
+        ([(1000,)] * 30, 1 << 16, 4),  # two halves of a small bucket are filled again and again
     ],
 )
 def test_collectives_and_extra_memory_are_bounded(
@@ -63,6 +63,23 @@ def test_collectives_and_extra_memory_are_bounded(
         assert extra <= bucket_bytes
         if shapes[0][0] >= 1 << 18:
             assert extra == 0
+
+
+def masters_in_place(rank: int, world: int) -> list[bool]:
+    master = torch.linspace(1.0, 1.0001, 1 << 20) + 1e-4 * rank  # 4 MiB
+    part = Part(master.bfloat16(), master)
+    buckets = Buckets(lambda: [part], in_place=True)
+    buckets.average(Replicas.from_group())
+    mean = torch.linspace(1.0, 1.0001, 1 << 20) + 5e-5
+    return [
+        buckets.extra_bytes == 0,
+        bool((master - mean).abs().max() < 2e-7),
+        torch.equal(part.tensor, master.bfloat16()),
+    ]
+
+
+def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> None:
+    assert run_ranks(masters_in_place, 2) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(

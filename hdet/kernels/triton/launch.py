@@ -33,6 +33,12 @@ def block_for(longest: int) -> int:
     return max(16, triton.next_power_of_2(min(longest, t.CHUNK_ELEMENTS))) if interpreted else BLOCK
 
 
+def chunk_for(formats: Sequence[int]) -> int:
+    """A program's elements. Codes are looked up in tables, which a program reads anew; the interpreter takes each program in turn."""
+    coded = t.FORMATS[torch.uint8] in formats
+    return t.CHUNK_ELEMENTS if coded or interpreted else t.SHORT_CHUNK
+
+
 def registers_for(replicas: int, coded: bool = False) -> dict[str, int]:
     """An option for ptxas, where there is ptxas."""
     return (
@@ -77,7 +83,7 @@ def place_by_format(
         (
             formats,
             block_for(max(elements[i] for i in members)),
-            memory.place(t.chunk_table(members, elements)),
+            memory.place(t.chunk_table(members, elements, chunk_for(formats))),
         )
         for formats, members in t.groups(list(zip(*columns, strict=True))).items()
     ]
