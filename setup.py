@@ -1,10 +1,11 @@
 """Builds hdet._C with CMake. Metadata is in pyproject.toml.
 
 Environment:
-  HDET_CUDA        0 skips the CUDA kernels; 1 makes a missing nvcc an error; unset compiles them where nvcc is found
-  HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those of the GPUs present, else 80;90;100)
-  HDET_WERROR      1 treats compiler warnings as errors
-  CUDA_HOME        the CUDA toolkit to use (also CUDA_PATH); else nvcc from PATH, else /usr/local/cuda
+  HDET_CUDA        0 skips the CUDA kernels; 1 makes a missing nvcc an error; unset compiles them
+  where nvcc is found HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those
+  of the GPUs present, else 80;90;100) HDET_WERROR      1 treats compiler warnings as errors
+  CUDA_HOME        the CUDA toolkit to use (also CUDA_PATH); else nvcc from PATH, else
+  /usr/local/cuda
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ def present_archs() -> list[str]:
 
 
 def choose_archs(nvcc: str) -> list[str]:
-    """HDET_CUDA_ARCHS as given; else the GPUs present, or the default ones, as far as nvcc supports them."""
+    """HDET_CUDA_ARCHS as given; else the GPUs present, or the default ones, as far as nvcc supports
+    them."""
     asked = [arch for arch in re.split(r"[;,\s]+", os.environ.get("HDET_CUDA_ARCHS", "")) if arch]
     supported = supported_archs(nvcc)
     if asked:
         unknown = [arch for arch in asked if arch.split("-")[0].rstrip("af") not in supported]
         if unknown:
             raise SystemExit(
-                f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports {', '.join(supported)}"
+                f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports "
+                f"{', '.join(supported)}"
             )
         return asked
     for candidates in (
@@ -78,7 +81,8 @@ def choose_archs(nvcc: str) -> list[str]:
         if usable:
             return usable
     raise SystemExit(
-        f"hdet: {nvcc} supports none of {', '.join(DEFAULT_ARCHS)}; set HDET_CUDA_ARCHS, or HDET_CUDA=0 to skip CUDA"
+        f"hdet: {nvcc} supports none of {', '.join(DEFAULT_ARCHS)}; set HDET_CUDA_ARCHS, or "
+        "HDET_CUDA=0 to skip CUDA"
     )
 
 
@@ -87,13 +91,16 @@ def cuda_options() -> list[str]:
     wish = os.environ.get("HDET_CUDA", "")
     if wish not in ("", "0", "1"):
         raise SystemExit(
-            f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or leave it unset"
+            f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or "
+            "leave it unset"
         )
     nvcc = None if wish == "0" else find_nvcc()
     if wish == "1" and nvcc is None:
         raise SystemExit(
-            "hdet: HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda.\n"
-            "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet builds without CUDA kernels."
+            "hdet: HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
+            "/usr/local/cuda.\n"
+            "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet builds "
+            "without CUDA kernels."
         )
     if nvcc is None:
         note = (
@@ -128,7 +135,8 @@ def find_tool(name: str) -> str:
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake in build/cmake-<python>-<options> and puts the module where setuptools expects it."""
+    """Runs CMake in build/cmake-<python>-<options> and puts the module where setuptools expects
+    it."""
 
     def build_extension(self, ext: Extension) -> None:
         import pybind11
@@ -146,7 +154,8 @@ class CMakeBuild(build_ext):
             ).encode()
         ).hexdigest()[:8]
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{tag}"
-        # pip's isolated environments have a new path every time. A copy of the headers keeps one path, and with it the objects.
+        # pip's isolated environments have a new path every time. A copy of the headers keeps one
+        # path, and with it the objects.
         include = build / f"pybind11-{pybind11.__version__}"
         if not include.exists():
             shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
@@ -176,8 +185,10 @@ class CMakeBuild(build_ext):
         result = subprocess.run([str(part) for part in command], check=False)
         if result.returncode != 0:
             raise SystemExit(
-                f"hdet: the native module did not build ({Path(str(command[0])).name} exit code {result.returncode}); "
-                "the compiler's message is above. If it concerns CUDA, HDET_CUDA=0 skips the CUDA kernels."
+                f"hdet: the native module did not build ({Path(str(command[0])).name} exit code "
+                f"{result.returncode}); "
+                "the compiler's message is above. If it concerns CUDA, HDET_CUDA=0 skips the CUDA "
+                "kernels."
             )
 
 

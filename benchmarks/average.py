@@ -1,4 +1,5 @@
-"""The weighted mean of K co-resident sets, and the operations between two sets, beside torch's ways. JSON lines; see compare.py.
+"""The weighted mean of K co-resident sets, and the operations between two sets, beside torch's
+ways. JSON lines; see compare.py.
 
 python -m benchmarks.average [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
@@ -17,7 +18,10 @@ from .compare import Options, Shapes, compare, free, main
 def average(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8
 ) -> dict[str, Any]:
-    """Every set is read and written once: 8K bytes. torch: the mean of a stack, copied back to all sets."""
+    """Every set is read and written once:
+
+    8K bytes. torch: the mean of a stack, copied back to all sets.
+    """
     ours, theirs = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
     plan, weights = hk.average_plan(ours, None, options.backend), [1 / count] * count
 

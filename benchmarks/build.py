@@ -1,7 +1,8 @@
-"""Builds hdet._C in place, as `python setup.py build_ext --inplace` does, but without reading pyproject.toml.
+"""Builds hdet._C in place, as `python setup.py build_ext --inplace` does, but without reading
+pyproject.toml.
 
-A setuptools before 77 refuses its licence field, and a machine that reaches no network has the setuptools it has. The environment
-variables are those of setup.py.
+A setuptools before 77 refuses its licence field, and a machine that reaches no network has the
+setuptools it has. The environment variables are those of setup.py.
 """
 
 from __future__ import annotations

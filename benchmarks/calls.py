@@ -4,8 +4,8 @@
 
 A rate: one optimizer step and one ``ensemble.step`` in which nothing is to be done. A loss: the end
 of a cycle of two replicas whose probe losses move the rate. A checkpoint: saved, and loaded. Calls
-are counted by ``sys.setprofile``, of functions whose code lies in hdet; a generator counts each time
-that it goes on, and so does each comprehension before Python 3.12.
+are counted by ``sys.setprofile``, of functions whose code lies in hdet; a generator counts each
+time that it goes on, and so does each comprehension before Python 3.12.
 """
 
 from __future__ import annotations

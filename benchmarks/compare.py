@@ -1,19 +1,23 @@
-"""What step.py, replicas.py and average.py share: lists of shapes, the memory they may take, and a record for each comparison.
+"""What step.py, replicas.py and average.py share: lists of shapes, the memory they may take, and a
+record for each comparison.
 
-A record compares hdet with torch and both with a copy of one large tensor, timed in turn in one run:
+A record compares hdet with torch and both with a copy of one large tensor, timed in turn in one
+run:
 
-    hdet_ms, torch_ms     medians        ratio       median of hdet / torch, round by round: what to look at
-    alone_ms              on CUDA hdet's kernels without Python: replays of a graph of the same call
-    bound                 the ratio at which traffic alone would leave hdet and its peer, where the peer is hdet in two calls
-    bytes_per_parameter   what hdet reads and writes at least, all replicas together
-    gb_s, copy_gb_s       those bytes and the copy's (8 an element) per second; of the kernels alone on CUDA
-    of_copy               the one divided by the other
-    cache                 "L2" where the traffic is less than twice the L2: of_copy then says nothing about memory
-    launches              kernels of one call, on CUDA, counted on 300 tensors after all timing: the profiler slows what follows
-    host_us               time of the call alone, on CUDA, where it returns before the device is done
-    scale                 "1/n" where the first dimension of every large tensor was divided by n to fit the memory
+    hdet_ms, torch_ms     medians        ratio       median of hdet / torch, round by round: what to
+    look at alone_ms              on CUDA hdet's kernels without Python: replays of a graph of the
+    same call bound                 the ratio at which traffic alone would leave hdet and its peer,
+    where the peer is hdet in two calls bytes_per_parameter   what hdet reads and writes at least,
+    all replicas together gb_s, copy_gb_s       those bytes and the copy's (8 an element) per
+    second; of the kernels alone on CUDA of_copy               the one divided by the other cache
+    "L2" where the traffic is less than twice the L2: of_copy then says nothing about memory
+    launches              kernels of one call, on CUDA, counted on 300 tensors after all timing: the
+    profiler slows what follows host_us               time of the call alone, on CUDA, where it
+    returns before the device is done scale                 "1/n" where the first dimension of every
+    large tensor was divided by n to fit the memory
 
-On CUDA events are around at least 20 ms of calls, so that no launch and no synchronisation is part of a figure.
+On CUDA events are around at least 20 ms of calls, so that no launch and no synchronisation is part
+of a figure.
 """
 
 from __future__ import annotations
@@ -50,7 +54,10 @@ def gpt2(width: int = 768, layers: int = 12) -> Shapes:
 
 
 def layer_of_7b(layers: int = 1) -> Shapes:
-    """Transformer layers of a 7B model (Llama 2: width 4096, 11008 inside): 202 million parameters in 9 tensors each."""
+    """Transformer layers of a 7B model (Llama 2: width 4096, 11008 inside):
+
+    202 million parameters in 9 tensors each.
+    """
     return [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008), (4096,), (4096,)] * layers
 
 
@@ -67,12 +74,14 @@ def numel(shapes: Shapes) -> int:
 
 
 def memory(device: str) -> float:
-    """Bytes a comparison may take: on a CPU 8 GB, as other things run there; on CUDA most of what is free."""
+    """Bytes a comparison may take: on a CPU 8 GB, as other things run there; on CUDA most of what
+    is free."""
     return 8e9 if device == "cpu" else 0.8 * torch.cuda.mem_get_info()[0]
 
 
 def fitted(shapes: Shapes, bytes_per_parameter: float, limit: float) -> tuple[Shapes, int]:
-    """The shapes with the first dimension of every large tensor divided by the smallest power of two that makes them fit.
+    """The shapes with the first dimension of every large tensor divided by the smallest power of
+    two that makes them fit.
 
     Many small tensors stay as they are.
     """
@@ -111,7 +120,10 @@ class Options:
         return self.counting or not self.quick or name == "GPT-2 124M"
 
     def shapes(self, bytes_per_parameter: float) -> Iterator[tuple[str, Shapes, dict[str, Any]]]:
-        """(name, shapes that fit, what to note). Quick: an eighth of the memory and no second large list."""
+        """(name, shapes that fit, what to note).
+
+        Quick: an eighth of the memory and no second large list.
+        """
         if self.counting:
             yield "300 x 50", COUNTED, {}
             return
@@ -139,7 +151,10 @@ def compare(
     bytes_per_parameter: float,
     **notes: Any,
 ) -> dict[str, Any]:
-    """The record of one comparison, also printed. `torchs` may be what hdet itself does in two calls: say so in `notes`."""
+    """The record of one comparison, also printed.
+
+    `torchs` may be what hdet itself does in two calls: say so in `notes`.
+    """
     backend = kernels.select(options.backend, torch.device(options.device)).name
     key = {
         "benchmark": "launches" if options.counting else "kernels",

@@ -1,11 +1,14 @@
-"""What nvcc has made of the step kernels of one replica, and what that predicts for an H200. Needs hdet with its CUDA kernels, and no GPU.
+"""What nvcc has made of the step kernels of one replica, and what that predicts for an H200.
+
+Needs hdet with its CUDA kernels, and no GPU.
 
     python -m benchmarks.compiled [--arch 90] [--json FILE]
 
-Of each kernel: registers of a thread; blocks that fit on a multiprocessor; instructions of the main loop, in which a thread has eight
-elements; and bytes that a parameter moves. The prediction is the larger of two times: of the bytes at the bandwidth that a copy reaches, and of
-the instructions at one a cycle for each of the four schedulers. Instructions of branches that are not taken are counted as well, so theirs is an
-upper bound. `make gpu` measures the same operations (benchmarks/step.py).
+Of each kernel: registers of a thread; blocks that fit on a multiprocessor; instructions of the main
+loop, in which a thread has eight elements; and bytes that a parameter moves. The prediction is the
+larger of two times: of the bytes at the bandwidth that a copy reaches, and of the instructions at
+one a cycle for each of the four schedulers. Instructions of branches that are not taken are counted
+as well, so theirs is an upper bound. `make gpu` measures the same operations (benchmarks/step.py).
 """
 
 from __future__ import annotations
@@ -155,10 +158,17 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
         by_memory = size * GPT2 / BANDWIDTH
         by_issue = length / ELEMENTS * GPT2 / (MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK)
         yield {
-            "benchmark": "compiled", "arch": arch, "rule": rule, "formats": KNOWN[known], "registers": used,
-            "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))), "instructions": round(length / ELEMENTS, 1), "bytes": size,
-            "gpt2_us": round(1e6 * max(by_memory, by_issue), 1), "bound": "memory" if by_memory > by_issue else "instructions",
-        }  # fmt: skip
+            "benchmark": "compiled",
+            "arch": arch,
+            "rule": rule,
+            "formats": KNOWN[known],
+            "registers": used,
+            "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))),
+            "instructions": round(length / ELEMENTS, 1),
+            "bytes": size,
+            "gpt2_us": round(1e6 * max(by_memory, by_issue), 1),
+            "bound": "memory" if by_memory > by_issue else "instructions",
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"python -m benchmarks.compiled: {why}")
     if options.arch not in _C.cuda_archs.split():
         raise SystemExit(
-            f"python -m benchmarks.compiled: hdet has been built for {_C.cuda_archs}; HDET_CUDA_ARCHS={options.arch} builds for that"
+            f"python -m benchmarks.compiled: hdet has been built for {_C.cuda_archs}; "
+            f"HDET_CUDA_ARCHS={options.arch} builds for that"
         )
     made = sorted(
         lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"]))
@@ -191,7 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     caption = "instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters"
     table = Table(
         *columns,
-        caption=f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an element.",
+        caption=(
+            f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an "
+            "element."
+        ),
     )
     for line in made:
         table.add_row(*(str(line[column]) for column in columns))

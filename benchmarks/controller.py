@@ -1,11 +1,13 @@
-"""The controller's own cost at the end of a cycle, on every rank: plain Python, no model, no processes.
+"""The controller's own cost at the end of a cycle, on every rank: plain Python, no model, no
+processes.
 
     python -m benchmarks.controller [--replicas 1024] [--repeats 30] [--json FILE]
 
-*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *stats*: the rows of all replicas, as the
-all_reduce leaves them, become losses and probe scores. The goals, 5 ms a cycle and 100 kB a rank at 1 024 replicas, are those of the sums:
-of both times, and of the stats' array with what is kept between two cycles. What a cycle needs beside that for a moment, as Python numbers
-made of the stats, is shown apart. Memory is counted by tracemalloc.
+*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *stats*:
+the rows of all replicas, as the all_reduce leaves them, become losses and probe scores. The goals,
+5 ms a cycle and 100 kB a rank at 1 024 replicas, are those of the sums: of both times, and of the
+stats' array with what is kept between two cycles. What a cycle needs beside that for a moment, as
+Python numbers made of the stats, is shown apart. Memory is counted by tracemalloc.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ CONTROLLERS: dict[str, type[Controller]] = {"probe": ProbeRule, "softmax": Softm
 
 
 class Cycle:
-    """The way of one cycle through the `Ensemble`, between the all_reduce and the next step. The schedule stays at its peak, where every
+    """The way of one cycle through the `Ensemble`, between the all_reduce and the next step.
+
+    The schedule stays at its peak, where every
     vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
@@ -114,7 +118,8 @@ def measure_time(cycle: Cycle, repeats: int) -> dict[str, float]:
 
 
 def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, float]:
-    """Bytes: of the stats' array, kept by a fresh engine between cycles, and in Python objects at the height of one beside that."""
+    """Bytes: of the stats' array, kept by a fresh engine between cycles, and in Python objects at
+    the height of one beside that."""
     cycle = Cycle(controller, replicas, knobs)
     cycle()  # makes what is made once for all engines
     gc.collect()
@@ -141,7 +146,8 @@ def main() -> None:
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
     options = parser.parse_args()
     print(
-        f"{options.replicas} replicas    controller (best)        stats (best)      their sum (best)   stats' array       kept        sum   for a moment"
+        f"{options.replicas} replicas    controller (best)        stats (best)      their sum "
+        "(best)   stats' array       kept        sum   for a moment"
     )
     for controller in CONTROLLERS:
         for knobs in (1, 4):

@@ -1,4 +1,5 @@
-"""The converge beside its floor: one flat all_reduce of the same bytes, which no average of K replicas can beat.
+"""The converge beside its floor: one flat all_reduce of the same bytes, which no average of K
+replicas can beat.
 
     python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE]
     python -m benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
@@ -6,9 +7,10 @@
 Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (Buckets), torch's
 PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.
 
-With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls between optimizer steps, in turn. Bytes are
-what a rank has to send at the least (a ring's), counted in torch's collectives; they do not depend on the machine. Over gloo on one machine
-a network costs as much as memory does, so times show each way's own work rather than what it saves.
+With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls
+between optimizer steps, in turn. Bytes are what a rank has to send at the least (a ring's), counted
+in torch's collectives; they do not depend on the machine. Over gloo on one machine a network costs
+as much as memory does, so times show each way's own work rather than what it saves.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def measure(
     rank: int, world_size: int, sizes: list[int], repeats: int
 ) -> dict[str, dict[str, float]]:
     def parameters() -> list[torch.nn.Parameter]:
-        # A set for each candidate: torch's averager moves the parameters it is given to new memory in every call.
+        # A set for each candidate: torch's averager moves the parameters it is given to new memory
+        # in every call.
         return [torch.nn.Parameter(torch.randn(size)) for size in sizes]
 
     flat = torch.randn(sum(sizes))
@@ -81,7 +84,7 @@ def measure(
     return result
 
 
-# -- the ways ----------------------------------------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------
 
 INTERVAL = 8
 WAYS: dict[str, Callable[[int], Averaging]] = {
@@ -148,12 +151,15 @@ def report_ways(options: argparse.Namespace) -> None:
     for case, sizes in CASES.items():
         rows = spawn(measure_ways, options.processes, sizes, options.repeats, names)
         print(
-            f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each; a rank and cycle"
+            f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each; a "
+            "rank and cycle"
         )
         for name, row in rows.items():
             print(
-                f"  {name:14} {row['bytes'] / 1e6:9.3f} MB sent ({row['bytes'] / rows['plain']['bytes']:6.4f} x plain) in "
-                f"{row['collectives']:4.0f} collectives {row['median_ms']:9.1f} ms {row['ratio']:8.2f} x plain"
+                f"  {name:14} {row['bytes'] / 1e6:9.3f} MB sent "
+                f"({row['bytes'] / rows['plain']['bytes']:6.4f} x plain) in "
+                f"{row['collectives']:4.0f} collectives {row['median_ms']:9.1f} ms "
+                f"{row['ratio']:8.2f} x plain"
             )
         emit(
             {
@@ -185,7 +191,8 @@ def main() -> None:
         print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each")
         for name, row in rows.items():
             print(
-                f"  {name:30} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})   {row['ratio']:8.2f} x floor"
+                f"  {name:30} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})   "
+                f"{row['ratio']:8.2f} x floor"
             )
         emit(
             {"benchmark": "converge", "case": case, "processes": options.processes, "rows": rows},

@@ -1,6 +1,9 @@
-"""Moments in 8 bits beside float32, bitsandbytes and torchao, where these are installed. JSON lines.
+"""Moments in 8 bits beside float32, bitsandbytes and torchao, where these are installed.
 
-    python -m benchmarks.eight_bit [--quality] [--seeds 0 1 2] [--steps 2000] [--rules adamw lion ...] [--device cpu|cuda] [--json FILE]
+JSON lines.
+
+    python -m benchmarks.eight_bit [--quality] [--seeds 0 1 2] [--steps 2000] [--rules adamw lion
+    ...] [--device cpu|cuda] [--json FILE]
 
 A step of AdamW on the tensors of a small GPT, all in turn in one run:
 
@@ -10,8 +13,9 @@ A step of AdamW on the tensors of a small GPT, all in turn in one run:
     ns                    of one parameter and step, the median
     ratio                 to torch's fused AdamW in float32, the median round by round
 
---quality: the byte model of examples.bytes, trained in one process with each optimizer: same initial weights, batches and rates. Of each rule
-the last validation loss, and by how much it is above that with float32 moments, in percent; means over seeds.
+--quality: the byte model of examples.bytes, trained in one process with each optimizer: same
+initial weights, batches and rates. Of each rule the last validation loss, and by how much it is
+above that with float32 moments, in percent; means over seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def peers() -> dict[str, Make]:
     return found
 
 
-# -- a step ------------------------------------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------
 
 
 def made(
@@ -125,7 +129,7 @@ def steps(device: str, repeats: int) -> list[dict[str, Any]]:
     return records
 
 
-# -- quality -----------------------------------------------------------------------------------------------------------------
+# -- quality ---------------------------------------------------------------------------------------
 
 
 def _muon(model: GPT, lr: float, **options: Any) -> torch.optim.Optimizer:

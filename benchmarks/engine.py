@@ -2,9 +2,10 @@
 
     python -m benchmarks.engine [--repeats 300] [--json FILE]
 
-One process with the main job's model and batch; the Ensemble believes in 4 replicas but no collective is made, so what is
-timed is the per-step host work (the goal is below 1 %). The end of a cycle is not in it: see benchmarks.converge and the
-table of `hdet report`, which has it as a share of the run.
+One process with the main job's model and batch; the Ensemble believes in 4 replicas but no
+collective is made, so what is timed is the per-step host work (the goal is below 1 %). The end of a
+cycle is not in it: see benchmarks.converge and the table of `hdet report`, which has it as a share
+of the run.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def main() -> None:
         ours.append(done - trained)
     step, engine, schedule = (1e6 * statistics.median(x[20:]) for x in (steps, ours, theirs))
     print(
-        f"training step {step:.0f} us; observe + step {engine:.0f} us, of which the scheduler alone {schedule:.0f} us: {100 * engine / step:.2f} % of a step"
+        f"training step {step:.0f} us; observe + step {engine:.0f} us, of which the scheduler "
+        f"alone {schedule:.0f} us: {100 * engine / step:.2f} % of a step"
     )
     emit(
         {

@@ -1,4 +1,5 @@
-"""What newcomers try first, with the default settings: does AutoLR help a wrong rate, or harm a good one?
+"""What newcomers try first, with the default settings: does AutoLR help a wrong rate, or harm a
+good one?
 
     python -m benchmarks.first_tries [--tries digits-mlp ...] [--all] [--jobs 2] [--json FILE]
 
@@ -54,7 +55,7 @@ class Try:
     steps: int
 
 
-# -- data --------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def split(x: Tensor, y: Tensor) -> tuple[Data, Data]:
@@ -111,7 +112,7 @@ def rows(number: int) -> Callable[[Data, torch.Generator], Data]:
     return batch
 
 
-# -- models ------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 class Convolutions(nn.Module):
@@ -230,11 +231,17 @@ def trained(name: str, multiple: float, level: str) -> dict[str, Any]:
             losses.append(validate())
     finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
     return {
-        "benchmark": "first-tries", "try": name, "start": multiple, "level": level, "untrained": untrained,
-        "best": min(untrained, *finite), "last": min(untrained, finite[-1]) if finite else untrained,
-        "rate": tried.rate * multiple, "now": None if auto is None or auto.interval is None else auto.interval.suggestion,
+        "benchmark": "first-tries",
+        "try": name,
+        "start": multiple,
+        "level": level,
+        "untrained": untrained,
+        "best": min(untrained, *finite),
+        "last": min(untrained, finite[-1]) if finite else untrained,
+        "rate": tried.rate * multiple,
+        "now": None if auto is None or auto.interval is None else auto.interval.suggestion,
         "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+    }
 
 
 def gaps(records: Sequence[dict[str, Any]], by: str) -> dict[tuple[str, float, str], float]:
@@ -250,7 +257,8 @@ def gaps(records: Sequence[dict[str, Any]], by: str) -> dict[tuple[str, float, s
 
 
 def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Gaps of fixed rates and of AutoLR by the best checkpoint: a line for each try, a column for each start."""
+    """Gaps of fixed rates and of AutoLR by the best checkpoint: a line for each try, a column for
+    each start."""
     by_best = gaps(records, "best")
     levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in by_best)]
     starts = sorted({start for _, start, _ in by_best})
@@ -273,7 +281,8 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         harmed = [auto - fixed for fixed, auto in pairs if auto - fixed > WORSE]
         yield (
             f"AutoLR, {level}: of {len(poor)} starts that end more than {POOR:g} % from the best, "
-            f"{sum(auto <= GOOD for auto in poor)} end within {GOOD:g} %; {len(harmed)} of {len(pairs)} "
+            f"{sum(auto <= GOOD for auto in poor)} end within {GOOD:g} %; {len(harmed)} of "
+            f"{len(pairs)} "
             f"end worse by more than {WORSE:g} % (at most {max([0.0, *harmed]):.1f} %)"
         )
 

@@ -1,17 +1,21 @@
-"""The command behind `make gpu`: times every operation on CUDA and Triton, trains the main job, runs every GPU test, prints one table
-and writes a file.
+"""The command behind `make gpu`: times every operation on CUDA and Triton, trains the main job,
+runs every GPU test, prints one table and writes a file.
 
     python -m benchmarks.gpu [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
 
-Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
-the exit status 1, as does a test that fails; the last line and "good" in the file say the same, for a pipe hides a status unless the
-shell is told otherwise (set -o pipefail; make gpu 2>&1 | tee log). --dry-run goes the same way on the CPU with small tensors, to try
-the command itself. Records are those of step.py, muon.py, average.py and replicas.py (see compare.py).
+Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time
+does not allow is named and makes the exit status 1, as does a test that fails; the last line and
+"good" in the file say the same, for a pipe hides a status unless the shell is told otherwise (set
+-o pipefail; make gpu 2>&1 | tee log). --dry-run goes the same way on the CPU with small tensors, to
+try the command itself. Records are those of step.py, muon.py, average.py and replicas.py (see
+compare.py).
 
-The file is benchmarks/results/<device>.json. What grows while the command runs is in build/gpu: records.jsonl has each figure from the
-moment it is measured, job.log is the main job's output and tests.log pytest's. From a machine that is remote, or does not last, copy them:
-scp machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by itself, name it,
-make gpu RESULTS=FOLDER: these three grow there instead, and the file of results is copied into it.
+The file is benchmarks/results/<device>.json. What grows while the command runs is in build/gpu:
+records.jsonl has each figure from the moment it is measured, job.log is the main job's output and
+tests.log pytest's. From a machine that is remote, or does not last, copy them: scp
+machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by
+itself, name it, make gpu RESULTS=FOLDER: these three grow there instead, and the file of results is
+copied into it.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ from . import average, compare, muon, replicas, step
 ROOT = Path(__file__).resolve().parents[1]
 GROWING = ROOT / "build" / "gpu"
 GRACE = 15.0
-"""seconds until what was killed, or should have ended, is given up: a process that hangs in the driver cannot be killed"""
+"""seconds until what was killed, or should have ended, is given up: a process that hangs in the
+driver cannot be killed"""
 WORKERS = max(2, min(12, (os.cpu_count() or 2) - 2))
 """processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "muon": muon, "average": average, "replicas": replicas}
@@ -89,7 +94,10 @@ def device_name(device: str) -> str:
 
 
 class Records(io.TextIOBase):
-    """Where benchmarks print to. Each record is in the file before the next is measured: it outlives the machine."""
+    """Where benchmarks print to.
+
+    Each record is in the file before the next is measured: it outlives the machine.
+    """
 
     def __init__(self, path: Path) -> None:
         self.records: list[dict[str, Any]] = []
@@ -108,7 +116,8 @@ class Records(io.TextIOBase):
 
 
 def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
-    """Every test marked gpu, in processes of their own; those marked alone after the others, one at a time."""
+    """Every test marked gpu, in processes of their own; those marked alone after the others, one at
+    a time."""
     names = ("gpu", "kernels", "optim", "triton", "converge", "ensemble")
     folders = [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
     several = (
@@ -135,7 +144,10 @@ def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
 
 
 def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, str]:
-    """(exit status, output), which goes to a file, so that it is there when the time is over. `arguments`: the marks first."""
+    """(exit status, output), which goes to a file, so that it is there when the time is over.
+
+    `arguments`: the marks first.
+    """
     command = [
         sys.executable,
         "-m",
@@ -177,7 +189,9 @@ def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
 
 
 def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
-    """The command's exit status; 1 where it takes longer. It is interrupted then, so that pytest says what has failed so far, and killed
+    """The command's exit status; 1 where it takes longer.
+
+    It is interrupted then, so that pytest says what has failed so far, and killed
     with all its processes. Does not wait for what cannot be killed."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -203,9 +217,11 @@ def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
 def run_benchmarks(
     device: str, budget: Budget, records: Records
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(records, what there was no time for or what failed): the native backend first, then Triton with fewer shapes and rounds.
+    """(records, what there was no time for or what failed): the native backend first, then Triton
+    with fewer shapes and rounds.
 
-    Launches are counted when all else is done: a process that was profiled once is slower from then on.
+    Launches are counted when all else is done: a process that was profiled once is slower from then
+    on.
     """
     missing = []
     backends = [("auto", False), ("triton", True)] if device == "cuda" else [("auto", True)]
@@ -245,7 +261,10 @@ def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_benchmark(module: Any, options: compare.Options, seconds: float, records: Records) -> str:
-    """The failure, if there is one. It is stopped after `seconds`; the records before that are kept."""
+    """The failure, if there is one.
+
+    It is stopped after `seconds`; the records before that are kept.
+    """
     before, reason, start = len(records.records), "", time.monotonic()
     signal.signal(signal.SIGALRM, _out_of_time)
     with contextlib.redirect_stdout(records):
@@ -259,7 +278,8 @@ def run_benchmark(module: Any, options: compare.Options, seconds: float, records
     compare.free()
     count = len(records.records) - before
     print(
-        f"{module.__name__} on {options.backend}: {count} records in {time.monotonic() - start:.1f} s {reason}",
+        f"{module.__name__} on {options.backend}: {count} records in "
+        f"{time.monotonic() - start:.1f} s {reason}",
         flush=True,
     )
     return reason
@@ -291,7 +311,10 @@ def main() -> int:
     parser.add_argument(
         "--results",
         metavar="FOLDER",
-        help="gets each figure as it is measured, what the main job and pytest print, and a copy of the results",
+        help=(
+            "gets each figure as it is measured, what the main job and pytest print, and a copy of "
+            "the results"
+        ),
     )
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
@@ -300,7 +323,8 @@ def main() -> int:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise SystemExit(
-                f"make gpu: torch {torch.__version__} finds no GPU here (torch.cuda.is_available() is False); nothing was run"
+                f"make gpu: torch {torch.__version__} finds no GPU here (torch.cuda.is_available() "
+                "is False); nothing was run"
             )
         kernels.select("cuda", torch.device("cuda"))  # says why where it is not usable
     else:
@@ -308,7 +332,8 @@ def main() -> int:
         compare.SHAPES.update(TINY)
         muon.SIZE.update(TINY_MUON)
     budget = Budget(arguments.minutes)
-    # A benchmark that hangs in the driver hears no signal. The main job and both runs of pytest may each take two GRACEs to end.
+    # A benchmark that hangs in the driver hears no signal. The main job and both runs of pytest may
+    # each take two GRACEs to end.
     faulthandler.dump_traceback_later(60 * arguments.minutes + 6 * GRACE, exit=True)
     growing = Path(arguments.results) if arguments.results else GROWING
     growing.mkdir(parents=True, exist_ok=True)

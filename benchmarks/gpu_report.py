@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu_report [--results FOLDER] [--write]
 
-one_gpu.jsonl and triton.jsonl are of November 27, by benchmarks/one_gpu.py; ncu.csv has columns of ncu's (docs/profiling.md) from the same
-run. h100.json is what `make gpu` wrote before that, variants.jsonl is from both runs, and products.jsonl from benchmarks/products.py.
-`--write` puts the tables into the page, each between two comments that have its name.
+one_gpu.jsonl and triton.jsonl are of November 27, by benchmarks/one_gpu.py; ncu.csv has columns of
+ncu's (docs/profiling.md) from the same run. h100.json is what `make gpu` wrote before that,
+variants.jsonl is from both runs, and products.jsonl from benchmarks/products.py. `--write` puts the
+tables into the page, each between two comments that have its name.
 """
 
 from __future__ import annotations
@@ -155,7 +156,10 @@ def variants(lines: Sequence[dict[str, Any]], copy: float) -> str:
 
 
 def products(lines: Sequence[dict[str, Any]]) -> str:
-    """torch's whole products, and the kernel that computes half of them in tiles of several kinds. Milliseconds."""
+    """torch's whole products, and the kernel that computes half of them in tiles of several kinds.
+
+    Milliseconds.
+    """
     keys = ("way", "tile", "depth", "warps", "stages")
     return table(
         [*keys, *lines[0]["ms"]],

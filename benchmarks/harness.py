@@ -1,6 +1,8 @@
-"""What the benchmarks share: processes over gloo, alternating measurements, counted collectives, results as JSON lines.
+"""What the benchmarks share: processes over gloo, alternating measurements, counted collectives,
+results as JSON lines.
 
-Machines are shared and noisy, so every figure is a ratio of two things measured in turn in one run, and a median.
+Machines are shared and noisy, so every figure is a ratio of two things measured in turn in one run,
+and a median.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import torch.multiprocessing as mp
 def spawn(
     function: Callable[..., Any], world_size: int, *args: Any, start_method: str = "spawn"
 ) -> Any:
-    """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank 0's result."""
+    """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank
+    0's result."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _rank,
@@ -60,7 +63,10 @@ def _rank(
 
 
 class Collective(NamedTuple):
-    """A call of this rank, as a ring does it: ``messages`` that wait for each other, ``sent`` bytes in all."""
+    """A call of this rank, as a ring does it:
+
+    ``messages`` that wait for each other, ``sent`` bytes in all.
+    """
 
     name: str
     messages: int
@@ -79,7 +85,10 @@ RING: dict[str, Callable[[tuple[Any, ...], int], tuple[int, float]]] = {
 
 @contextmanager
 def counted() -> Iterator[list[Collective]]:
-    """Every collective that torch.distributed is asked for inside. No way of doing one sends less than a ring."""
+    """Every collective that torch.distributed is asked for inside.
+
+    No way of doing one sends less than a ring.
+    """
     calls: list[Collective] = []
     real = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
 
@@ -109,7 +118,8 @@ def alternate(
     warmup: int = 2,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done."""
+    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the
+    last rank is done."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(-warmup, repeats):
         for name, call in candidates.items():
@@ -132,11 +142,13 @@ def alternate_on_cuda(
     at_least: float = 0.02,
     at_most: float = 3.0,
 ) -> dict[str, list[float]]:
-    """Seconds per call between two events on the current stream, all candidates in turn in each round.
+    """Seconds per call between two events on the current stream, all candidates in turn in each
+    round.
 
-    A round has so many calls of each that they take `at_least` seconds, and five of what is not as slow as that: then neither the way
-    to the first launch nor a synchronisation is part of it. There are fewer rounds, down to three, where a slow candidate would need
-    more than `at_most` seconds.
+    A round has so many calls of each that they take `at_least` seconds, and five of what is not as
+    slow as that: then neither the way to the first launch nor a synchronisation is part of it.
+    There are fewer rounds, down to three, where a slow candidate would need more than `at_most`
+    seconds.
     """
     calls, rounds = {}, repeats
     for name, call in candidates.items():

@@ -1,19 +1,23 @@
-"""The converge in three parallel layouts: time and volume against bytes, beside what else averages parameters.
+"""The converge in three parallel layouts: time and volume against bytes, beside what else averages
+parameters.
 
     python -m benchmarks.layouts [--processes 2 4 8] [--repeats 9] [--json FILE] [--quick]
     python -m benchmarks.layouts --fit FILE
 
-Layouts: DDP; HSDP (`fully_shard` on a two-dimensional mesh); tp x pp x dp with shards made by hand. The model is a transformer's list of
-weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on the tensors of this rank and over its peer group:
+Layouts: DDP; HSDP (`fully_shard` on a two-dimensional mesh); tp x pp x dp with shards made by hand.
+The model is a transformer's list of weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn
+in every round, on the tensors of this rank and over its peer group:
 
 - floor: one flat all_reduce of the same bytes, which no average can undercut;
 - ours: Buckets;
 - torch: PeriodicModelAverager (on the local shards: DTensors it cannot average);
-- per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does; written here.
+- per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does;
+  written here.
 
-gloo processes of one thread each. More processes than cores slow each other, here as in the model's `slowdown`. Volume is what
-a rank has to send at the least (a ring's), counted in torch's collectives. --fit takes the cost model's alpha and B from the DDP points of
-a file and prints what the model gives for the others beside what was measured.
+gloo processes of one thread each. More processes than cores slow each other, here as in the model's
+`slowdown`. Volume is what a rank has to send at the least (a ring's), counted in torch's
+collectives. --fit takes the cost model's alpha and B from the DDP points of a file and prints what
+the model gives for the others beside what was measured.
 """
 
 from __future__ import annotations
@@ -48,11 +52,12 @@ WIDTHS = (128, 256, 512)
 Local = tuple[list[torch.Tensor], Replicas]
 
 
-# -- layouts: the tensors of this rank, and its replicas ---------------------------------------------------------------------
+# -- layouts: the tensors of this rank, and its replicas -------------------------------------------
 
 
 class Block(nn.Module):
-    """The weights of a transformer's layer; ``tp`` ranks divide the columns of the first of each pair and the rows of the second."""
+    """The weights of a transformer's layer; ``tp`` ranks divide the columns of the first of each
+    pair and the rows of the second."""
 
     def __init__(self, width: int, tp: int = 1) -> None:
         super().__init__()
@@ -96,13 +101,14 @@ def tp_pp_dp(width: int) -> Local:
 LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp x dp": tp_pp_dp}
 
 
-# -- sides -------------------------------------------------------------------------------------------------------------------
+# -- sides -----------------------------------------------------------------------------------------
 
 
 def sides(
     tensors: list[torch.Tensor], replicas: Replicas
 ) -> dict[str, tuple[Callable[[], object], Callable[[], list[torch.Tensor]]]]:
-    """The call, and what gives its tensors: a set for each side, because torch's averager moves what it is given to new memory."""
+    """The call, and what gives its tensors: a set for each side, because torch's averager moves
+    what it is given to new memory."""
     group, count = replicas.peer_group, replicas.count
     flat = torch.cat([t.reshape(-1) for t in tensors])
     torchs = [nn.Parameter(t.clone()) for t in tensors]
@@ -154,20 +160,29 @@ def measure(
             rows = summary(alternate(candidates, repeats, barrier=True, warmup=1), "floor")
             records.append(
                 {
-                    "benchmark": "layouts", "layout": layout, "processes": world_size, "replicas": replicas.count,
-                    "width": width, "tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors),
+                    "benchmark": "layouts",
+                    "layout": layout,
+                    "processes": world_size,
+                    "replicas": replicas.count,
+                    "width": width,
+                    "tensors": len(tensors),
+                    "bytes": sum(t.nbytes for t in tensors),
                     "rows": {name: {**rows[name], **volumes[name]} for name in candidates},
                 }
-            )  # fmt: skip
+            )
     return records
 
 
-# -- the model beside the measurements ---------------------------------------------------------------------------------------
+# -- the model beside the measurements -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement. ``slowdown``: by how much ranks that share a core or a link slow each other, 1 where each has its own."""
+    """A measurement.
+
+    ``slowdown``: by how much ranks that share a core or a link slow each other, 1 where each has
+    its own.
+    """
 
     traffic: Traffic
     seconds: float
@@ -180,7 +195,8 @@ def predict(point: Point, link: Link) -> float:
 
 
 def fit(points: Iterable[Point]) -> Link:
-    """alpha and B by least squares of relative errors: minimise sum (predicted / measured - 1)^2, neither of them below zero.
+    """alpha and B by least squares of relative errors: minimise sum (predicted / measured - 1)^2,
+    neither of them below zero.
 
     Raises:
         ValueError: fewer than two points, or points that cannot tell latency from bandwidth.
@@ -198,7 +214,8 @@ def fit(points: Iterable[Point]) -> Link:
     determinant = mm * ss - ms * ms
     if not determinant > 1e-12 * mm * ss:
         raise ValueError(
-            "the measured points have all the same bytes per message: measure small and large ones, or other numbers of ranks"
+            "the measured points have all the same bytes per message: measure small and large "
+            "ones, or other numbers of ranks"
         )
     alpha, beta = (ss * m1 - ms * s1) / determinant, (mm * s1 - ms * m1) / determinant
     if alpha < 0:
@@ -209,7 +226,8 @@ def fit(points: Iterable[Point]) -> Link:
 
 
 def point(record: dict[str, Any], side: str) -> Point:
-    """A row as the cost model sees it: its collectives one after the other, ranks that share cores."""
+    """A row as the cost model sees it: its collectives one after the other, ranks that share
+    cores."""
     row = record["rows"][side]
     return Point(
         Traffic(row["messages"], row["sent"]),
@@ -225,8 +243,14 @@ def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
         ValueError: no DDP points, or all alike.
     """
     link = fit(point(r, side) for r in records if r["layout"] == "DDP")
-    yield f"{side}: alpha {1e6 * link.latency:.0f} us a message, B {link.bandwidth / 1e9:.2f} GB/s a rank, from the DDP points"
-    yield f"  {'layout':<14}{'processes':>10}{'replicas':>10}{'MB a rank':>11}{'predicted':>12}{'measured':>12}{'ratio':>8}"
+    yield (
+        f"{side}: alpha {1e6 * link.latency:.0f} us a message, B {link.bandwidth / 1e9:.2f} GB/s a "
+        "rank, from the DDP points"
+    )
+    yield (
+        f"  {'layout':<14}{'processes':>10}{'replicas':>10}{'MB a rank':>11}"
+        f"{'predicted':>12}{'measured':>12}{'ratio':>8}"
+    )
     ratios = []
     for record in sorted(
         records, key=lambda r: (r["layout"] == "DDP", r["layout"], r["processes"], r["bytes"])
@@ -237,12 +261,17 @@ def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
         if not fitted:
             ratios.append(expected / measured.seconds)
         yield (
-            f"  {record['layout']:<14}{record['processes']:>10}{record['replicas']:>10}{record['bytes'] / 1e6:>11.1f}{1e3 * expected:>9.1f} ms"
-            f"{1e3 * measured.seconds:>9.1f} ms{expected / measured.seconds:>8.2f}{'  (fitted)' if fitted else ''}"
+            f"  {record['layout']:<14}{record['processes']:>10}{record['replicas']:>10}"
+            f"{record['bytes'] / 1e6:>11.1f}{1e3 * expected:>9.1f} ms"
+            f"{1e3 * measured.seconds:>9.1f} ms{expected / measured.seconds:>8.2f}"
+            + ("  (fitted)" if fitted else "")
         )
     if ratios:
         off = [max(r, 1 / r) for r in ratios]
-        yield f"  not fitted: {len(ratios)} points, off by a factor of {statistics.median(off):.2f} in the median, {max(off):.2f} at worst"
+        yield (
+            f"  not fitted: {len(ratios)} points, off by a factor of {statistics.median(off):.2f} "
+            f"in the median, {max(off):.2f} at worst"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -278,11 +307,13 @@ def main(arguments: list[str] | None = None) -> None:
     for count in processes:
         for record in spawn(measure, count, widths, repeats):
             print(
-                f"\n{record['layout']}, {count} processes, {record['replicas']} replicas: {record['tensors']} tensors, {record['bytes'] / 1e6:.1f} MB a rank"
+                f"\n{record['layout']}, {count} processes, {record['replicas']} replicas: "
+                f"{record['tensors']} tensors, {record['bytes'] / 1e6:.1f} MB a rank"
             )
             for name, row in record["rows"].items():
                 print(
-                    f"  {name:14} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})  {row['ratio']:6.2f} x floor"
+                    f"  {name:14} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})  "
+                    f"{row['ratio']:6.2f} x floor"
                     f"   {row['calls']:4} calls, {row['sent'] / 1e6:.1f} MB sent"
                 )
             emit(record, options.json)

@@ -1,10 +1,13 @@
-"""A step of FusedMuon on a transformer's blocks, beside torch.optim.Muon and AdamW, and how near both directions are to float64's. JSON lines.
+"""A step of FusedMuon on a transformer's blocks, beside torch.optim.Muon and AdamW, and how near
+both directions are to float64's. JSON lines.
 
-python -m benchmarks.muon [--width 384] [--blocks 12] [--tokens 0] [--device cpu|cuda] [--threads N] [--out FILE]
+python -m benchmarks.muon [--width 384] [--blocks 12] [--tokens 0] [--device cpu|cuda] [--threads N]
+[--out FILE]
 
-torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU, where bfloat16 is slower, and in bfloat16 elsewhere. So
-"ns_dtype" of a record is hdet's. The biases, the norms, and the embeddings go through AdamW, torch's with fused=True.
-"newton_schulz_ms" is the part of hdet's step that products take, "whole_products_ms" the same with torch's products in the place of
+torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU, where bfloat16
+is slower, and in bfloat16 elsewhere. So "ns_dtype" of a record is hdet's. The biases, the norms,
+and the embeddings go through AdamW, torch's with fused=True. "newton_schulz_ms" is the part of
+hdet's step that products take, "whole_products_ms" the same with torch's products in the place of
 those that compute half of a symmetric one.
 """
 
@@ -146,7 +149,10 @@ def exact(x: Tensor) -> Tensor:
 
 
 def accuracy(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Relative distance |O - exact| / |exact| of directions, Frobenius. "steep": singular values fall by six orders of magnitude."""
+    """Relative distance |O - exact| / |exact| of directions, Frobenius.
+
+    "steep": singular values fall by six orders of magnitude.
+    """
     from torch.optim._muon import _zeropower_via_newtonschulz as torchs
 
     width = arguments.width

@@ -1,11 +1,13 @@
-"""What a GPU says of the kernels in two minutes: a JSON line for each figure, as soon as it is there.
+"""What a GPU says of the kernels in two minutes: a JSON line for each figure, as soon as it is
+there.
 
     python -m benchmarks.one_gpu [--only formats small host newton-schulz buckets] [--device cpu]
 
-Each section answers a question. ``formats``: how near is each number format to a copy's bandwidth, on CUDA and on Triton? ``small``: what
-do 10 000 tensors of 1 000 elements take? ``host``: how long is the host busy with a step? ``newton-schulz``: which way of orthogonalising is
-fast and exact? ``buckets``: what does an average cost without a wire? Times are medians in milliseconds, of graph replays where it says
-"alone". ``--device cpu`` tries the program with small tensors.
+Each section answers a question. ``formats``: how near is each number format to a copy's bandwidth,
+on CUDA and on Triton? ``small``: what do 10 000 tensors of 1 000 elements take? ``host``: how long
+is the host busy with a step? ``newton-schulz``: which way of orthogonalising is fast and exact?
+``buckets``: what does an average cost without a wire? Times are medians in milliseconds, of graph
+replays where it says "alone". ``--device cpu`` tries the program with small tensors.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ class Machine:
         return [torch.randn(shape, device=self.device).to(dtype) for shape in shapes]
 
     def make_shifted(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-        """Views of a bucket in which every tensor begins one element after a boundary of 16 bytes."""
+        """Views of a bucket in which every tensor begins one element after a boundary of 16
+        bytes."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.randn(sum(n + 16 for n in sizes), device=self.device).to(dtype)
         made, at = [], 1
@@ -206,7 +209,8 @@ def host(machine: Machine) -> None:
 
 
 def gram(x: Tensor, how: Iteration, product: SymmetricProduct, cuts: Sequence[int]) -> Tensor:
-    """Newton-Schulz on the Gram matrix X X^T, begun anew after each of ``cuts`` steps (Zhang, Amsel, Chen and Dao 2026)."""
+    """Newton-Schulz on the Gram matrix X X^T, begun anew after each of ``cuts`` steps (Zhang,
+    Amsel, Chen and Dao 2026)."""
     a, b, c = how.coefficients
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = x / norms.clamp(min=how.eps).to(x.dtype)
@@ -259,11 +263,14 @@ def exact_directions(x: Tensor) -> Tensor:
 
 
 def buckets(machine: Machine) -> None:
-    """bf16 parameters, a group of one: what packing, unpacking and collectives cost by themselves."""
+    """bf16 parameters, a group of one: what packing, unpacking and collectives cost by
+    themselves."""
     dist.init_process_group(
         "nccl" if machine.is_gpu else "gloo",
-        init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1,
-    )  # fmt: skip
+        init_method=f"file://{tempfile.mkdtemp()}/store",
+        rank=0,
+        world_size=1,
+    )
     shapes = [(4096, 4096)] * 60 if machine.is_gpu else [(64, 64)] * 4
     params = machine.make(shapes, BF16)
     # A Replicas of one has nobody to average with, and would do nothing.
@@ -278,8 +285,12 @@ def buckets(machine: Machine) -> None:
 
 
 SECTIONS: dict[str, Callable[[Machine], None]] = {
-    "formats": formats, "small": small, "host": host, "newton-schulz": newton_schulz, "buckets": buckets,
-}  # fmt: skip
+    "formats": formats,
+    "small": small,
+    "host": host,
+    "newton-schulz": newton_schulz,
+    "buckets": buckets,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Symmetric products of Newton-Schulz on a GPU, in tiles of several kinds, beside torch's whole ones. JSON lines.
+"""Symmetric products of Newton-Schulz on a GPU, in tiles of several kinds, beside torch's whole
+ones. JSON lines.
 
     python -m benchmarks.products
 

@@ -1,9 +1,12 @@
-"""Optimizer steps, or steps with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
+"""Optimizer steps, or steps with a converge after each, for a profiler, and nothing else between
+its start and its stop. See docs/profiling.md.
 
-    python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--formats NAME|all] [--calls N] [--device cpu|cuda]
+    python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--formats
+    NAME|all] [--calls N] [--device cpu|cuda]
 
-On a GPU the region is marked with cudaProfilerStart and cudaProfilerStop; on a CPU torch.profiler prints the ranges (HDET_NVTX=1).
-"converge" under torchrun averages across its processes, alone it averages K co-resident replicas. --formats all: each format in turn.
+On a GPU the region is marked with cudaProfilerStart and cudaProfilerStop; on a CPU torch.profiler
+prints the ranges (HDET_NVTX=1). "converge" under torchrun averages across its processes, alone it
+averages K co-resident replicas. --formats all: each format in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ WIDTH = {"gpt2": 768, "small": 64}
 
 
 def blocks(width: int) -> torch.nn.Module:
-    """The shapes of a GPT-2 (12 blocks; 124M parameters at width 768, of which 38M are the embedding)."""
+    """The shapes of a GPT-2 (12 blocks; 124M parameters at width 768, of which 38M are the
+    embedding)."""
     layer = torch.nn.TransformerEncoderLayer(width, width // 64 or 1, 4 * width, batch_first=True)
     return torch.nn.Sequential(
         torch.nn.Embedding(50257 * width // 768, width),

@@ -1,15 +1,17 @@
 """The quality that matters: does a run from a wrong learning rate end as if it had been right?
 
-    python -m benchmarks.quality [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2 1e-1]
-                                 [--controllers probe] [--set steps=2000 spread=0.3 ...] [--json FILE] [--table FILE ...]
+    python -m benchmarks.quality [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2
+                                 1e-1] [--controllers probe] [--set steps=2000 spread=0.3 ...]
+                                 [--json FILE] [--table FILE ...]
 
-Every start is trained by examples.bytes with the fixed schedule and with each controller: same steps, batches and seeds, four gloo
-processes.
-``--grid`` adds fixed runs that look for the best rate. Results are JSON lines, one per run; runs already in ``--json`` with
-the same settings are not repeated, so an interrupted benchmark goes on. At the end, and with ``--table`` from files alone:
+Every start is trained by examples.bytes with the fixed schedule and with each controller: same
+steps, batches and seeds, four gloo processes. ``--grid`` adds fixed runs that look for the best
+rate. Results are JSON lines, one per run; runs already in ``--json`` with the same settings are not
+repeated, so an interrupted benchmark goes on. At the end, and with ``--table`` from files alone:
 
-    recovered = (fixed(start) - hdet(start)) / (fixed(start) - best fixed on the grid)       goal: >= 85 % from 3e-4
-    loss at the best rate = hdet(best) - fixed(best)                                         goal: <= 0.03 nats per byte
+    recovered = (fixed(start) - hdet(start)) / (fixed(start) - best fixed on the grid)       goal:
+    >= 85 % from 3e-4 loss at the best rate = hdet(best) - fixed(best)
+    goal: <= 0.03 nats per byte
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def main() -> None:
 
 
 def run(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """Train once; returns (and appends to ``path``) the end of the run with the settings and where the rate went."""
+    """Train once; returns (and appends to ``path``) the end of the run with the settings and where
+    the rate went."""
     command = [
         sys.executable,
         "-m",
@@ -105,10 +108,16 @@ def run(config: dict[str, Any], path: str) -> dict[str, Any]:
     validation = [event["loss"] for event in events if event["event"] == "validation"]
     cycles = [event for event in events if event["event"] == "cycle"]
     record = {
-        "benchmark": "quality", "config": config, "validation": validation[-1], "seconds": events[-1]["seconds"],
-        **{f"{cost}_percent": 0.1 * sum(c[f"{cost}_ms"] for c in cycles) / events[-1]["seconds"] for cost in ("probe", "converge")},
+        "benchmark": "quality",
+        "config": config,
+        "validation": validation[-1],
+        "seconds": events[-1]["seconds"],
+        **{
+            f"{cost}_percent": 0.1 * sum(c[f"{cost}_ms"] for c in cycles) / events[-1]["seconds"]
+            for cost in ("probe", "converge")
+        },
         "corrections": [round(next(iter(cycle["corrections"].values())), 4) for cycle in cycles],
-    }  # fmt: skip
+    }
     emit(record, path)
     return record
 
@@ -145,7 +154,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
     best = min((lr for column, lr in mean if column == "fixed"), key=lambda lr: mean["fixed", lr])
     controllers = sorted({column for column, _ in losses} - {"fixed"})
     print(
-        f"\nbest fixed rate of the grid: {best:g} at {mean['fixed', best]:.3f}; seeds {sorted(losses['fixed', best])}\n"
+        f"\nbest fixed rate of the grid: {best:g} at {mean['fixed', best]:.3f}; seeds "
+        f"{sorted(losses['fixed', best])}\n"
     )
     heads = [f"{c} | {c} - fixed | gap recovered | peak rate at the end" for c in controllers]
     print("| start max_lr | fixed OneCycle | " + " | ".join(heads) + " |")

@@ -1,4 +1,6 @@
-"""K replicas that share gradient and moments on one device, beside K steps of torch's fused AdamW. JSON lines; see compare.py.
+"""K replicas that share gradient and moments on one device, beside K steps of torch's fused AdamW.
+
+JSON lines; see compare.py.
 
 python -m benchmarks.replicas [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
@@ -56,7 +58,10 @@ def separate_steps(
 def shared_moments(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int
 ) -> dict[str, Any]:
-    """Gradient 4, moments 16, and each set read and written: 20 + 8K bytes, where separate steps move 28K."""
+    """Gradient 4, moments 16, and each set read and written:
+
+    20 + 8K bytes, where separate steps move 28K.
+    """
     gradients = options.randn(shapes)
     plan, rows = (
         stored(options, shapes, [options.randn(shapes) for _ in range(count)]),
@@ -79,7 +84,8 @@ def shared_moments(
 def rank_one(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int
 ) -> dict[str, Any]:
-    """Base and displacement stored, K bfloat16 sets written: gradient 4, moments 16, base 4, displacement 8, outputs 2K."""
+    """Base and displacement stored, K bfloat16 sets written: gradient 4, moments 16, base 4,
+    displacement 8, outputs 2K."""
     gradients, rows = options.randn(shapes), settings(count)
     outputs = [options.zeros(shapes, torch.bfloat16) for _ in range(count)]
     tensors = RankOneTensors(
@@ -108,7 +114,8 @@ def rank_one(
 def replicated(
     options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype
 ) -> hdet.FusedAdamW:
-    """Co-resident replicas as an Ensemble has them, in the middle of a cycle; stored ones of 16 bits with float32 masters."""
+    """Co-resident replicas as an Ensemble has them, in the middle of a cycle; stored ones of 16
+    bits with float32 masters."""
     params = [torch.nn.Parameter(p) for p in options.randn(shapes, dtype)]
     masters = "fp32" if storage == "parameters" and dtype != torch.float32 else None
     optimizer = hdet.FusedAdamW(
@@ -145,7 +152,8 @@ def storages(
     count: int,
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
-    """Base and displacement beside stored sets, through the optimizer: a step, and the average of a cycle. `memory`: bytes a parameter."""
+    """Base and displacement beside stored sets, through the optimizer: a step, and the average of a
+    cycle. `memory`: bytes a parameter."""
     line, stored = (
         replicated(options, shapes, count, storage, dtype)
         for storage in ("displacement", "parameters")

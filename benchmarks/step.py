@@ -1,4 +1,5 @@
-"""One replica's step: fused AdamW, in bfloat16, and with masters and clipping, each beside torch's way. JSON lines; see compare.py.
+"""One replica's step: fused AdamW, in bfloat16, and with masters and clipping, each beside torch's
+way. JSON lines; see compare.py.
 
 python -m benchmarks.step [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
@@ -30,7 +31,10 @@ def fused(
 
 
 def adamw(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """float32 throughout: gradient, parameter and two moments are read, the last three written: 28 bytes."""
+    """float32 throughout: gradient, parameter and two moments are read, the last three written:
+
+    28 bytes.
+    """
     gradients = options.randn(shapes)
     ours, theirs = (
         fused(options, options.randn(shapes), gradients),
@@ -42,7 +46,8 @@ def adamw(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) ->
 def mastered(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], kind: str = "fp32"
 ) -> dict[str, Any]:
-    """bfloat16 parameters and gradients, float32 masters and moments: gradient 2, parameter 2, master 8, moments 16: 28 bytes. Split: 26.
+    """bfloat16 parameters and gradients, float32 masters and moments: gradient 2, parameter 2,
+    master 8, moments 16: 28 bytes. Split: 26.
 
     torch: gradients cast to float32, fused AdamW on the masters, and the cast back.
     """
@@ -71,9 +76,11 @@ def split(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) ->
 
 
 def clipped(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 gradients and parameters, float32 masters: norm (2 bytes), then gradient 2, parameter 2, master 8, moments 16.
+    """bfloat16 gradients and parameters, float32 masters: norm (2 bytes), then gradient 2,
+    parameter 2, master 8, moments 16.
 
-    torch: gradients cast to float32 and unscaled, clip_grad_norm_, fused AdamW on the masters, and the cast back.
+    torch: gradients cast to float32 and unscaled, clip_grad_norm_, fused AdamW on the masters, and
+    the cast back.
     """
     gradients, params = options.randn(shapes, torch.bfloat16), options.randn(shapes, torch.bfloat16)
     scale = torch.tensor(1.0, device=options.device)
@@ -115,9 +122,12 @@ def coded(
     notes: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Moments in 8 bits: gradient 4, parameter 8, moments 4: 16 bytes, and 28 of the tensors that are too small for codes.
+    """Moments in 8 bits: gradient 4, parameter 8, moments 4:
 
-    In bfloat16, split, 14: gradient 2, parameter and its other half 8, moments 4. torch: float32 moments.
+    16 bytes, and 28 of the tensors that are too small for codes.
+
+    In bfloat16, split, 14: gradient 2, parameter and its other half 8, moments 4. torch: float32
+    moments.
     """
     gradients, halves = options.randn(shapes, dtype), dtype == torch.bfloat16
     ours = fused(
@@ -151,7 +161,9 @@ def coded_split(
 
 
 def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 throughout, rounded stochastically: 14 bytes. 90 instructions an element, a quarter of a Philox call is 25 of them; see
+    """bfloat16 throughout, rounded stochastically:
+
+    14 bytes. 90 instructions an element, a quarter of a Philox call is 25 of them; see
     docs/evidence/gpu.md.
     """
     gradients, low = options.randn(shapes, torch.bfloat16), torch.bfloat16
@@ -180,7 +192,8 @@ HOST = {
 
 
 class Calls(torch.optim.Optimizer):
-    """Of hdet's step what torch does, and nothing else: into `step` and out, gradients, where these and the parameters lie, versions."""
+    """Of hdet's step what torch does, and nothing else: into `step` and out, gradients, where these
+    and the parameters lie, versions."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
@@ -198,7 +211,8 @@ class Calls(torch.optim.Optimizer):
 
 
 def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
-    """A step on 300 tensors of one element each, nothing but the way from Python to the kernel and back, in each case of HOST.
+    """A step on 300 tensors of one element each, nothing but the way from Python to the kernel and
+    back, in each case of HOST.
 
     `calls_us`: what torch itself takes of hdet's step.
     """
@@ -266,8 +280,14 @@ def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
     records = [] if options.counting else host(options)
     for benchmark, memory in (
-        (adamw, 28), (mastered, 40), (split, 36), (coded, 26), (coded_split, 24), (low, 16), (clipped, 40),
-    ):  # fmt: skip
+        (adamw, 28),
+        (mastered, 40),
+        (split, 36),
+        (coded, 26),
+        (coded_split, 24),
+        (low, 16),
+        (clipped, 40),
+    ):
         for name, shapes, notes in options.shapes(memory):
             if benchmark is adamw or options.wants(name):
                 records.append(benchmark(options, name, shapes, notes))

@@ -1,12 +1,15 @@
-"""Other ways to write the update kernels, each a program that times it alone: what the comments in csrc/cuda say was tried.
+"""Other ways to write the update kernels, each a program that times it alone: what the comments in
+csrc/cuda say was tried.
 
-    python -m benchmarks.variants build FOLDER [--arch 90] [--only NAME ...]     needs nvcc, and no GPU
-    python -m benchmarks.variants run FOLDER                                     needs a GPU, and nothing else
+    python -m benchmarks.variants build FOLDER [--arch 90] [--only NAME ...]     needs nvcc, and no
+    GPU python -m benchmarks.variants run FOLDER                                     needs a GPU,
+    and nothing else
 
-A variant is the sources with a few lines replaced, compiled for AdamW alone. "Hints": every stream is marked as used once (ld.global.cs,
-st.global.cs); those of before spared parameters. A line of JSON for each kind of numbers: median milliseconds of a launch, bytes a second, and
-a sum of all that was written, by which variants of the same arithmetic can be compared. The programs need no Python and no torch: they can be
-built on one machine and run on another.
+A variant is the sources with a few lines replaced, compiled for AdamW alone. "Hints": every stream
+is marked as used once (ld.global.cs, st.global.cs); those of before spared parameters. A line of
+JSON for each kind of numbers: median milliseconds of a launch, bytes a second, and a sum of all
+that was written, by which variants of the same arithmetic can be compared. The programs need no
+Python and no torch: they can be built on one machine and run on another.
 """
 
 from __future__ import annotations

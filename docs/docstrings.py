@@ -1,4 +1,5 @@
-"""What the docstrings write for a terminal, as Markdown: a griffe extension of the API reference."""
+"""What the docstrings write for a terminal, as Markdown: a griffe extension of the API
+reference."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ def fenced(match: re.Match[str]) -> str:
 
 
 def apart(match: re.Match[str]) -> str:
-    """``a, b: text`` of a list of arguments, as two entries: the reference looks each up by its name."""
+    """``a, b: text`` of a list of arguments, as two entries: the reference looks each up by its
+    name."""
     indent, first, others = match[1], match[2], match[3].lstrip(", ").split(", ")
     return "".join(f"{indent}{name}: see `{first}`.\n" for name in others) + f"{indent}{first}: "
 
 
 def markdown(text: str) -> str:
-    """Arguments of one text get an entry each, examples at a prompt become code blocks, ``::`` before a block ``:``, and ``[knob][replica]`` is no link."""
+    """Arguments of one text get an entry each, examples at a prompt become code blocks, ``::``
+    before a block ``:``, and ``[knob][replica]`` is no link."""
     parts = re.split(r"(```.*?```)", EXAMPLE.sub(fenced, SEVERAL.sub(apart, text)), flags=re.DOTALL)
     plain = [
         re.sub(

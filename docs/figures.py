@@ -1,4 +1,5 @@
-"""Draws the figures of docs/concepts.md into docs/figures/, and docs/rates.png by the program of README.md: `python docs/figures.py`.
+"""Draws the figures of docs/concepts.md into docs/figures/, and docs/rates.png by the program of
+README.md: `python docs/figures.py`.
 
 Needs matplotlib and scikit-learn. Multipliers are hdet's own.
 """
@@ -109,8 +110,11 @@ def cycle(axes: Axes) -> None:
 
 def knob(axes: Axes) -> None:
     bare(axes, 8, 2.2)
-    rows = [("learning rate", "param_groups", "inside optimizer.step()"), ("weight decay", "param_groups", "inside optimizer.step()"),
-            ("dropout", "the model's modules", "inside explore()")]  # fmt: skip
+    rows = [
+        ("learning rate", "param_groups", ("inside optimizer.step()")),
+        ("weight decay", "param_groups", ("inside optimizer.step()")),
+        ("dropout", "the model's modules", "inside explore()"),
+    ]
     for i, row in enumerate(rows):
         for j, (text, x, width) in enumerate(
             zip(row, (0.1, 2.3, 5.1), (1.9, 2.5, 2.8), strict=True)
@@ -217,8 +221,16 @@ def rates() -> None:
 def main() -> None:
     rates()
     FOLDER.mkdir(exist_ok=True)
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hdet", "font.family": "sans-serif", "font.size": 9,
-                         "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
+    plt.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "hdet",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
     for name, (draw, height) in FIGURES.items():
         figure, axes = plt.subplots(figsize=(6.4, height), layout="constrained")
         draw(axes)

@@ -1,4 +1,5 @@
-"""MkDocs' build looks at the README too: its links into docs/ must lead somewhere, anchors included."""
+"""MkDocs' build looks at the README too: its links into docs/ must lead somewhere, anchors
+included."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""AutoLR in a loop with accelerate: `python examples/accelerate_loop.py`, or `torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
+"""AutoLR in a loop with accelerate:
 
-A small regression with accumulation, clipping and a prepared scheduler, from a thirtieth of a good rate.
+`python examples/accelerate_loop.py`, or `torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
+
+A small regression with accumulation, clipping and a prepared scheduler, from a thirtieth of a good
+rate.
 """
 
 import sys
@@ -54,7 +57,8 @@ def main(steps: int = 250) -> None:
             optimizer.zero_grad()
     accelerator.save_state(tempfile.mkdtemp())  # averages the replicas, and saves the Ensemble too
     accelerator.print(
-        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}"
+        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss "
+        f"{loss.item():.3f}"
     )
 
 

@@ -1,9 +1,11 @@
 """A nanoGPT-like loop on real text, and the four lines that turn its fixed schedule into HDET.
 
-    torchrun --nproc-per-node 4 -m examples.drop_in                  # HDET from a rate 30 times too low
-    torchrun --nproc-per-node 4 -m examples.drop_in --fixed          # the same with torch's OneCycleLR
+    torchrun --nproc-per-node 4 -m examples.drop_in                  # HDET from a rate 30 times too
+    low torchrun --nproc-per-node 4 -m examples.drop_in --fixed          # the same with torch's
+    OneCycleLR
 
-From the root of the repository. The changed lines are marked with (1) to (4). One process alone runs too; it has no replicas and so explores nothing.
+From the root of the repository. The changed lines are marked with (1) to (4). One process alone
+runs too; it has no replicas and so explores nothing.
 """
 
 from __future__ import annotations
@@ -79,9 +81,16 @@ else:
         model=raw_model,
     )
     scheduler = hdet.OneCycleAutoLR(  # (3)
-        optimizer, args.max_lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False,
-        auto_lr_warmup_steps=0, ensemble_lr_spread_ratio=0.3, model_sync_interval=args.sync_interval, controller=probe,
-    )  # fmt: skip
+        optimizer,
+        args.max_lr,
+        total_steps=args.steps,
+        pct_start=0.1,
+        cycle_momentum=False,
+        auto_lr_warmup_steps=0,
+        ensemble_lr_spread_ratio=0.3,
+        model_sync_interval=args.sync_interval,
+        controller=probe,
+    )
 
 # -----------------------------------------------------------------------------
 begun = time.time()
@@ -97,12 +106,14 @@ for step in range(args.steps):
         scheduler.step(loss)  # (4)
     if rank == 0 and (step + 1) % 50 == 0:
         print(
-            f"step {step + 1:5d}  loss {loss.item():.3f}  rate {scheduler.get_last_lr()[0]:.2e}  {time.time() - begun:5.1f} s",
+            f"step {step + 1:5d}  loss {loss.item():.3f}  rate {scheduler.get_last_lr()[0]:.2e}  "
+            f"{time.time() - begun:5.1f} s",
             flush=True,
         )
 
 # -----------------------------------------------------------------------------
-# A run that ends inside a cycle would leave the replicas apart: the last step ends a cycle by itself, so rank 0 may speak for all.
+# A run that ends inside a cycle would leave the replicas apart: the last step ends a cycle by
+# itself, so rank 0 may speak for all.
 if rank == 0:
     raw_model.eval()
     with torch.no_grad():

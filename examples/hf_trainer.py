@@ -1,6 +1,9 @@
-"""AutoLR inside transformers' Trainer: `python examples/hf_trainer.py`, or `torchrun --nproc-per-node 2 examples/hf_trainer.py`.
+"""AutoLR inside transformers' Trainer:
 
-A tiny Llama learns sequences in which every token stands twice. It begins at a thirtieth of a good rate, with accumulation, clipping and evaluations.
+`python examples/hf_trainer.py`, or `torchrun --nproc-per-node 2 examples/hf_trainer.py`.
+
+A tiny Llama learns sequences in which every token stands twice. It begins at a thirtieth of a good
+rate, with accumulation, clipping and evaluations.
 """
 
 import sys
@@ -55,12 +58,14 @@ def main(steps: int = 250) -> None:
         args,
         train_dataset=texts(4000, 0),
         eval_dataset=texts(64, 1),
-        # This run is short: its trial may take a larger part of it than by default, as in {"controller": hdet.AutoLR}.
+        # This run is short: its trial may take a larger part of it than by default, as in
+        # {"controller": hdet.AutoLR}.
         ensemble={"controller": hdet.AutoLR},
     )
     trainer.train()
     print(
-        f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss {trainer.evaluate()['eval_loss']:.3f}"
+        f"correction of the rate: {trainer.ensemble.corrections['lr']:.3g}; held-out loss "
+        f"{trainer.evaluate()['eval_loss']:.3f}"
     )
 
 

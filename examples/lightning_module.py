@@ -1,6 +1,9 @@
-"""AutoLR as a callback of Lightning's Trainer: `python examples/lightning_module.py`, or with two processes: `... lightning_module.py 250 2`.
+"""AutoLR as a callback of Lightning's Trainer:
 
-A small regression with accumulation, clipping, validations and a schedule, from a thirtieth of a good rate.
+`python examples/lightning_module.py`, or with two processes: `... lightning_module.py 250 2`.
+
+A small regression with accumulation, clipping, validations and a schedule, from a thirtieth of a
+good rate.
 """
 
 import sys
@@ -40,7 +43,8 @@ def batches(count: int) -> DataLoader:
 def main(steps: int = 250, processes: int = 1) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # This run is short: its trial may take a larger part of it than by default, as in HdetCallback(controller=hdet.AutoLR).
+    # This run is short: its trial may take a larger part of it than by default, as in
+    # HdetCallback(controller=hdet.AutoLR).
     callback = hdet.integrations.lightning.HdetCallback(controller=hdet.AutoLR)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -55,7 +59,8 @@ def main(steps: int = 250, processes: int = 1) -> None:
     trainer.fit(Sines(1e-4), batches(2 * steps * processes), batches(8))
     loss = trainer.callback_metrics["validation"]
     print(
-        f"correction of the rate: {callback.ensemble.corrections['lr']:.3g}; held-out loss {loss:.3f}"
+        f"correction of the rate: {callback.ensemble.corrections['lr']:.3g}; held-out loss "
+        f"{loss:.3f}"
     )
 
 

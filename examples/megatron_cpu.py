@@ -1,4 +1,5 @@
-"""Lets Megatron-Core run on a machine without a GPU: whatever it makes on "cuda" is made on the CPU. With a GPU it does nothing."""
+"""Lets Megatron-Core run on a machine without a GPU: whatever it makes on "cuda" is made on the
+CPU. With a GPU it does nothing."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -9,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class CpuForCuda(TorchFunctionMode):
-    """Megatron asks for device="cuda" by name, and tells 16-bit parameters by types such as 'torch.cuda.BFloat16Tensor'."""
+    """Megatron asks for device="cuda" by name, and tells 16-bit parameters by types such as
+    'torch.cuda.BFloat16Tensor'."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

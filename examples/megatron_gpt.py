@@ -1,6 +1,10 @@
-"""AutoLR with Megatron-Core: `torchrun --nproc-per-node 2 examples/megatron_gpt.py`, or with parameters in two stages of a pipeline: `... 250 1 2`.
+"""AutoLR with Megatron-Core:
 
-A tiny GPT, from a hundredth of a good rate; arguments are steps, tensor and pipeline parallel size. Its model and data are in megatron_tiny.py.
+`torchrun --nproc-per-node 2 examples/megatron_gpt.py`, or with parameters in two stages of a
+pipeline: `... 250 1 2`.
+
+A tiny GPT, from a hundredth of a good rate; arguments are steps, tensor and pipeline parallel size.
+Its model and data are in megatron_tiny.py.
 """
 
 import sys
@@ -35,7 +39,8 @@ def main(steps=250, tp=1, pp=1):
     }
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": steps, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(optimizer, **rates, **decay)
-    # This run is short: its trial may take a larger part of it than by default, as with controller=hdet.AutoLR.
+    # This run is short: its trial may take a larger part of it than by default, as with
+    # controller=hdet.AutoLR.
     settings = {"total_steps": steps, "controller": hdet.AutoLR}
     scheduler = hdet.integrations.megatron.wrap(optimizer, scheduler, model, **settings)
     rank = parallel_state.get_data_parallel_rank()
@@ -63,7 +68,8 @@ def main(steps=250, tp=1, pp=1):
             )
     scheduler.converge()
     print(
-        f"{scheduler.ensemble.report()}\ncorrection of the rate: {scheduler.ensemble.corrections['lr']:.3g}"
+        f"{scheduler.ensemble.report()}\ncorrection of the rate: "
+        f"{scheduler.ensemble.corrections['lr']:.3g}"
     )
 
 

@@ -1,4 +1,5 @@
-"""A tiny GPT of Megatron-Core's, tensor and pipeline parallel as parallel_state says, and random sequences in which every token stands twice."""
+"""A tiny GPT of Megatron-Core's, tensor and pipeline parallel as parallel_state says, and random
+sequences in which every token stands twice."""
 
 import torch
 from megatron.core import parallel_state

@@ -1,10 +1,13 @@
-"""Tensor, pipeline and data parallelism out of torch's own modules, trained with HDET: a replica here is a group of ranks.
+"""Tensor, pipeline and data parallelism out of torch's own modules, trained with HDET: a replica
+here is a group of ranks.
 
-    torchrun --nproc-per-node 8 -m examples.parallel                     # tp 2 x pp 2, so dp 2: two replicas of four ranks each
-    torchrun --nproc-per-node 2 -m examples.parallel --tp 1 --pp 1       # the same training, one rank a replica
-    torchrun --nproc-per-node 8 -m examples.parallel --fixed             # no spread, no controller: plain data-parallel training
+    torchrun --nproc-per-node 8 -m examples.parallel                     # tp 2 x pp 2, so dp 2: two
+    replicas of four ranks each torchrun --nproc-per-node 2 -m examples.parallel --tp 1 --pp 1
+    # the same training, one rank a replica torchrun --nproc-per-node 8 -m examples.parallel --fixed
+    # no spread, no controller: plain data-parallel training
 
-What HDET needs to know is marked (1) to (4): who is a replica, which copies are of one parameter, and who sees a loss.
+What HDET needs to know is marked (1) to (4): who is a replica, which copies are of one parameter,
+and who sees a loss.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ WIDTH, HEAD, CONTEXT, BYTES = 32, 8, 32, 256
 
 
 class Block(nn.Module):
-    """As examples.bytes.model's, with q, k and v apart, so that their columns (whole heads) can be split over tp."""
+    """As examples.bytes.model's, with q, k and v apart, so that their columns (whole heads) can be
+    split over tp."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +54,14 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Part ``index`` of ``count`` of a GPT: the first stage embeds the bytes, the last one predicts them with the same matrix."""
+    """Part ``index`` of ``count`` of a GPT: the first stage embeds the bytes, the last one predicts
+    them with the same matrix."""
 
     def __init__(self, layers: int, index: int, count: int) -> None:
         super().__init__()
         self.first, self.last = index == 0, index == count - 1
-        # The whole model from one seed, of which each rank keeps its part: all layouts begin with the same weights.
+        # The whole model from one seed, of which each rank keeps its part: all layouts begin with
+        # the same weights.
         tokens, positions = nn.Embedding(BYTES, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         blocks = [Block() for _ in range(layers)]
         for matrix in (
@@ -77,7 +83,8 @@ class Stage(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight) if self.last else x
 
     def split(self, tp: DeviceMesh) -> None:
-        """Columns of what reads the residual stream, rows of what writes to it; norms and embeddings are whole on every rank."""
+        """Columns of what reads the residual stream, rows of what writes to it; norms and
+        embeddings are whole on every rank."""
         for block in self.blocks.values():
             plan = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel()) | dict.fromkeys(
                 ("out", "down"), RowwiseParallel()
@@ -95,7 +102,8 @@ class Stage(nn.Module):
 
 
 def add_up_gradients(stage: Stage, dp: dist.ProcessGroup, embd: dist.ProcessGroup | None) -> None:
-    """What DistributedDataParallel does, in one bucket; then the two uses of the embedding, whose copies stay bitwise equal."""
+    """What DistributedDataParallel does, in one bucket; then the two uses of the embedding, whose
+    copies stay bitwise equal."""
     gradients = [
         p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in stage.parameters()
     ]
@@ -145,7 +153,8 @@ def report(step: int, stage: Stage, ensemble: hdet.Ensemble, losses: list[torch.
     ):  # a cycle has just ended; every rank has its record
         by_replica = " ".join(f"{loss:.3f}" for loss in record["losses"])
         print(
-            f"step {step:5d}  losses of the replicas {by_replica}  rate {record['values']['lr']:.2e}",
+            f"step {step:5d}  losses of the replicas {by_replica}  rate "
+            f"{record['values']['lr']:.2e}",
             flush=True,
         )
 
@@ -154,7 +163,8 @@ def train(
     args: argparse.Namespace,
     after_step: Callable[[int, Stage, hdet.Ensemble, list[torch.Tensor]], None] = report,
 ) -> None:
-    # Replicas are ranks 0, 1, 4, 5 and 2, 3, 6, 7 of eight: the mesh's last dimension has neighbours, which talk most.
+    # Replicas are ranks 0, 1, 4, 5 and 2, 3, 6, 7 of eight: the mesh's last dimension has
+    # neighbours, which talk most.
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -216,7 +226,9 @@ def train(
         schedule.step(*inputs, **targets)
         add_up_gradients(stage, mesh.get_group("dp"), ends)
         optimizer.step()
-        for loss in losses:  # (4) the last stage's micro-batches; both of its tp ranks have them, the first stage has none
+        # (4) the last stage's micro-batches; both of its tp ranks have them, the first stage has
+        # none
+        for loss in losses:
             ensemble.observe(loss)
         ensemble.step()
         after_step(step, stage, ensemble, losses)
@@ -225,7 +237,8 @@ def train(
 def main() -> None:
     if "LOCAL_WORLD_SIZE" not in os.environ:
         raise SystemExit(
-            "start it with torchrun, one process per rank: torchrun --nproc-per-node 8 examples/parallel.py"
+            "start it with torchrun, one process per rank: torchrun --nproc-per-node 8 "
+            "examples/parallel.py"
         )
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
         os.environ["LOCAL_WORLD_SIZE"]

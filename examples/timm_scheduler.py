@@ -1,4 +1,6 @@
-"""A scheduler of timm's, which is none of torch's, in a loop as timm's train.py has it: `python examples/timm_scheduler.py`, with `pip install timm`.
+"""A scheduler of timm's, which is none of torch's, in a loop as timm's train.py has it:
+
+`python examples/timm_scheduler.py`, with `pip install timm`.
 
 A small regression, from a thirtieth of a good rate.
 """
@@ -44,7 +46,8 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
         with ensemble.rescheduling():
             scheduler.step(epoch + 1)
     print(
-        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}"
+        f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss "
+        f"{loss.item():.3f}"
     )
 
 

@@ -1,4 +1,5 @@
-"""What torchtitan lacks on a machine without a GPU, whose device, memory and kernels it takes for granted. Imported before it."""
+"""What torchtitan lacks on a machine without a GPU, whose device, memory and kernels it takes for
+granted. Imported before it."""
 
 import importlib
 from unittest import mock

@@ -1,6 +1,9 @@
-"""AutoLR in torchtitan: `torchrun --nproc-per-node 2 examples/torchtitan_llama.py`. One process, or any number of them.
+"""AutoLR in torchtitan:
 
-A tiny Llama, from a hundredth of a good rate. Several processes are HSDP of two replicas. Its model and data are in torchtitan_tiny.py.
+`torchrun --nproc-per-node 2 examples/torchtitan_llama.py`. One process, or any number of them.
+
+A tiny Llama, from a hundredth of a good rate. Several processes are HSDP of two replicas. Its model
+and data are in torchtitan_tiny.py.
 """
 
 import sys
@@ -45,7 +48,8 @@ def tiny(steps: int, replicas: int) -> Trainer.Config:
 
 
 def tiny_hdet(steps: int = 250, replicas: int = 1) -> Trainer.Config:
-    # This run is short: its trial may take a larger part of it than by default, as in wrap(tiny(), controller=hdet.AutoLR).
+    # This run is short: its trial may take a larger part of it than by default, as in wrap(tiny(),
+    # controller=hdet.AutoLR).
     return hdet.integrations.torchtitan.wrap(tiny(steps, replicas), controller=hdet.AutoLR)
 
 
@@ -55,7 +59,8 @@ def main(steps: int = 250) -> None:
     trainer = tiny_hdet(steps, 2 - torch.distributed.get_world_size() % 2).build()
     trainer.train()
     print(
-        f"{trainer.ensemble.report()}\ncorrection of the rate: {trainer.ensemble.corrections['lr']:.3g}"
+        f"{trainer.ensemble.report()}\ncorrection of the rate: "
+        f"{trainer.ensemble.corrections['lr']:.3g}"
     )
     trainer.close()
     torch.distributed.destroy_process_group()

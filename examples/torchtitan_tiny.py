@@ -1,4 +1,5 @@
-"""A tiny Llama of torchtitan's, with data and a tokenizer of its own, so that nothing is downloaded."""
+"""A tiny Llama of torchtitan's, with data and a tokenizer of its own, so that nothing is
+downloaded."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,7 @@
 """AutoLR inside trl's SFTTrainer, with a LoRA of peft: `python examples/trl_lora.py`.
 
-A tiny Llama with random weights is fine-tuned on sentences in which every word stands twice. Only its adapters are trained, copied and averaged.
+A tiny Llama with random weights is fine-tuned on sentences in which every word stands twice. Only
+its adapters are trained, copied and averaged.
 """
 
 import sys

@@ -1,5 +1,8 @@
 # ruff: noqa: N999
-"""hdet's native module. Addresses, sizes (elements) and streams are plain integers; nothing is checked here: use hdet.kernels."""
+"""hdet's native module.
+
+Addresses, sizes (elements) and streams are plain integers. Nothing is checked: use hdet.kernels.
+"""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -37,7 +40,8 @@ CONTROL_BYTES: int
 
 def build_info() -> BuildInfo: ...
 
-# The structures of csrc/core/plan.h and rank_one.h: addresses and enumerations are integers, everything starts as 0.
+# The structures of csrc/core/plan.h and rank_one.h: addresses and enumerations are integers,
+# everything starts as 0.
 class StepPlan:
     chunks: int
     num_chunks: int
@@ -127,7 +131,7 @@ def same(a: list[Any], b: list[Any]) -> bool: ...
 def gradients(params: list[Any]) -> list[Any]: ...
 def absent(items: list[Any]) -> list[int]: ...
 
-# All keys and values of a dictionary and of the dictionaries in it; and whether they are these objects
+# All keys and values of a dictionary and of those in it; and whether they are these objects
 def contents(outer: dict[Any, Any]) -> list[Any]: ...
 def same_contents(outer: dict[Any, Any], known: list[Any]) -> bool: ...
 

@@ -1,4 +1,7 @@
-"""Where records of cycles go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`, or `History`."""
+"""Where records of cycles go:
+
+``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`, or `History`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ __all__ = ["History", "TensorBoard", "WandB", "scalars"]
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
-    """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``, ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``.
-    ``left_out`` is how many replicas were. What is None, text, or there for `hdet.replay` alone is missing."""
+    """The numbers of a record (`Ensemble.history`), by its own keys:
+
+    ``hdet/values/lr``, ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``.
+    ``left_out`` is how many replicas were. What is None, text, or there for `hdet.replay` alone is
+    missing."""
     told = {
         key: len(value) if key == "left_out" else value
         for key, value in record.items()
@@ -38,7 +44,8 @@ class TensorBoard:
     """A cycle's numbers as scalars at its step, its notes as text.
 
     Args:
-        writer: a ``SummaryWriter`` of torch.utils.tensorboard or tensorboardX: its ``add_scalar`` and ``add_text`` are called.
+        writer: a ``SummaryWriter`` of torch.utils.tensorboard or tensorboardX: its ``add_scalar``
+            and ``add_text`` are called.
         prefix: of all names.
 
     Raises:
@@ -57,8 +64,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A cycle's numbers in a run of Weights & Biases. They have an axis of their own, ``hdet/step``, so that they need not agree with the
-    steps in which the loop logs.
+    """A cycle's numbers in a run of Weights & Biases.
+
+    They have an axis of their own, ``hdet/step``, so that they need not agree with the steps in
+    which the loop logs.
 
     Args:
         run: what ``wandb.init()`` returns: its ``log`` and ``define_metric`` are called.

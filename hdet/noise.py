@@ -22,7 +22,8 @@ Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a full tensor a plain tensor is, where a model is split by hand (a DTensor says so itself)."""
+    """Which part of a full tensor a plain tensor is, where a model is split by hand (a DTensor says
+    so itself)."""
 
     shape: Sequence[int]
     """of the full tensor"""
@@ -42,7 +43,8 @@ class Slice:
             not 0 <= start <= whole - length for whole, start, length in zip(*sizes, strict=True)
         ):
             raise ValueError(
-                f"{name} of shape {sizes[2]} is no slice from {sizes[1]} of a tensor of shape {sizes[0]}"
+                f"{name} of shape {sizes[2]} is no slice from {sizes[1]} of a tensor of shape "
+                f"{sizes[0]}"
             )
 
 
@@ -54,29 +56,38 @@ def warm_noise_(
     replicas: Replicas | None = None,
     slices: Mapping[torch.Tensor, Slice] | None = None,
 ) -> None:
-    """Eq. 9, per tensor and in place: theta_r <- theta_0 + eps_r, eps ~ N(0, nu^2 ||theta_0||^2 / d), d = elements of the tensor.
+    """Eq.
 
-    So the noise has nu times the tensor's own norm. It is a function of (seed, replica, tensor, element of the full tensor): torch's
-    generators are not touched, and a run repeated with the same seed gets the same noise on any device and however the tensor is split:
-    the ranks of a replica get the slices that belong to their shards, and the same noise where they hold the same tensor.
-    Call it after wrapping the model (DDP copies rank 0's weights to everyone), before the first step.
+    9, per tensor and in place: theta_r <- theta_0 + eps_r, eps ~ N(0, nu^2 ||theta_0||^2 / d), d =
+    elements of the tensor.
+
+    So the noise has nu times the tensor's own norm. It is a function of (seed, replica, tensor,
+    element of the full tensor): torch's generators are not touched, and a run repeated with the
+    same seed gets the same noise on any device and however the tensor is split: the ranks of a
+    replica get the slices that belong to their shards, and the same noise where they hold the same
+    tensor. Call it after wrapping the model (DDP copies rank 0's weights to everyone), before the
+    first step.
 
     Args:
-        parameters: tensors, known by their place in the list, or pairs (name, tensor) as of ``model.named_parameters()``, known by their
-            name. Use names where ranks of one replica hold different lists (pipeline stages, experts), so that equal places do not get
-            equal noise. DTensors need nothing else.
-        slices: what part of a full tensor a plain tensor is. Whatever is not listed is whole on this rank.
+        parameters: tensors, known by their place in the list, or pairs (name, tensor) as of
+            ``model.named_parameters()``, known by their name. Use names where ranks of one replica
+            hold different lists (pipeline stages, experts), so that equal places do not get equal
+            noise. DTensors need nothing else.
+        slices: what part of a full tensor a plain tensor is. Whatever is not listed is whole on
+            this rank.
 
-    Each rank draws the noise of the full tensor, one after the other, on the CPU, and keeps its part. One small all_reduce for each mesh,
-    group or sharding dimension adds up the norms of what is split; every rank of it must call this.
+    Each rank draws the noise of the full tensor, one after the other, on the CPU, and keeps its
+    part. One small all_reduce for each mesh, group or sharding dimension adds up the norms of what
+    is split; every rank of it must call this.
 
     Raises:
-        ValueError: ``nu`` negative or not finite; a tensor that is not floating point, or Partial; a slice that does not fit. Nothing is
-            changed then.
+        ValueError: ``nu`` negative or not finite; a tensor that is not floating point, or Partial;
+            a slice that does not fit. Nothing is changed then.
     """
     if isinstance(parameters, torch.Tensor):
         raise TypeError(
-            "parameters must be a list of tensors, got one tensor: its rows would be taken for parameters; pass [tensor]"
+            "parameters must be a list of tensors, got one tensor: its rows would be taken for "
+            "parameters; pass [tensor]"
         )
     within(
         nu,
@@ -119,19 +130,22 @@ def _check(named: Sequence[Named], slices: Mapping[torch.Tensor, Slice]) -> None
     for name, tensor in named:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided:
             raise ValueError(
-                f"parameter {name} is a {tensor.dtype} tensor of layout {tensor.layout}: noise needs dense floating-point tensors"
+                f"parameter {name} is a {tensor.dtype} tensor of layout {tensor.layout}: noise "
+                "needs dense floating-point tensors"
             )
         shards.sharding_dims(tensor, f"parameter {name}")
         if tensor in slices:
             if shards.is_sharded(tensor):
                 raise ValueError(
-                    f"parameter {name} is a DTensor, which knows what part it is: leave it out of slices"
+                    f"parameter {name} is a DTensor, which knows what part it is: leave it out of "
+                    "slices"
                 )
             slices[tensor].check(tensor, f"parameter {name}")
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ValueError(
-            f"two parameters have the name {twice[0]}: each needs its own, or they get the same noise"
+            f"two parameters have the name {twice[0]}: each needs its own, or they get the same "
+            "noise"
         )
 
 

@@ -1,4 +1,7 @@
-"""Settings that belong together, frozen: how replicas are averaged. `hdet.Divergence` is the other such policy."""
+"""Settings that belong together, frozen: how replicas are averaged.
+
+`hdet.Divergence` is the other such policy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ MOMENTS = ("keep", "average", "reset")
 """What may become of the optimizer's moments at an average (hdet/run/moments.py)."""
 
 Tied = tuple[torch.Tensor, dist.ProcessGroup]
-"""A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
+"""A tensor of which each rank of a group holds a copy, such as an embedding on the first and the
+last stage of a pipeline."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +32,29 @@ class Sync:
 
     Args:
         every: T, optimizer steps between averages, >= 1.
-        converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one pays).
-        gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
-            travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
-            needed. The first step checks which of them it is.
-        moments: with local gradients, what becomes of the optimizer's moments at an average: ``"keep"``, ``"average"`` or ``"reset"``
-            (hdet/run/moments.py tells what follows from each). Needed with shared ones, too, if a knob makes moments differ (betas,
-            clipping): then ``"average"`` or ``"reset"``.
-        weights: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses (sigma 0.1).
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, but for
-            those in 8 bits, also where a forward pass has put a new tensor in a buffer's place, which a list of tensors would miss.
-            Co-resident replicas share theirs.
-        tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
-            the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
-        refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever keeps a model beside the parameters
-            that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
-            `ProbeController` are resharded without it.
+        converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one
+            pays).
+        gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``:
+            each with its own, so that nothing travels between averages (DDP inside ``no_sync()``,
+            or a one-dimensional FSDP mesh for each replica); then ``moments`` is needed. The first
+            step checks which of them it is.
+        moments: with local gradients, what becomes of the optimizer's moments at an average:
+            ``"keep"``, ``"average"`` or ``"reset"`` (hdet/run/moments.py tells what follows from
+            each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
+            then ``"average"`` or ``"reset"``.
+        weights: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses
+            (sigma 0.1).
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a
+            module: all it has at the time, but for those in 8 bits, also where a forward pass has
+            put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident
+            replicas share theirs.
+        tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy,
+            such as an embedding on the first and the last pipeline stage: after each average it is
+            sent from the group's first rank, so that copies stay equal to the bit.
+        refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever
+            keeps a model beside the parameters that the optimizer has (Megatron's float32 masters)
+            copies them there. FSDP2 modules given as ``buffers`` or to a `ProbeController` are
+            resharded without it.
         bucket_bytes: extra memory of the average, in bytes.
 
     Raises:
@@ -66,19 +77,22 @@ class Sync:
         whole(self.every, "every", of="steps")
         if self.gradients not in ("shared", "local"):
             raise ValueError(
-                "gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), "
+                "gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' "
+                "(each replica its own, as under no_sync), "
                 f"got {self.gradients!r}"
             )
         if self.gradients == "local" and self.moments not in MOMENTS:
             raise ValueError(
-                f"moments must be one of {', '.join(map(repr, MOMENTS))} with gradients='local', got {self.moments!r}: replicas' moments "
+                f"moments must be one of {', '.join(map(repr, MOMENTS))} with gradients='local', "
+                f"got {self.moments!r}: replicas' moments "
                 "differ, and what becomes of them at an average is a choice (docs/local.md)"
             )
         if self.weights not in ("mean", "softmax"):
             raise ValueError(f"weights must be 'mean' or 'softmax', got {self.weights!r}")
         if not isinstance(self.converge, Averaging):
             raise TypeError(
-                f"converge must be a way of averaging such as hdet.converge.Plain(), got {self.converge!r}"
+                "converge must be a way of averaging such as hdet.converge.Plain(), got "
+                f"{self.converge!r}"
             )
         if self.refresh is not None and not callable(self.refresh):
             raise TypeError(

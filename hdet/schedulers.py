@@ -1,4 +1,5 @@
-"""OneCycleAutoLR: torch's OneCycleLR with replicas, as a drop-in for it and for the published class of the same name."""
+"""OneCycleAutoLR: torch's OneCycleLR with replicas, as a drop-in for it and for the published class
+of the same name."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ __all__ = ["OneCycleAutoLR"]
 
 
 class OneCycleAutoLR(OneCycleLR):
-    """OneCycleLR whose peak is a starting point: replicas train at a spread of rates, and their losses correct it.
+    """OneCycleLR whose peak is a starting point: replicas train at a spread of rates, and their
+    losses correct it.
 
     The first arguments are torch's, the next the published ones, the rest ours:
 
@@ -37,22 +39,27 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_warmup_steps: S_warm, steps before the controller may act.
         ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bit for bit.
         model_sync_interval: T, optimizer steps between averages of the replicas.
-        rank, world_size: accepted for compatibility; must agree with the process group or with ``replicas`` (co-resident: 0 and 1).
-        enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off: spread and averages still run.
-            Then ``auto_lr_warmup_steps`` must be below the run's length.
+        rank, world_size: accepted for compatibility; must agree with the process group or with
+            ``replicas`` (co-resident: 0 and 1).
+        enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off:
+            spread and averages still run. Then ``auto_lr_warmup_steps`` must be below the run's
+            length.
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
-        replicas: who takes part; default the world if torch.distributed is initialised; or a `CoresidentReplicas`, whose losses
-            are given by ``observe`` inside of ``use``, before ``step()``.
-        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under one that reads more
-            than the published signal (auto, probe, slope ...) all parameter groups are one knob.
-        freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of steps after which nothing moves any
-            more. One that you give has its own.
+        replicas: who takes part; default the world if torch.distributed is initialised; or a
+            `CoresidentReplicas`, whose losses are given by ``observe`` inside of ``use``, before
+            ``step()``.
+        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under
+            one that reads more than the published signal (auto, probe, slope ...) all parameter
+            groups are one knob.
+        freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of
+            steps after which nothing moves any more. One that you give has its own.
         seed: key of the assignments of multipliers, equal on all ranks.
         sync: as in `Ensemble`, but for ``every``, which is ``model_sync_interval``.
         settings: further ones of the `Ensemble`: divergence, log, design.
 
-    Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own, to the bit. Between
-    steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate, never a multiplied one.
+    Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own,
+    to the bit. Between steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate,
+    never a multiplied one.
     """
 
     def __init__(
@@ -109,9 +116,21 @@ class OneCycleAutoLR(OneCycleLR):
                     loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after
                 )
             super().__init__(
-                optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,  # type: ignore[arg-type]
-                base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch,
-            )  # fmt: skip
+                optimizer,
+                max_lr,
+                total_steps,
+                epochs,
+                steps_per_epoch,
+                pct_start,
+                anneal_strategy,  # type: ignore[arg-type]
+                cycle_momentum,
+                base_momentum,
+                max_momentum,
+                div_factor,
+                final_div_factor,
+                three_phase,
+                last_epoch,
+            )
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),
@@ -140,7 +159,9 @@ class OneCycleAutoLR(OneCycleLR):
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None
     ) -> None:
-        """After optimizer.step(). ``closure`` is for an `AutoLR`. Without a loss the controller learns nothing.
+        """After optimizer.step().
+
+        ``closure`` is for an `AutoLR`. Without a loss the controller learns nothing.
 
         Raises:
             ValueError: past total_steps, torch's own error.
@@ -173,7 +194,8 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
+        """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on
+        every rank."""
         return {
             **self._torch_state(),
             "ensemble": {**self.ensemble.state_dict(), "scheduler": {}},
@@ -189,7 +211,8 @@ class OneCycleAutoLR(OneCycleLR):
         """Continue a run; N may differ.
 
         Raises:
-            ValueError: the state is not one of this class, is of another version or damaged; nothing is changed then.
+            ValueError: the state is not one of this class, is of another version or damaged;
+                nothing is changed then.
         """
         own = read(
             state_dict, {"ensemble": Instance(Mapping), "last_epoch": ANYTHING}, "scheduler's"
@@ -204,7 +227,8 @@ class OneCycleAutoLR(OneCycleLR):
 
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
-    """As published, every parameter group is a knob, but for controllers that cannot tell so many apart (`Controller.knob_per_group`)."""
+    """As published, every parameter group is a knob, but for controllers that cannot tell so many
+    apart (`Controller.knob_per_group`)."""
     together = len(optimizer.param_groups) == 1 or (
         isinstance(controller, Controller) and not controller.knob_per_group
     )
@@ -237,7 +261,8 @@ class _TorchPart:
 
 @contextmanager
 def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """torch's constructor writes into the optimizer before everything is validated: take that back if something is refused."""
+    """torch's constructor writes into the optimizer before everything is validated: take that back
+    if something is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
     groups = [

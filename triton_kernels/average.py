@@ -1,4 +1,7 @@
-"""The weighted mean of K co-resident replicas, in place (Eq. 3): each set is read once and written once."""
+"""The weighted mean of K co-resident replicas, in place (Eq.
+
+3): each set is read once and written once.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,8 @@ from .numbers import load_parameter, pointer, store_parameter
 from .rules import add_weighted, empty_sum
 
 HELD = tl.constexpr(4)
-"""up to so many replicas' addresses are held in registers; of more they are read again in each block"""
+"""up to so many replicas' addresses are held in registers; of more they are read again in each
+block"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def average(chunks, addresses, weights, V: tl.constexpr):
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
     addresses += chunk.tensor * (2 * K)
-    # before the loop: a store may hit any address, so nothing would be kept from one block to the next
+    # before the loop: a store may hit any address, so nothing would be kept from one block to the
+    # next
     held = ()
     if K <= HELD:
         for k in tl.static_range(K):

@@ -1,4 +1,7 @@
-"""Moments in 8 bits: csrc/core/eight_bit.h in Triton. A table is a Codebook of that file: values by code, thresholds, starts."""
+"""Moments in 8 bits: csrc/core/eight_bit.h in Triton.
+
+A table is a Codebook of that file: values by code, thresholds, starts.
+"""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,9 @@
-"""From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h and prepare.h in Triton, where each formula is
-explained.
+"""From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h and
+prepare.h in Triton, where each formula is explained.
 
-It is here a second time because these kernels are for builds without nvcc, whose steps may not read counters, rates, scaler and norm on
-the host either. `settings` is one array of doubles: max_norm; nine for each group; rho[groups][K] (Eq. 1).
+It is here a second time because these kernels are for builds without nvcc, whose steps may not read
+counters, rates, scaler and norm on the host either. `settings` is one array of doubles: max_norm;
+nine for each group; rho[groups][K] (Eq. 1).
 """
 
 from typing import NamedTuple
@@ -18,7 +19,10 @@ GROUP_SETTINGS = tl.constexpr(9)
 
 @triton.jit
 def power(base, exponent):
-    """base^exponent by squaring: multiplications alone, so that every backend gives the same bits. `exponent`: uint32."""
+    """base^exponent by squaring: multiplications alone, so that every backend gives the same bits.
+
+    `exponent`: uint32.
+    """
     result = tl.full(base.shape, 1.0, tl.float64)
     for _ in range(32):
         result = tl.where((exponent & 1) != 0, result * base, result)
@@ -106,7 +110,8 @@ def store_rows(target, s, gradient_scale, live, RULE: tl.constexpr):
     if RULE == "adam" or RULE == "sgd":
         coupled_decay = s.weight_decay
     if RULE == "sgd":
-        # torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
+        # torch fills the momentum buffer with the first gradient as it is, and without momentum has
+        # no buffer to dampen
         lerp1 = tl.where((s.step <= 1) | (s.beta1 == 0), one, one - s.dampening)
     tl.store(target, tl.where(s.maximize != 0, -gradient_scale, gradient_scale), mask=live)
     tl.store(target + 1, s.beta1.to(tl.float32), mask=live)
@@ -161,7 +166,8 @@ def derive(
     rows,
     replica_rows,
     control,
-    scales,  # [tensor] addresses, of replicas on one line (rank_one.py); else any pointer, as the next
+    # [tensor] addresses, of replicas on one line (rank_one.py); else any pointer, as the next
+    scales,
     lines,
     num_partials,
     num_tensors,
@@ -172,7 +178,10 @@ def derive(
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """TENSORS tensors, one a thread, with their counters. Every program adds up all partials: none waits for another."""
+    """TENSORS tensors, one a thread, with their counters.
+
+    Every program adds up all partials: none waits for another.
+    """
     skip, gradient_scale = derive_control(
         settings, partials, num_partials, grad_scale, found_inf, control, BLOCK
     )

@@ -1,10 +1,12 @@
 """Numbers in memory and random numbers: csrc/core/numbers.h and csrc/core/philox.h in Triton.
 
-A stream is an address from a table and a format, by the numbers of numbers.h: DType, or Master for a master.
+A stream is an address from a table and a format, by the numbers of numbers.h: DType, or Master for
+a master.
 
-VECTOR is how many elements a thread moves at a time: 16 bytes of a launch's widest stream where all its addresses are multiples of
-16, so 4 elements beside float32 and 8 otherwise; 1 where some address is not. Streams of one launch move in equal vectors, because
-values would have to change threads between vectors of different lengths.
+VECTOR is how many elements a thread moves at a time: 16 bytes of a launch's widest stream where all
+its addresses are multiples of 16, so 4 elements beside float32 and 8 otherwise; 1 where some
+address is not. Streams of one launch move in equal vectors, because values would have to change
+threads between vectors of different lengths.
 """
 
 import triton
@@ -44,7 +46,10 @@ def to_bf16(x):
 
 @triton.jit
 def to_bf16_stochastic(x, random):
-    """Up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact."""
+    """Up with the probability of what would be cut off.
+
+    `random` is uniform in 0 .. 65535. Infinities and NaN are exact.
+    """
     bits = bits_of(x)
     special = (bits & 0x7F800000) == 0x7F800000
     return tl.where(special, to_bf16(x), ((bits + random) >> 16).to(tl.uint16))
@@ -52,7 +57,8 @@ def to_bf16_stochastic(x, random):
 
 @triton.jit
 def join(upper, lower):
-    """The split form (csrc/core/numbers.h): a float32 as its bfloat16 (ties away from zero) and its low 16 bits."""
+    """The split form (csrc/core/numbers.h): a float32 as its bfloat16 (ties away from zero) and its
+    low 16 bits."""
     bits = ((upper.to(tl.uint32) - (lower >> 15).to(tl.uint32)) << 16) + lower.to(tl.uint32)
     return float_of(
         tl.where(((upper & 0x7FFF) == 0) & (lower >= 0x8000), upper.to(tl.uint32) << 16, bits)
@@ -78,7 +84,8 @@ def lower_half(x):
 
 @triton.jit
 def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
-    """To one element of a tensor: the start of a chunk, whose offset in bytes is a multiple of 16."""
+    """To one element of a tensor: the start of a chunk, whose offset in bytes is a multiple of
+    16."""
     if FORMAT == F32:
         p = (address + element * 4).to(tl.pointer_type(tl.float32))
         return tl.multiple_of(p, 4 * VECTOR)
@@ -141,9 +148,11 @@ def store_parameter(param, master, offsets, mask, x, PARAM: tl.constexpr, MASTER
 
 @triton.jit
 def rounding_bits(seed, step, replica, id, element, BLOCK: tl.constexpr):
-    """32 random bits for each of BLOCK elements from `element` on, a multiple of 4: philox.h, rounding_bits().
+    """32 random bits for each of BLOCK elements from `element` on, a multiple of 4: philox.h,
+    rounding_bits().
 
-    The low 16 bits round the parameter of a replica, the high 16 bits of replica 0 the second moment.
+    The low 16 bits round the parameter of a replica, the high 16 bits of replica 0 the second
+    moment.
     """
     quad = (element // 4).to(tl.int64) + tl.arange(0, BLOCK // 4)
     high = ((quad >> 32).to(tl.uint32) & 0xFFFF) | (replica.to(tl.uint32) << 16)

@@ -1,4 +1,5 @@
-"""Operations between two sets of tensors: a scaled copy, a running average, an exchange (csrc/core/plan.h, PairPlan)."""
+"""Operations between two sets of tensors: a scaled copy, a running average, an exchange
+(csrc/core/plan.h, PairPlan)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,7 +61,10 @@ def pair_block(p, scale, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def pair(chunks, addresses, scale, V: tl.constexpr):
-    """`addresses`: [tensor][4] source, its lower half, destination, its master. `scale` is the weight of a running average."""
+    """`addresses`: [tensor][4] source, its lower half, destination, its master.
+
+    `scale` is the weight of a running average.
+    """
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
     addresses += chunk.tensor * 4

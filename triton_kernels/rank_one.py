@@ -1,7 +1,8 @@
-"""K replicas on one line, A * base - rho_k * D: csrc/core/rank_one.h in Triton, where the formulas are explained.
+"""K replicas on one line, A * base - rho_k * D: csrc/core/rank_one.h in Triton, where the formulas
+are explained.
 
-Between steps each tensor keeps A in a double. A line is what an update reads of a tensor: (step_size, decay) in a step, (rho_mean, A) in a
-converge.
+Between steps each tensor keeps A in a double. A line is what an update reads of a tensor:
+(step_size, decay) in a step, (rho_mean, A) in a converge.
 """
 
 from typing import NamedTuple

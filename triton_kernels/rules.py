@@ -1,4 +1,5 @@
-"""The update rules on blocks of elements: csrc/core/rules.h in Triton, the same operations in the same order."""
+"""The update rules on blocks of elements: csrc/core/rules.h in Triton, the same operations in the
+same order."""
 
 from typing import NamedTuple
 
@@ -43,14 +44,16 @@ def load_row(row):
 
 @triton.jit
 def lerp(a, b, weight, rest):
-    """a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and at weight 1. rest: 1 - weight."""
+    """a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and
+    at weight 1. rest: 1 - weight."""
     near = weight < 0.5
     return tl.where(near, a, b) + tl.where(near, weight, -rest) * (b - a)
 
 
 @triton.jit
 def add_weighted(total, weight, x):
-    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN: a decay or a momentum that is off, a
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN:
+    a decay or a momentum that is off, a
     replica that is not in the mean."""
     return tl.where(weight == 0, total, total + weight * x)
 
@@ -82,7 +85,10 @@ def lion(row, gradient, exp_avg):
 
 @triton.jit
 def direction(row, gradient, param, exp_avg, exp_avg_sq, RULE: tl.constexpr):
-    """u and the new moments. `gradient` is scaled; `param` is read by coupled rules, and 0 where replicas differ."""
+    """u and the new moments.
+
+    `gradient` is scaled; `param` is read by coupled rules, and 0 where replicas differ.
+    """
     if RULE == "adam" or RULE == "sgd":
         gradient = add_weighted(gradient, row.coupled_decay, param)
     if RULE == "sgd":
@@ -109,11 +115,17 @@ def running_average(average, param, weight):
 
 @triton.jit
 def empty_sum(BLOCK: tl.constexpr):
-    """Where a weighted sum starts: -0, the neutral element of addition, by its bits. (As a number Triton takes it for +0.)"""
+    """Where a weighted sum starts: -0, the neutral element of addition, by its bits.
+
+    (As a number Triton takes it for +0.)
+    """
     return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scaled(factor, x):
-    """A number on its way into a weighted sum, or out of it. Factor 0 gives 0, also where x is NaN or infinite."""
+    """A number on its way into a weighted sum, or out of it.
+
+    Factor 0 gives 0, also where x is NaN or infinite.
+    """
     return tl.where(factor == 0, 0.0, factor * x)

@@ -1,4 +1,5 @@
-"""The update phase of an optimizer step: one program for each chunk, all replicas in it (csrc/core/plan.h, StepPlan)."""
+"""The update phase of an optimizer step: one program for each chunk, all replicas in it
+(csrc/core/plan.h, StepPlan)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,9 +25,11 @@ from .numbers import (
 from .rules import HYPER_ROW, direction, load_row, take_step
 
 SHARED = tl.constexpr(4)
-"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq and the scales of both; then params[K], masters[K]"""
+"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq and the scales of
+both; then params[K], masters[K]"""
 HELD = tl.constexpr(4)
-"""up to so many replicas' addresses are held in registers; of more they are read again in each block"""
+"""up to so many replicas' addresses are held in registers; of more they are read again in each
+block"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class StepVariant:
     exp_avg: int = 1
     exp_avg_sq: int = 1
     stochastic: bool = False
-    first: bool = True  # the plan's first replica is replica 0, so that it can share random bits with the second moment
+    # the plan's first replica is replica 0, so that it can share random bits with the second moment
+    first: bool = True
     block: int = 1024
     vector: int = 4
     zero_gradients: bool = False
@@ -59,7 +63,10 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a block must know of its chunk. Stores may hit any address, so what is not loaded here is loaded again in each block."""
+    """What a block must know of its chunk.
+
+    Stores may hit any address, so what is not loaded here is loaded again in each block.
+    """
 
     gradient: tl.tensor  # its address; 0: there is nothing to do
     addresses: tl.tensor  # of this tensor: params[K], masters[K]
@@ -92,7 +99,8 @@ def pointers_of(place, k: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
-    """The parameters of up to BATCH replicas from the first on, all on their way before one is used."""
+    """The parameters of up to BATCH replicas from the first on, all on their way before one is
+    used."""
     K: tl.constexpr = V.replicas
     values = ()
     for k in tl.static_range(FIRST, min(FIRST + BATCH, K)):
@@ -135,7 +143,8 @@ def load_shared(shared, offsets, mask, V: tl.constexpr):
 def new_direction(
     shared, place, row, start, loaded, offsets, live, param, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Moves the moments along what load_shared has read, returns u and the random bits of replica 0."""
+    """Moves the moments along what load_shared has read, returns u and the random bits of replica
+    0."""
     RULE: tl.constexpr = V.rule
     gradient, exp_avg, exp_avg_sq = loaded
     u, exp_avg, exp_avg_sq = direction(
@@ -284,7 +293,8 @@ def update(
     random,  # seed, first replica, address of the tables of codes
     V: tl.constexpr,
 ):
-    # what is left of a chunk after its last whole vector, or its last whole block of codes, goes into one block
+    # what is left of a chunk after its last whole vector, or its last whole block of codes, goes
+    # into one block
     UNIT: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else V.vector
     REST: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else TAIL
     chunk = load_chunk(chunks)

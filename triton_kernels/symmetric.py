@@ -1,6 +1,9 @@
-"""Batches of products that are symmetric: X X^T, and products of polynomials of one matrix (Newton-Schulz). Half of the tiles are computed.
+"""Batches of products that are symmetric:
 
-The only kernel here that multiplies matrices, on tensor cores: sums are float32, in an order of the hardware's own.
+X X^T, and products of polynomials of one matrix (Newton-Schulz). Half of the tiles are computed.
+
+The only kernel here that multiplies matrices, on tensor cores: sums are float32, in an order of the
+hardware's own.
 """
 
 import triton
@@ -53,11 +56,12 @@ def symmetric_product(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """made = beta * added + alpha * left @ right^T for each matrix of a batch, where the caller knows that the product is symmetric.
+    """made = beta * added + alpha * left @ right^T for each matrix of a batch, where the caller
+    knows that the product is symmetric.
 
-    `left`, `right`: (B, m, length); `added`, `made`: (B, m, m); contiguous, of one type of 16 bits. `tiles`: of one lower triangle. A
-    program computes one tile, and stores it and its mirror image. ADDED: is there an `added`? It is read where the tile lies, so it is
-    symmetric as well.
+    `left`, `right`: (B, m, length); `added`, `made`: (B, m, m); contiguous, of one type of 16 bits.
+    `tiles`: of one lower triangle. A program computes one tile, and stores it and its mirror image.
+    ADDED: is there an `added`? It is read where the tile lies, so it is symmetric as well.
     """
     program = tl.program_id(0)
     batch = (program // tiles).to(tl.int64)

@@ -1,8 +1,11 @@
-"""The tables a plan gives to the kernels, made in host memory: chunks and addresses. Needs torch alone.
+"""The tables a plan gives to the kernels, made in host memory: chunks and addresses.
 
-A chunk is a row of int64 (offset, length, tensor): elements from the start of its tensor, elements, row of the
-address tables and of the hyperparameters. Offsets of 64 bits appear only here; inside a chunk an index has 32. An empty
-tensor has no chunk. Kernels are compiled for one format each, so a plan has a chunk table for each format.
+Needs torch alone.
+
+A chunk is a row of int64 (offset, length, tensor): elements from the start of its tensor, elements,
+row of the address tables and of the hyperparameters. Offsets of 64 bits appear only here; inside a
+chunk an index has 32. An empty tensor has no chunk. Kernels are compiled for one format each, so a
+plan has a chunk table for each format.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 16384
 SHORT_CHUNK = 2048
-"""what a program that only streams has: an H100's memory is the faster the nearer to each other programs are (0.98 of a copy for 0.95)"""
+"""what a program that only streams has: an H100's memory is the faster the nearer to each other
+programs are (0.98 of a copy for 0.95)"""
 
 FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}
 MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
@@ -65,7 +69,10 @@ def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
 def chunk_table(
     members: Sequence[int], elements: Sequence[int], longest: int = CHUNK_ELEMENTS
 ) -> Tensor:
-    """Chunks of at most `longest` elements. `elements` has an entry for every tensor of the plan."""
+    """Chunks of at most `longest` elements.
+
+    `elements` has an entry for every tensor of the plan.
+    """
     tensor = torch.tensor(members, dtype=torch.int64, device="cpu")
     length = torch.tensor([elements[i] for i in members], dtype=torch.int64, device="cpu")
     count = (length + longest - 1) // longest
@@ -78,5 +85,8 @@ def chunk_table(
 
 
 def vector(formats: Sequence[int], aligned: bool) -> int:
-    """Elements a thread moves at a time (numbers.py): 16 bytes of the widest stream, if every address is a multiple of 16."""
+    """Elements a thread moves at a time (numbers.py):
+
+    16 bytes of the widest stream, if every address is a multiple of 16.
+    """
     return (4 if 1 in formats else 8) if aligned else 1

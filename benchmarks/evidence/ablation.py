@@ -116,11 +116,16 @@ def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
         pairs = outcomes(records, fixed, change, **values)
         if pairs:
             harms = [after - before for before, after in pairs]
-            rows.append([
-                name, f"{fmean(after for _, after in pairs):.1f} %", str(sum(after <= NEAR for _, after in pairs)),
-                str(sum(after <= 2 for _, after in pairs)), f"{sum(harm > NEAR for harm in harms)} of {len(pairs)}",
-                f"{max(0.0, *harms):.1f} %",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    (f"{fmean(after for _, after in pairs):.1f} %"),
+                    str(sum(after <= NEAR for _, after in pairs)),
+                    str(sum(after <= 2 for _, after in pairs)),
+                    (f"{sum(harm > NEAR for harm in harms)} of {len(pairs)}"),
+                    f"{max(0.0, *harms):.1f} %",
+                ]
+            )
     return table(heads, rows)
 
 

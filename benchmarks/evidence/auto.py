@@ -73,9 +73,14 @@ def controller_of(level: str, model: nn.Module) -> hdet.AutoLR | None:
 
 
 def parts_of(
-    problem: Problem, model: nn.Module, optimizer: Any, scheduler: Any, controller: Any, seed: int = 0,
+    problem: Problem,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    controller: Any,
+    seed: int = 0,
     log: Any = None,
-) -> tuple[Parts, hdet.Ensemble]:  # fmt: skip
+) -> tuple[Parts, hdet.Ensemble]:
     """A training loop with a controller; its closure has the losses of the batch."""
     ensemble = hdet.Ensemble(
         optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log
@@ -157,15 +162,19 @@ def of_length(record: Record, steps: int) -> Record:
     found = Trial.from_dict(record["trial"]).interval(steps)
     high = found.high if math.isfinite(found.high) else None
     return {
-        **record, "steps": steps, "factor": found.suggestion / record["rate"], "low": found.low or None,
-        "high": high, "reason": found.reason,
-    }  # fmt: skip
+        **record,
+        "steps": steps,
+        "factor": found.suggestion / record["rate"],
+        "low": found.low or None,
+        "high": high,
+        "reason": found.reason,
+    }
 
 
 key = identity("workload", "exponent", "seed", "steps", "level", "whole")
 
 
-# -- how far a run ends from the best one -------------------------------------------------------------
+# -- how far a run ends from the best one ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,7 +289,8 @@ def table(runs: Sequence[Compared]) -> str:
         real = "" if one.real is None else f"{one.real:.1f} %"
         lines.append(
             f"| {line['workload']} | {line['steps']} | 2^{line['exponent']} | {line['level']} | "
-            f"{one.fixed:.1f} % | {one.read_off:.1f} % | {real} | {line['factor']:.3g} | {line['reason']} |"
+            f"{one.fixed:.1f} % | {one.read_off:.1f} % | {real} | {line['factor']:.3g} | "
+            f"{line['reason']} |"
         )
     return "\n".join(lines) + "\n"
 

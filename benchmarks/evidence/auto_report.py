@@ -56,8 +56,15 @@ FIELDS = {
     "graphs": graphs,
     "weights that are trained already": finetuning,
 }
-STARTS = {-6: "64 times too low", -4: "16 times too low", -2: "4 times too low", 0: "the usual rate",
-          2: "4 times the usual rate", 4: "16 times", 6: "64 times"}  # fmt: skip
+STARTS = {
+    -6: ("64 times too low"),
+    -4: ("16 times too low"),
+    -2: ("4 times too low"),
+    0: ("the usual rate"),
+    2: "4 times the usual rate",
+    4: "16 times",
+    6: "64 times",
+}
 LEVELS = ("free", "trial")
 
 
@@ -78,7 +85,8 @@ def _bases(workload: str) -> list[str]:
 def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
     """A line for each kind of run and level, with the fixed rates of the same runs."""
     heads = ["runs", "", "gap to the best run, mean", f"within {NEAR} %", "within 2 %",
-             f"worse than the fixed rate by over {NEAR} %", "worst", "interval holds a good rate"]  # fmt: skip
+             f"worse than the fixed rate by over {NEAR} %", "worst",
+             "interval holds a good rate"]  # fmt: skip
     rows = []
     for name, runs in kinds.items():
         by_level = {
@@ -88,8 +96,17 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
         if not most:
             continue
         gaps = [run.fixed for run in most]
-        rows.append([name, f"fixed rate, {len(most)} runs", f"{fmean(gaps):.1f} %",
-                     *(str(sum(gap <= within for gap in gaps)) for within in (NEAR, 2)), "", "", ""])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"fixed rate, {len(most)} runs",
+                f"{fmean(gaps):.1f} %",
+                *(str(sum(gap <= within for gap in gaps)) for within in (NEAR, 2)),
+                "",
+                "",
+                "",
+            ]
+        )
         for level, these in by_level.items():
             if these:
                 harms = [run.auto - run.fixed for run in these]
@@ -112,10 +129,17 @@ def real_and_read_off(runs: Sequence[Compared]) -> str:
         these = [run for run in both if run.record["level"] == level]
         if these:
             differences = sorted(abs(run.auto - run.read_off) for run in these)
-            rows.append([f"AutoLR, {level}", str(len(these)), f"{fmean(r.fixed for r in these):.1f} %",
-                         f"{fmean(r.read_off for r in these):.1f} %", f"{fmean(r.auto for r in these):.1f} %",
-                         f"{differences[len(differences) // 2]:.1f} %",
-                         f"{sum(r.auto - r.fixed > NEAR for r in these)}"])  # fmt: skip
+            rows.append(
+                [
+                    f"AutoLR, {level}",
+                    str(len(these)),
+                    (f"{fmean(r.fixed for r in these):.1f} %"),
+                    f"{fmean(r.read_off for r in these):.1f} %",
+                    f"{fmean(r.auto for r in these):.1f} %",
+                    f"{differences[len(differences) // 2]:.1f} %",
+                    f"{sum(r.auto - r.fixed > NEAR for r in these)}",
+                ]
+            )
     heads = [
         "",
         "runs",
@@ -136,11 +160,22 @@ def harmed(runs: Sequence[Compared]) -> str:
     if not worse:
         return "None.\n"
     heads = ["workload", "steps", "started at", "level", "fixed", "AutoLR", "factor", "real"]
-    return table(heads, [
-        [run.record["workload"], spaced(run.record["steps"]), STARTS.get(run.record["exponent"], ""),
-         run.record["level"], f"{run.fixed:.1f} %", f"{run.auto:.1f} %", f"{run.record['factor']:.2g}",
-         "read off" if run.real is None else "real"] for run in worse
-    ])  # fmt: skip
+    return table(
+        heads,
+        [
+            [
+                run.record["workload"],
+                spaced(run.record["steps"]),
+                STARTS.get(run.record["exponent"], ""),
+                run.record["level"],
+                f"{run.fixed:.1f} %",
+                f"{run.auto:.1f} %",
+                f"{run.record['factor']:.2g}",
+                "read off" if run.real is None else "real",
+            ]
+            for run in worse
+        ],
+    )
 
 
 def repeated(records: Sequence[Record]) -> str:
@@ -174,8 +209,12 @@ def repeated(records: Sequence[Record]) -> str:
 
 def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
     """By start and level."""
-    reached = {(line["exponent"], line["level"]): min(line[by] if line[by] is not None else math.inf, line["untrained"])
-               for line in lines}  # fmt: skip
+    reached = {
+        (line["exponent"], line["level"]): min(
+            line[by] if line[by] is not None else math.inf, line["untrained"]
+        )
+        for line in lines
+    }
     best, untrained = min(reached.values()), lines[0]["untrained"]
     return {cell: 100 * (loss - best) / (untrained - best) for cell, loss in reached.items()}
 
@@ -196,10 +235,21 @@ def by_workload(runs: Sequence[Compared]) -> str:
 def workloads() -> str:
     """What each of them is, how it is trained, and its usual rate."""
     heads = ["workload", "field", "what", "optimizer", "schedule", "usual rate", "batch"]
-    return table(heads, [
-        [name, field_of(name), one.what, one.optimizer, one.schedule, f"{one.rate:g}", str(one.problem.batch_size)]
-        for name, one in WORKLOADS.items()
-    ])  # fmt: skip
+    return table(
+        heads,
+        [
+            [
+                name,
+                field_of(name),
+                one.what,
+                one.optimizer,
+                one.schedule,
+                f"{one.rate:g}",
+                str(one.problem.batch_size),
+            ]
+            for name, one in WORKLOADS.items()
+        ],
+    )
 
 
 def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]:
@@ -221,16 +271,33 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
     groups = {"schedules that do not fall to zero": NOT_TO_ZERO, "warm-ups from 0": FROM_ZERO,
               "data that gets harder": CHANGING, "misleading first steps": MISLEADING}  # fmt: skip
     return {
-        "In all": counted({
-            "10 000 steps": long,
-            **{name: those(lambda run, s=start: run.record["exponent"] == s, long) for start, name in STARTS.items()},
-            **{f"{spaced(steps)} steps": those(lambda run, s=steps: run.record["steps"] == s) for steps in OTHER},
-            **{name: those(lambda run, g=group: run.record["workload"] in g, runs) for name, group in groups.items()},
-        }),
-        "By field": counted({field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long) for field in FIELDS}),
+        "In all": counted(
+            {
+                "10 000 steps": long,
+                **{
+                    name: those(lambda run, s=start: run.record["exponent"] == s, long)
+                    for start, name in STARTS.items()
+                },
+                **{
+                    (f"{spaced(steps)} steps"): those(lambda run, s=steps: run.record["steps"] == s)
+                    for steps in OTHER
+                },
+                **{
+                    name: those(lambda run, g=group: run.record["workload"] in g, runs)
+                    for name, group in groups.items()
+                },
+            }
+        ),
+        "By field": counted(
+            {
+                field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long)
+                for field in FIELDS
+            }
+        ),
         "Read off and real": real_and_read_off(those(lambda run: key(run.record) in chosen, runs)),
         "Worse": harmed(those(lambda run: run.record["workload"] not in OFTEN, runs)),
-        "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)}) + "\n"
+        "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)})
+        + "\n"
         + harmed(those(lambda run: run.record["workload"] in TEST, runs)),
         "Examples that are seen many times": repeated(records),
         "Conditions": ablation([line for line in records if line["workload"] in FRESH], fixed),
@@ -239,7 +306,7 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
         "More ranks": ranks.table(read(ranks.RESULTS)),
         "Time": seconds.table(read(seconds.RESULTS)),
         "Workloads": workloads(),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""What the benchmarks' command lines have in common: how often and where to run, where the lines are kept, and what ``--quick`` does."""
+"""What the benchmarks' command lines have in common: how often and where to run, where the lines
+are kept, and what ``--quick`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from .runs import Record, Task, read, run_missing
 def parser(
     doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``: None, as many as the hero figure has;
+    """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``:
+
+    None, as many as the hero figure has;
     ``problems``: the default, without which there is no choice."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,10 +1,13 @@
-"""Fixed rates on every workload: the final held-out loss against the peak, for runs of several lengths, each with a schedule of its own.
+"""Fixed rates on every workload: the final held-out loss against the peak, for runs of several
+lengths, each with a schedule of its own.
 
-    python -m benchmarks.evidence.fixed_rates [--workloads llama-bytes ...] [--lengths 60 ... 10000] [--exponents -6 ... 6] [--seeds 1]
-                                              [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.fixed_rates [--workloads llama-bytes ...] [--lengths 60 ... 10000]
+                                              [--exponents -6 ... 6] [--seeds 1] [--jobs 2]
+                                              [--quick] [--json FILE]
 
-Rates are 2^exponent times the one that people would write first. A short run with its own warm-up and fall is what an annealed trial is; so
-the same table tells what trials would have said, and what was right for the whole run.
+Rates are 2^exponent times the one that people would write first. A short run with its own warm-up
+and fall is what an annealed trial is; so the same table tells what trials would have said, and what
+was right for the whole run.
 """
 
 from __future__ import annotations
@@ -44,9 +47,17 @@ def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
         seed,
     )
     return {
-        "benchmark": "fixed-rates", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
-        "validation": outcome.validation, "untrained": untrained(workload, seed), "seconds": outcome.seconds, "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "fixed-rates",
+        "workload": workload,
+        "exponent": exponent,
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        "validation": outcome.validation,
+        "untrained": untrained(workload, seed),
+        "seconds": outcome.seconds,
+        "torch": torch.__version__,
+    }
 
 
 @cache

@@ -1,11 +1,15 @@
-"""The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for HDET and what people use today.
+"""The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for
+HDET and what people use today.
 
-    python -m benchmarks.evidence.hero [--problems cnn-digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
-                                       [--jobs 2] [--find] [--quick] [--json FILE] [--known FILE ...]
+    python -m benchmarks.evidence.hero [--problems cnn-digits ...] [--methods onecycle ...]
+                                       [--exponents -8 ... 6] [--seeds 5] [--jobs 2] [--find]
+                                       [--quick] [--json FILE] [--known FILE ...]
 
-Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then runs from 2^exponent times it; HDET
-starts from that of the schedule which it steers. Same steps, mini-batches and seeds for all. Runs that are in the file already are not
-repeated; to try a method out, write elsewhere and let ``--known`` name the file with the best rates. ``python -m benchmarks.evidence.report`` draws the figure.
+Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then
+runs from 2^exponent times it; HDET starts from that of the schedule which it steers. Same steps,
+mini-batches and seeds for all. Runs that are in the file already are not repeated; to try a method
+out, write elsewhere and let ``--known`` name the file with the best rates. ``python -m
+benchmarks.evidence.report`` draws the figure.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from .training import FIXED, Method, train
 
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
 FIND_SEEDS = {"gpt-python": (1000,)}
-"""(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that are shown"""
+"""(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that
+are shown"""
 QUICK = 40
 FARTHEST = 14
 """powers of 2 beyond which no best rate is looked for"""
@@ -38,9 +43,17 @@ def run(
     """One line of the results."""
     outcome = train(replace(PROBLEMS[problem], steps=steps), METHODS[method], rate, seed)
     return {
-        "benchmark": benchmark, "problem": problem, "method": method, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
-        **outcome.to_dict(), "untrained": untrained(problem, seed), "version": METHODS[method].version(),
-    }  # fmt: skip
+        "benchmark": benchmark,
+        "problem": problem,
+        "method": method,
+        "exponent": exponent,
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        **outcome.to_dict(),
+        "untrained": untrained(problem, seed),
+        "version": METHODS[method].version(),
+    }
 
 
 @cache
@@ -52,7 +65,7 @@ def untrained(problem: str, seed: int) -> float:
 key = identity("benchmark", "problem", "method", "seed", "steps", "rate")
 
 
-# -- the best rate ---------------------------------------------------------------------------------------------------------
+# -- the best rate ---------------------------------------------------------------------------------
 
 
 def means(records: Sequence[Record], problem: str, method: str, steps: int) -> dict[int, float]:
@@ -74,7 +87,8 @@ def means(records: Sequence[Record], problem: str, method: str, steps: int) -> d
 
 
 def next_exponents(method: Method, known: dict[int, float]) -> list[int]:
-    """What the search still has to try: every second power of 2, further out while the best is at an end, then its two neighbours."""
+    """What the search still has to try: every second power of 2, further out while the best is at
+    an end, then its two neighbours."""
     if method.search is None:
         return []
     low, high = method.search
@@ -100,7 +114,8 @@ def best_rate(records: Sequence[Record], problem: str, method: str, steps: int) 
 
 
 def best_fixed(problem: str, options: argparse.Namespace) -> float:
-    """The best rate of `FIXED`, from which other benchmarks count; ``options.hero``: where it has been looked for.
+    """The best rate of `FIXED`, from which other benchmarks count; ``options.hero``: where it has
+    been looked for.
 
     Raises SystemExit, with the command that looks for it, if it has not been.
     """
@@ -116,15 +131,27 @@ def best_fixed(problem: str, options: argparse.Namespace) -> float:
 
 
 def find(options: argparse.Namespace, records: list[Record]) -> None:
-    """Search until every method knows its best rate; a method that starts from another's makes that one search."""
+    """Search until every method knows its best rate; a method that starts from another's makes that
+    one search."""
     names = dict.fromkeys(METHODS[name].borrows or name for name in options.methods)
     while True:
         tasks = [
-            {"benchmark": "hero-find", "problem": problem, "method": name, "exponent": e, "rate": METHODS[name].start * 2.0**e,
-             "seed": seed, "steps": steps_of(problem, options)}
-            for problem in options.problems for name in names for seed in find_seeds(problem)
-            for e in next_exponents(METHODS[name], means(records, problem, name, steps_of(problem, options)))
-        ]  # fmt: skip
+            {
+                "benchmark": "hero-find",
+                "problem": problem,
+                "method": name,
+                "exponent": e,
+                "rate": METHODS[name].start * 2.0**e,
+                "seed": seed,
+                "steps": steps_of(problem, options),
+            }
+            for problem in options.problems
+            for name in names
+            for seed in find_seeds(problem)
+            for e in next_exponents(
+                METHODS[name], means(records, problem, name, steps_of(problem, options))
+            )
+        ]
         if not tasks:
             return
         run_missing(run, tasks, records, key, path=options.json, jobs=options.jobs)
@@ -135,7 +162,8 @@ def find_seeds(problem: str) -> tuple[int, ...]:
 
 
 def turns(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    """(seed, problem), seed by seed, so that a benchmark that is stopped has something of everything."""
+    """(seed, problem), seed by seed, so that a benchmark that is stopped has something of
+    everything."""
     seeds = {
         problem: range(options.seeds) if options.seeds else seeds_of(problem)
         for problem in options.problems
@@ -152,7 +180,7 @@ def steps_of(problem: str, options: argparse.Namespace) -> int:
     return QUICK if options.quick else PROBLEMS[problem].steps
 
 
-# -- the figure's runs -------------------------------------------------------------------------------------------------------
+# -- the figure's runs -----------------------------------------------------------------------------
 
 
 def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
@@ -165,7 +193,15 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
                 else best_rate(records, problem, method, steps)
             )
             for e in options.exponents:
-                yield {"benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": best * 2.0**e, "seed": seed, "steps": steps}  # fmt: skip
+                yield {
+                    "benchmark": "hero",
+                    "problem": problem,
+                    "method": method,
+                    "exponent": e,
+                    "rate": best * 2.0**e,
+                    "seed": seed,
+                    "steps": steps,
+                }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

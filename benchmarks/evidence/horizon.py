@@ -1,10 +1,13 @@
-"""The horizon: how long must a cycle be, and at which weights must replicas be scored, for the probe to find the rate of the whole run?
+"""The horizon: how long must a cycle be, and at which weights must replicas be scored, for the
+probe to find the rate of the whole run?
 
-    python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
+    python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--exponents -4 0 4]
+                                          [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
                                           [--quick] [--json FILE] [--hero FILE]
 
-Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are scored at the average of their weights
-over the cycle, or greedily at their last weights. All else is as in the hero figure (replicated.py).
+Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are
+scored at the average of their weights over the cycle, or greedily at their last weights. All else
+is as in the hero figure (replicated.py).
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ QUICK = 40
 def run(
     problem: str, method: str, interval: float, exponent: int, rate: float, seed: int, steps: int
 ) -> Record:
-    """One line of the results. ``interval``: part of the run that a cycle takes; 0 for the fixed schedule."""
+    """One line of the results.
+
+    ``interval``: part of the run that a cycle takes; 0 for the fixed schedule.
+    """
     controllers: list[Corrected] = []
     length = max(1, round(interval * steps))
 
@@ -62,14 +68,24 @@ def run(
     chosen = METHODS[training.FIXED] if method == FIXED else Method(method, build, rate, None)
     outcome = train(replace(PROBLEMS[problem], steps=steps), chosen, rate, seed)
     return {
-        "benchmark": "horizon", "problem": problem, "method": method, "interval": interval, "exponent": exponent, "rate": rate, "seed": seed,
-        "steps": steps, **outcome.to_dict(), "correction": controllers[0].correction if controllers else 1.0, "votes": controllers[0].votes if controllers else [],
+        "benchmark": "horizon",
+        "problem": problem,
+        "method": method,
+        "interval": interval,
+        "exponent": exponent,
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        **outcome.to_dict(),
+        "correction": controllers[0].correction if controllers else 1.0,
+        "votes": controllers[0].votes if controllers else [],
         "untrained": untrained(problem, seed),
-    }  # fmt: skip
+    }
 
 
 class Corrected(hdet.ProbeController):
-    """The controller as it is; keeps what the schedule has been multiplied by, and each t that counted, near the schedule's peak."""
+    """The controller as it is; keeps what the schedule has been multiplied by, and each t that
+    counted, near the schedule's peak."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -99,9 +115,14 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
             for method, interval in cells:
                 for e in options.exponents:
                     yield {
-                        "problem": problem, "method": method, "interval": interval, "exponent": e, "rate": best[problem] * 2.0**e, "seed": seed,
+                        "problem": problem,
+                        "method": method,
+                        "interval": interval,
+                        "exponent": e,
+                        "rate": best[problem] * 2.0**e,
+                        "seed": seed,
                         "steps": QUICK if options.quick else PROBLEMS[problem].steps,
-                    }  # fmt: skip
+                    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,9 @@
-"""What is compared. What a method's rate means, and where the search for its best one begins, is in `METHODS`.
+"""What is compared.
 
-A method is a function of its own in `peers` or `replicated`: it puts `Parts` around a fresh model, and `train` is the loop, the same for all.
-Betas are (0.9, 0.95) everywhere.
+What a method's rate means, and where the search for its best one begins, is in `METHODS`.
+
+A method is a function of its own in `peers` or `replicated`: it puts `Parts` around a fresh model,
+and `train` is the loop, the same for all. Betas are (0.9, 0.95) everywhere.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Local gradients with an outer step (DiLoCo): all workers at one inner rate, or each at its own; and the rate found from what they show.
+"""Local gradients with an outer step (DiLoCo): all workers at one inner rate, or each at its own;
+and the rate found from what they show.
 
-    python -m benchmarks.evidence.outer [--workloads cnn-digits ...] [--methods ...] [--starts -2 0 2] [--steps 2000] [--seeds 1] [--jobs 1]
-                                        [--quick] [--json FILE]
+    python -m benchmarks.evidence.outer [--workloads cnn-digits ...] [--methods ...] [--starts -2 0
+                                        2] [--steps 2000] [--seeds 1] [--jobs 1] [--quick] [--json
+                                        FILE]
 
-Four gloo processes, each on a quarter of the batch, averaged every `INTERVAL` steps. Starts are exponents of 2 times the rate that people would
-write first. The table has the final held-out loss.
+Four gloo processes, each on a quarter of the batch, averaged every `INTERVAL` steps. Starts are
+exponents of 2 times the rate that people would write first. The table has the final held-out loss.
 
     local       the plain mean (local SGD)
     diloco      `hdet.converge.Outer()`
@@ -59,10 +61,19 @@ def worker(
         lambda net, batch: problem.losses(net, batch).mean(), common, chunks=CHUNKS, model=model
     )
     ensemble = hdet.Ensemble(
-        optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=probe if method == "probe" else None, seed=seed,
+        optimizer,
+        SCHEDULES[chosen.schedule](optimizer, steps),
+        total_steps=steps,
+        controller=probe if method == "probe" else None,
+        seed=seed,
         knobs=[hdet.LearningRate(SPREAD if method in ("spread", "probe") else 0.0)],
-        sync=hdet.Sync(INTERVAL, converge=Plain() if method == "local" else Outer(), gradients="local", moments="keep"),
-    )  # fmt: skip
+        sync=hdet.Sync(
+            INTERVAL,
+            converge=Plain() if method == "local" else Outer(),
+            gradients="local",
+            moments="keep",
+        ),
+    )
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
     return loss, ensemble.corrections["lr"]
 
@@ -72,9 +83,17 @@ def run(workload: str, method: str, exponent: int, seed: int, steps: int) -> Rec
     began = time.perf_counter()
     validation, correction = spawn(worker, WORKERS, workload, method, exponent, seed, steps)
     return {
-        "benchmark": "outer", "workload": workload, "method": method, "exponent": exponent, "seed": seed, "steps": steps,
-        "validation": finite(validation), "correction": finite(correction), "seconds": time.perf_counter() - began, "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "outer",
+        "workload": workload,
+        "method": method,
+        "exponent": exponent,
+        "seed": seed,
+        "steps": steps,
+        "validation": finite(validation),
+        "correction": finite(correction),
+        "seconds": time.perf_counter() - began,
+        "torch": torch.__version__,
+    }
 
 
 key = identity("workload", "method", "exponent", "seed", "steps")

@@ -1,11 +1,15 @@
-"""The paper's table on the generated recommender: what keeps a rate that is too high from crashing, and what the controller does with four groups.
+"""The paper's table on the generated recommender: what keeps a rate that is too high from crashing,
+and what the controller does with four groups.
 
-    python -m benchmarks.evidence.paper [--methods full ...] [--factors 1 8 ...] [--seeds 10] [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.paper [--methods full ...] [--factors 1 8 ...] [--seeds 10]
+    [--jobs 2] [--quick] [--json FILE]
 
-N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the baseline is looked for first, then
-everything runs at ``factors`` times it. Runs that are in the file already are not repeated. A run has crashed, or learned nothing, if a
-loss is not finite, or if over its last tenth the training loss is above that of the best constant prediction, in hindsight, for the very
-same interactions. ``decay`` tells what is due to Eq. 7's decay alone, which freezes a run early.
+N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the
+baseline is looked for first, then everything runs at ``factors`` times it. Runs that are in the
+file already are not repeated. A run has crashed, or learned nothing, if a loss is not finite, or if
+over its last tenth the training loss is above that of the best constant prediction, in hindsight,
+for the very same interactions. ``decay`` tells what is due to Eq. 7's decay alone, which freezes a
+run early.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ REPLICAS, SPREAD, INTERVAL, WARMUP, NOISE = 8, 1 / 9, 10, 0.1, 0.01
 """N, alpha, T, S_warm as a part of the run (where OneCycle is at its peak), nu"""
 FACTORS = [1 / 9, 1, 8, 2, 4, 16, 32]
 FIND, FIND_SEEDS = [2.0**e for e in range(-9, -3)], (1000, 1001, 1002)
-"""rates among which the baseline's best one is looked for, on other seeds than those of the table"""
+"""rates among which the baseline's best one is looked for, on other seeds than those of the table
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ class Setup:
     sigma: float | None = None
     """of the softmax controller; None: OneCycle as it is"""
     decay: str | None = "floor"
-    """of that controller: Eq. 7, corrected, which replaces OneCycle; or None, and it multiplies OneCycle"""
+    """of that controller:
+
+    Eq. 7, corrected, which replaces OneCycle; or None, and it multiplies OneCycle
+    """
     local: bool = False
 
 
@@ -86,9 +94,18 @@ def run(
     except (Diverged, hdet.ReplicasDiverged):
         found = {"validation": None}
     return {
-        "benchmark": benchmark, "problem": problem, "method": method, "factor": factor, "exponent": math.log2(factor), "rate": rate,
-        "seed": seed, "steps": steps, **history.summary(), **found, "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+        "benchmark": benchmark,
+        "problem": problem,
+        "method": method,
+        "factor": factor,
+        "exponent": math.log2(factor),
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        **history.summary(),
+        **found,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 class History:
@@ -109,7 +126,8 @@ class History:
             self.engagement.append(engagement)
 
     def summary(self) -> Record:
-        """``train``: final training loss in nats; ``constant``: that of the best constants for the same interactions, in hindsight."""
+        """``train``: final training loss in nats; ``constant``: that of the best constants for the
+        same interactions, in hindsight."""
         if not self.finite or not self.losses:
             return {"train": None, "constant": None, "crashed": True}
         seen = torch.cat(self.engagement)
@@ -120,7 +138,7 @@ class History:
         return {"train": train, "constant": constant, "crashed": train > constant}
 
 
-# -- shared gradients ------------------------------------------------------------------------------------------------------
+# -- shared gradients ------------------------------------------------------------------------------
 
 
 def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: History) -> Record:
@@ -137,10 +155,18 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")
         ensemble = hdet.Ensemble(
-            optimizer, onecycle(optimizer, rate, steps), replicas=replicas, seed=seed, design="permutation",
-            knobs=[hdet.LearningRate(SPREAD, groups="each")], sync=hdet.Sync(INTERVAL if setup.averages else steps + 1),
-            warmup_steps=int(WARMUP * steps), controller=None if setup.sigma is None else hdet.SoftmaxController(setup.sigma, decay=setup.decay),
-        )  # fmt: skip
+            optimizer,
+            onecycle(optimizer, rate, steps),
+            replicas=replicas,
+            seed=seed,
+            design="permutation",
+            knobs=[hdet.LearningRate(SPREAD, groups="each")],
+            sync=hdet.Sync(INTERVAL if setup.averages else steps + 1),
+            warmup_steps=int(WARMUP * steps),
+            controller=None
+            if setup.sigma is None
+            else hdet.SoftmaxController(setup.sigma, decay=setup.decay),
+        )
     bases, apart = [], []
     for step in range(steps):
         batch, losses = interactions(BATCH, step, steps, seed), []
@@ -174,7 +200,7 @@ def onecycle(optimizer: torch.optim.Optimizer, rate: float, steps: int) -> OneCy
     return OneCycleLR(optimizer, rate, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
 
 
-# -- local gradients: models, optimizers and moments of their own, and every T steps the plain mean of the parameters ----------
+# -- local gradients: models, optimizers and moments of their own, and every T steps the plain mean
 
 
 def train_local(setup: Setup, rate: float, seed: int, steps: int, history: History) -> Record:
@@ -229,7 +255,7 @@ def average_(models: Sequence[nn.Module]) -> None:
             copy.copy_(mean)
 
 
-# -- what is run -----------------------------------------------------------------------------------------------------------
+# -- what is run -----------------------------------------------------------------------------------
 
 
 key = identity("benchmark", "method", "seed", "steps", "rate")
@@ -238,7 +264,15 @@ key = identity("benchmark", "method", "seed", "steps", "rate")
 def search(steps: int, rates: Sequence[float], seeds: Sequence[int]) -> Iterator[Task]:
     for seed in seeds:
         for rate in rates:
-            yield {"benchmark": "paper-find", "problem": PROBLEM.name, "method": "baseline", "factor": 1.0, "rate": rate, "seed": seed, "steps": steps}  # fmt: skip
+            yield {
+                "benchmark": "paper-find",
+                "problem": PROBLEM.name,
+                "method": "baseline",
+                "factor": 1.0,
+                "rate": rate,
+                "seed": seed,
+                "steps": steps,
+            }
 
 
 def best_rate(records: Sequence[Record], steps: int) -> float:
@@ -258,7 +292,15 @@ def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
         for factor in options.factors:
             for method in options.methods:
                 if factor >= 1 or method == "baseline":
-                    yield {"benchmark": "paper", "problem": PROBLEM.name, "method": method, "factor": factor, "rate": best * factor, "seed": seed, "steps": options.steps}  # fmt: skip
+                    yield {
+                        "benchmark": "paper",
+                        "problem": PROBLEM.name,
+                        "method": method,
+                        "factor": factor,
+                        "rate": best * factor,
+                        "seed": seed,
+                        "steps": options.steps,
+                    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

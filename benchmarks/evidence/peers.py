@@ -1,4 +1,7 @@
-"""What people use today: fixed schedules, and optimizers that promise to need no rate. They run as their READMEs ask."""
+"""What people use today: fixed schedules, and optimizers that promise to need no rate.
+
+They run as their READMEs ask.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ def wsd(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     return scheduled(problem, model, optimizer, wsd_schedule(optimizer, problem.steps))
 
 
-# -- peers ---------------------------------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def schedule_free(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    """Has no schedule; training and evaluation use different weights, which train() and eval() exchange."""
+    """Has no schedule; training and evaluation use different weights, which train() and eval()
+    exchange."""
     from schedulefree import AdamWScheduleFree
 
     warmup = round(WARMUP * problem.steps)
@@ -47,7 +51,8 @@ def schedule_free(problem: Problem, model: nn.Module, rate: float, seed: int) ->
 
 
 def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float = 1e-6) -> Parts:
-    """``rate`` multiplies the rate that it finds; cosine annealing without a warm-up, as its README has it."""
+    """``rate`` multiplies the rate that it finds; cosine annealing without a warm-up, as its README
+    has it."""
     from prodigyopt import Prodigy
 
     optimizer = Prodigy(problem.groups(model), lr=rate, betas=BETAS, d0=d0)
@@ -57,7 +62,8 @@ def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: floa
 
 
 def prodigy_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    """The start is the first estimate of the distance; the multiplier stays at its recommended 1."""
+    """The start is the first estimate of the distance; the multiplier stays at its recommended
+    1."""
     return prodigy(problem, model, 1.0, seed, d0=rate)
 
 
@@ -78,11 +84,14 @@ def dadapt_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Par
 def dog(
     problem: Problem, model: nn.Module, rate: float, seed: int, movement: float = 1e-4
 ) -> Parts:
-    """L-DoG: SGD whose step is distance over gradients, tensor by tensor; the averaged weights are evaluated.
+    """L-DoG:
 
-    The first movement is its README's remedy, a hundred times the default, for steps that do not grow early: runs are short here, and from
-    1e-6 it had not arrived anywhere on digits (1.99, against 0.62).
-    No weight decay, its default: there it is added to the gradient, and at steps of SGD's size AdamW's numbers would end any run.
+    SGD whose step is distance over gradients, tensor by tensor; the averaged weights are evaluated.
+
+    The first movement is its README's remedy, a hundred times the default, for steps that do not
+    grow early: runs are short here, and from 1e-6 it had not arrived anywhere on digits (1.99,
+    against 0.62). No weight decay, its default: there it is added to the gradient, and at steps of
+    SGD's size AdamW's numbers would end any run.
     """
     from dog import LDoG, PolynomialDecayAverager
 

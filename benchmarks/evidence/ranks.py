@@ -1,4 +1,5 @@
-"""AutoLR's trial on N ranks: arms that are spread over the replicas, beside arms that all of them train.
+"""AutoLR's trial on N ranks: arms that are spread over the replicas, beside arms that all of them
+train.
 
     python -m benchmarks.evidence.ranks [--workloads mlp-friedman ...] [--counts 2 4 8] [--jobs 1]
         [--quick] [--json FILE]
@@ -99,7 +100,10 @@ def tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A line for each number of ranks and way. One process: from the trials of benchmarks.evidence.auto."""
+    """A line for each number of ranks and way.
+
+    One process: from the trials of benchmarks.evidence.auto.
+    """
     curves, rows = auto.curves(read(fixed_rates.RESULTS)), []
     workloads = {record["workload"] for record in records}
     cells = {
@@ -123,15 +127,27 @@ def table(records: Sequence[Record]) -> str:
         worse = [h for h in harm if h > auto.NEAR]
         rows.append(
             [
-                str(kind[0]), kind[1], str(len(gaps)), f"{mean(fixed):.1f} %",
-                f"{mean(gaps):.1f} %", f"{len(worse)}" + (f", by {max(worse):.1f} %" if worse else ""),
+                str(kind[0]),
+                kind[1],
+                str(len(gaps)),
+                f"{mean(fixed):.1f} %",
+                f"{mean(gaps):.1f} %",
+                f"{len(worse)}" + (f", by {max(worse):.1f} %" if worse else ""),
                 f"{mean(costs):.0f}",
             ]
-        )  # fmt: skip
+        )
     return markdown(
-        ["ranks", "arms", "runs", "gap, fixed rate", "gap, AutoLR", "worse by over 0.5 %", "steps' worth"],
+        [
+            "ranks",
+            "arms",
+            "runs",
+            "gap, fixed rate",
+            "gap, AutoLR",
+            ("worse by over 0.5 %"),
+            "steps' worth",
+        ],
         rows,
-    )  # fmt: skip
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

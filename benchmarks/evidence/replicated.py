@@ -38,7 +38,9 @@ def probe(
     kind: Any = hdet.ProbeController,
     **settings: Any,
 ) -> Any:
-    """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``kind``: its
+    """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on.
+
+    ``length``: steps of a cycle; ``kind``: its
     class; ``settings``: further ones of the controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -58,10 +60,18 @@ def probe(
 
 
 def replicated(
-    problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any],
-    *, warmup: float = 0.0, interval: int | None = None, schedule: Schedule = wsd_schedule,
-) -> Parts:  # fmt: skip
-    """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act;
+    problem: Problem,
+    model: nn.Module,
+    rate: float,
+    seed: int,
+    controller: Callable[[list[int]], Any],
+    *,
+    warmup: float = 0.0,
+    interval: int | None = None,
+    schedule: Schedule = wsd_schedule,
+) -> Parts:
+    """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part
+    of the run in which it may not act;
     ``interval``: steps of a cycle."""
     probed: list[int] = []
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)

@@ -1,4 +1,5 @@
-"""Many runs in a few processes: what is in the file already is skipped, what is new is appended, so a benchmark can be stopped and started."""
+"""Many runs in a few processes: what is in the file already is skipped, what is new is appended, so
+a benchmark can be stopped and started."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Task = dict[str, Any]
 
 
 def identity(*names: str) -> Callable[[Record | Task], tuple[Hashable, ...]]:
-    """What makes two runs the same run: these values of its line, rates to six digits, lists as they are printed."""
+    """What makes two runs the same run: these values of its line, rates to six digits, lists as
+    they are printed."""
     return lambda record: tuple(
         f"{value:.6g}"
         if isinstance(value := record[name], float)
@@ -51,13 +53,20 @@ def read(path: str | None) -> list[Record]:
 
 
 def run_missing(
-    function: Callable[..., Record], tasks: Iterable[Task], records: list[Record], key: Callable[[Record], Hashable],
-    *, path: str | None, jobs: int,
-) -> None:  # fmt: skip
-    """Call ``function(**task)`` for each task that no record stands for, in ``jobs`` processes of one thread each.
+    function: Callable[..., Record],
+    tasks: Iterable[Task],
+    records: list[Record],
+    key: Callable[[Record], Hashable],
+    *,
+    path: str | None,
+    jobs: int,
+) -> None:
+    """Call ``function(**task)`` for each task that no record stands for, in ``jobs`` processes of
+    one thread each.
 
-    ``function`` is a module's own; its result, which must carry the task's key, is printed, appended to ``path`` and to ``records``.
-    The first error, Ctrl-C and SIGTERM end the benchmark and its processes; what was under way is run again next time.
+    ``function`` is a module's own; its result, which must carry the task's key, is printed,
+    appended to ``path`` and to ``records``. The first error, Ctrl-C and SIGTERM end the benchmark
+    and its processes; what was under way is run again next time.
     """
     done = {key(record) for record in records}
     missing = {key(task): task for task in tasks if key(task) not in done}

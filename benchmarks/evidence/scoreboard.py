@@ -1,11 +1,15 @@
-"""One default of each method on every workload, started where a user would start it: who learns the most, and who is there first?
+"""One default of each method on every workload, started where a user would start it: who learns the
+most, and who is there first?
 
-    python -m benchmarks.evidence.scoreboard [--workloads vit-digits ...] [--methods autolr ...] [--steps 10000] [--seeds 1] [--jobs 2] [--quick]
+    python -m benchmarks.evidence.scoreboard [--workloads vit-digits ...] [--methods autolr ...]
+                                             [--steps 10000] [--seeds 1] [--jobs 2] [--quick]
                                              [--json FILE]
 
-No method has a setting for a workload, and all begin at the rate that their framework or their README has as its default. The tables have what is
-missing of (untrained - best) at the end, and a performance profile as in AlgoPerf: on which part of the workloads a method has learned
-`TARGET` of what the best one did within so many times the steps of the fastest. A run is validated at `POINTS` even places.
+No method has a setting for a workload, and all begin at the rate that their framework or their
+README has as its default. The tables have what is missing of (untrained - best) at the end, and a
+performance profile as in AlgoPerf: on which part of the workloads a method has learned `TARGET` of
+what the best one did within so many times the steps of the fastest. A run is validated at `POINTS`
+even places.
 """
 
 from __future__ import annotations
@@ -47,8 +51,10 @@ EIGHT = (
 DEFAULT = 1e-3
 """torch's AdamW"""
 CALIBRATED = 2e-3
-"""NadamW's: of the fixed rates of AdamW that have been run for 10 000 steps on cnn-digits, recommender-clicks, gru-bytes and mlp-friedman, the
-one that is never more than 0.8 % behind the best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9 %."""
+"""NadamW's: of the fixed rates of AdamW that have been run for 10 000 steps on cnn-digits,
+recommender-clicks, gru-bytes and mlp-friedman, the
+one that is never more than 0.8 % behind the best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9
+%."""
 TARGET = 0.98
 POINTS = 40
 WITHIN = (1.0, 1.1, 1.25, 1.5, 2.0, math.inf)
@@ -77,7 +83,8 @@ def annealed(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts
 
 
 def greedy(problem: Problem, model: nn.Module, seed: int) -> Parts:
-    """transformers' GreedyLR, smoothed, told the training loss of each step; as low as a hundredth of the start."""
+    """transformers' GreedyLR, smoothed, told the training loss of each step; as low as a hundredth
+    of the start."""
     from transformers.optimization import GreedyLR
 
     optimizer = torch.optim.AdamW(problem.groups(model), lr=DEFAULT)
@@ -110,8 +117,10 @@ def range_test(
     low: float = 1e-8,
     high: float = 1.0,
 ) -> float:
-    """Rates rise from ``low`` to ``high`` by equal factors; the one at which the smoothed loss falls the fastest (Smith 2015, arXiv 1506.01186),
-    with Lightning's defaults: smoothing 0.98, an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
+    """Rates rise from ``low`` to ``high`` by equal factors; the one at which the smoothed loss
+    falls the fastest (Smith 2015, arXiv 1506.01186),
+    with Lightning's defaults: smoothing 0.98, an end at 4 times the least loss, 10 losses left out
+    at the beginning and one at the end."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=low)
     step, smooth, losses, rates = plain(problem, model), 0.0, [], []
     for k in range(steps):
@@ -186,10 +195,18 @@ def run(method: str, workload: str, seed: int, steps: int) -> Record:
         watch,
     )
     return {
-        "benchmark": "scoreboard", "method": method, "workload": workload, "seed": seed, "steps": steps, "validation": outcome.validation,
-        "points": [[step, loss] for step, loss in points if math.isfinite(loss)], "untrained": fixed_rates.untrained(workload, seed),
-        "rates": outcome.rates, "seconds": outcome.seconds, "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "scoreboard",
+        "method": method,
+        "workload": workload,
+        "seed": seed,
+        "steps": steps,
+        "validation": outcome.validation,
+        "points": [[step, loss] for step, loss in points if math.isfinite(loss)],
+        "untrained": fixed_rates.untrained(workload, seed),
+        "rates": outcome.rates,
+        "seconds": outcome.seconds,
+        "torch": torch.__version__,
+    }
 
 
 key = identity("method", "workload", "seed", "steps")
@@ -237,7 +254,10 @@ def table(records: Sequence[Record]) -> str:
         )
     lines += [
         "",
-        f"Part of the workloads on which {100 * TARGET:.0f} % of what the best has learned is there within so many times the fastest's steps:",
+        (
+            f"Part of the workloads on which {100 * TARGET:.0f} % of what the best has learned is "
+            "there within so many times the fastest's steps:"
+        ),
         "",
     ]
     lines += [

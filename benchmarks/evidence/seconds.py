@@ -1,9 +1,13 @@
-"""What AutoLR takes of the time: a run with it beside the same run with its fixed rate and the scheduler alone.
+"""What AutoLR takes of the time: a run with it beside the same run with its fixed rate and the
+scheduler alone.
 
-    python -m benchmarks.evidence.seconds [--workloads llama-bytes ...] [--steps 10000] [--seeds 1] [--quick] [--json FILE]
+    python -m benchmarks.evidence.seconds [--workloads llama-bytes ...] [--steps 10000] [--seeds 1]
+    [--quick] [--json FILE]
 
-Both train in one process of one thread, `PIECE` steps at a time in turn, so that a busy machine slows both. ``added`` is what the whole run takes more, in percent: the trial, and what
-each step costs, which is ``between``: the same of the median piece. ``counted`` is what `AutoLR.cost` counts, in steps of the run.
+Both train in one process of one thread, `PIECE` steps at a time in turn, so that a busy machine
+slows both. ``added`` is what the whole run takes more, in percent: the trial, and what each step
+costs, which is ``between``: the same of the median piece. ``counted`` is what `AutoLR.cost` counts,
+in steps of the run.
 """
 
 from __future__ import annotations
@@ -60,10 +64,19 @@ def run(workload: str, seed: int, steps: int) -> Record:
         pieces.append([took[0], took[1]])
     alone, beside = (sum(column) for column in zip(*pieces, strict=True))
     return {
-        "benchmark": "seconds", "workload": workload, "seed": seed, "steps": steps, "step_ms": 1000 * alone / steps, "added_percent": 100 * (beside / alone - 1),
-        "between_percent": 100 * (statistics.median(with_it / without for without, with_it in pieces) - 1),
-        "counted_percent": 100 * controller.cost / steps, "correction": ensemble.corrections["lr"], "seconds": alone + beside, "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "seconds",
+        "workload": workload,
+        "seed": seed,
+        "steps": steps,
+        "step_ms": 1000 * alone / steps,
+        "added_percent": 100 * (beside / alone - 1),
+        "between_percent": 100
+        * (statistics.median(with_it / without for without, with_it in pieces) - 1),
+        "counted_percent": 100 * controller.cost / steps,
+        "correction": ensemble.corrections["lr"],
+        "seconds": alone + beside,
+        "torch": torch.__version__,
+    }
 
 
 key = identity("workload", "seed", "steps")
@@ -76,7 +89,8 @@ def table(records: Sequence[Record]) -> str:
     ]
     for line in records:
         lines.append(
-            f"| {line['workload']} | {spaced(line['steps'])} | {line['step_ms']:.1f} ms | {line['added_percent']:.1f} % | "
+            f"| {line['workload']} | {spaced(line['steps'])} | {line['step_ms']:.1f} ms | "
+            f"{line['added_percent']:.1f} % | "
             f"{line['between_percent']:.1f} % | {line['counted_percent']:.1f} % |"
         )
     return "\n".join(lines) + "\n"

@@ -1,19 +1,25 @@
-"""Several knobs at once, from usual values: one run of eight replicas against random search with as many examples.
+"""Several knobs at once, from usual values: one run of eight replicas against random search with as
+many examples.
 
-    python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--steps 6000] [--replicas 8] [--seeds 1] [--jobs 1] [--quick]
-                                          [--json FILE]
+    python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--steps 6000]
+                                          [--replicas 8] [--seeds 1] [--jobs 1] [--quick] [--json
+                                          FILE]
 
-The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table has held-out losses at the end:
+The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table
+has held-out losses at the end:
 
     usual        one run with the usual values
-    averaged     the same run by gloo processes, each on its part of the batch, averaged every `INTERVAL` steps: what that costs
-    hdet         the same run; gloo processes, each on its part of the batch and at values of its own, averaged every `INTERVAL` steps;
+    averaged     the same run by gloo processes, each on its part of the batch, averaged every
+    `INTERVAL` steps: what that costs hdet         the same run; gloo processes, each on its part of
+    the batch and at values of its own, averaged every `INTERVAL` steps;
                  `AutoLR`, then a `ProbeController` on batches that are not trained on
-    random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they train on as many
-                 examples as hdet, whose trials and probes come on top. The first trial has the usual values, the others values drawn
-                 around them, by the factors in `AROUND`
+    random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on.
+                 Together they train on as many examples as hdet, whose trials and probes come on
+                 top. The first trial has the usual values, the others values drawn around them, by
+                 the factors in `AROUND`
     random 64    the same with 64 trials
-    ... again    the best trial's values in a run as long as hdet's, after the search: twice as many examples in all
+    ... again    the best trial's values in a run as long as hdet's, after the search: twice as
+                 many examples in all
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ INTERVAL, CHUNKS, VAL_BATCHES = 50, 8, 16
 SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
 USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
 AROUND = {"lr": 16.0, "weight_decay": 16.0, "beta2": 16.0, "dropout": 4.0}
-"""Values are drawn evenly in the logarithm, from a value over this to its product with this; of 1 - beta2, and the dropout rate, likewise."""
+"""Values are drawn evenly in the logarithm, from a value over this to its product with this; of 1 -
+beta2, and the dropout rate, likewise."""
 METHODS = ("usual", "averaged", "hdet", "random 16", "random 64")
 Values = dict[str, float]
 
@@ -73,7 +80,7 @@ def schedule(workload: str, optimizer: torch.optim.Optimizer, steps: int) -> LRS
     return SCHEDULES[WORKLOADS[workload].schedule](optimizer, steps)
 
 
-# -- one run of several replicas -------------------------------------------------------------------------------------------
+# -- one run of several replicas -------------------------------------------------------------------
 
 
 def replica(
@@ -92,13 +99,22 @@ def replica(
         knobs = [hdet.LearningRate(0.0)]
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(),
-        lambda cycle: [val_batch(workload, seed, VAL_BATCHES + CHUNKS * cycle + i) for i in range(CHUNKS)],
-        chunks=CHUNKS, model=model, held_out=True,
-    )  # fmt: skip
+        lambda cycle: [
+            val_batch(workload, seed, VAL_BATCHES + CHUNKS * cycle + i) for i in range(CHUNKS)
+        ],
+        chunks=CHUNKS,
+        model=model,
+        held_out=True,
+    )
     ensemble = hdet.Ensemble(
-        optimizer, schedule(workload, optimizer, steps), total_steps=steps, knobs=knobs, seed=seed,
-        controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None, sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
-    )  # fmt: skip
+        optimizer,
+        schedule(workload, optimizer, steps),
+        total_steps=steps,
+        knobs=knobs,
+        seed=seed,
+        controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None,
+        sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
+    )
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
     found = ensemble.corrections
     return loss, {name: _moved(name, found[name]) for name in found}
@@ -109,7 +125,7 @@ def _moved(name: str, factor: float) -> float:
     return 1 - (1 - USUAL[name]) / factor if name == "beta2" else USUAL[name] * factor
 
 
-# -- random search ---------------------------------------------------------------------------------------------------------
+# -- random search ---------------------------------------------------------------------------------
 
 
 def drawn(workload: str, seed: int, number: int) -> Values:
@@ -159,7 +175,7 @@ def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Va
     return losses[best][1], tried[best]
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def run(workload: str, method: str, seed: int, steps: int, replicas: int) -> Record:
@@ -173,9 +189,18 @@ def run(workload: str, method: str, seed: int, steps: int, replicas: int) -> Rec
         validation, values = search(workload, seed, steps, int(method.split()[1]))
         again = finite(alone(workload, seed, steps, values)[1])
     return {
-        "benchmark": "several", "workload": workload, "method": method, "seed": seed, "steps": steps, "replicas": replicas,
-        "validation": finite(validation), "again": again, "values": values, "seconds": time.perf_counter() - began, "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "several",
+        "workload": workload,
+        "method": method,
+        "seed": seed,
+        "steps": steps,
+        "replicas": replicas,
+        "validation": finite(validation),
+        "again": again,
+        "values": values,
+        "seconds": time.perf_counter() - began,
+        "torch": torch.__version__,
+    }
 
 
 key = identity("workload", "method", "seed", "steps", "replicas")
@@ -197,7 +222,8 @@ def table(records: Sequence[Record]) -> str:
         loss, again = ("broke" if x is None else f"{x:.4f}" for x in (r["validation"], r["again"]))
         values = ", ".join(f"{name} {value:.3g}" for name, value in r["values"].items())
         lines.append(
-            f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | {again if 'random' in r['method'] else ''} | {values} |"
+            f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | "
+            f"{again if 'random' in r['method'] else ''} | {values} |"
         )
     return "\n".join(lines) + "\n"
 

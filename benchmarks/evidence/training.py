@@ -23,7 +23,8 @@ from .problems import Batch, Problem
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.1
-"""part of a run in which every schedule rises; the peers whose READMEs advise against it have none"""
+"""part of a run in which every schedule rises; the peers whose READMEs advise against it have none
+"""
 DECAY = 0.2
 """part of a run in which WSD falls"""
 FIXED = "wsd"
@@ -41,11 +42,14 @@ class Outcome:
     crashed: bool
     """A loss or the parameters became NaN or infinite."""
     rates: list[float]
-    """The base rate in force, at `POINTS` even places of the run (fewer where it crashed; each step of a shorter one)."""
+    """The base rate in force, at `POINTS` even places of the run (fewer where it crashed; each step
+    of a shorter one)."""
     probe_percent: float
-    """Forward passes of the probe, as a part of the run's compute; a step is three forward passes."""
+    """Forward passes of the probe, as a part of the run's compute; a step is three forward passes.
+    """
     copies: float
-    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters on a device that holds one replica."""
+    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters on a
+    device that holds one replica."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +58,10 @@ class Outcome:
 
 @dataclass
 class Parts:
-    """What a method puts around a model. ``backward`` fills the gradients of a batch and returns its mean loss."""
+    """What a method puts around a model.
+
+    ``backward`` fills the gradients of a batch and returns its mean loss.
+    """
 
     optimizer: Optimizer
     backward: Callable[[Batch], float]
@@ -84,7 +91,10 @@ class Method:
     start: float
     """A rate near which the best one is looked for, in powers of 2."""
     search: tuple[int, int] | None
-    """Exponents between which every second one is tried; None: ``start`` is the best rate by definition."""
+    """Exponents between which every second one is tried; None:
+
+    ``start`` is the best rate by definition.
+    """
     copies: float = 0.0
     borrows: str | None = None
     """The method whose best rate this one starts from."""
@@ -105,7 +115,10 @@ def train(
     seed: int,
     watch: Watch = lambda step, validate: None,
 ) -> Outcome:
-    """One run, from the first step to the validation. The mini-batches depend on the problem, the seed and the step alone."""
+    """One run, from the first step to the validation.
+
+    The mini-batches depend on the problem, the seed and the step alone.
+    """
     began = time.perf_counter()
     model = problem.build(seed)
     with contextlib.redirect_stdout(io.StringIO()):  # some peers print when they are made
@@ -150,11 +163,21 @@ class _Crashed(Exception):
 
 
 def in_parts(
-    problem: Problem, model: nn.Module, optimizer: Optimizer, ensemble: hdet.Ensemble, seed: int, rank: int, world: int, *,
+    problem: Problem,
+    model: nn.Module,
+    optimizer: Optimizer,
+    ensemble: hdet.Ensemble,
+    seed: int,
+    rank: int,
+    world: int,
+    *,
     average: Callable[[], object] = lambda: None,
-) -> float:  # fmt: skip
-    """A run of which this is one of ``world`` ranks, each on its part of every batch. Returns the held-out loss of the replicas' average, NaN where
-    the run has diverged. ``average``: what is done with gradients; nothing, where they are local."""
+) -> float:
+    """A run of which this is one of ``world`` ranks, each on its part of every batch.
+
+    Returns the held-out loss of the replicas' average, NaN where
+    the run has diverged. ``average``: what is done with gradients; nothing, where they are local.
+    """
     torch.manual_seed(1000 * (seed + 1) + rank)  # each draws its own noise, and drops its own units
     try:
         for step in range(problem.steps):
@@ -172,7 +195,7 @@ def in_parts(
     return problem.validate(model)
 
 
-# -- for methods ----------------------------------------------------------------------------------------------------------
+# -- for methods -----------------------------------------------------------------------------------
 
 
 def plain(problem: Problem, model: nn.Module) -> Callable[[Batch], float]:
@@ -208,7 +231,10 @@ def scheduled(
     schedule: Any,
     found: str | None = None,
 ) -> Parts:
-    """A schedule that steps after the optimizer. ``found``: the key of what the optimizer multiplies the schedule's rate with."""
+    """A schedule that steps after the optimizer.
+
+    ``found``: the key of what the optimizer multiplies the schedule's rate with.
+    """
 
     def rate() -> float:
         group = optimizer.param_groups[0]

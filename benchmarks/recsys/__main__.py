@@ -1,11 +1,14 @@
-"""A recommender trained in one pass over a year of generated interactions, with the four parameter groups of the paper.
+"""A recommender trained in one pass over a year of generated interactions, with the four parameter
+groups of the paper.
 
-    torchrun --nproc-per-node 4 -m benchmarks.recsys              # HDET's probe, from a rate 30 times too low
-    torchrun --nproc-per-node 4 -m benchmarks.recsys --paper      # the paper's controller: noise at the start, a knob for each group
-    torchrun --nproc-per-node 4 -m benchmarks.recsys --fixed      # torch's OneCycleLR
+    torchrun --nproc-per-node 4 -m benchmarks.recsys              # HDET's probe, from a rate 30
+    times too low torchrun --nproc-per-node 4 -m benchmarks.recsys --paper      # the paper's
+    controller: noise at the start, a knob for each group torchrun --nproc-per-node 4 -m
+    benchmarks.recsys --fixed      # torch's OneCycleLR
 
-Every process reads its own part of the log (recommender.py), each interaction once; what counts is the loss on the last day, on
-interactions that nobody has trained on. One process alone runs too; it has no replicas and so explores nothing.
+Every process reads its own part of the log (recommender.py), each interaction once; what counts is
+the loss on the last day, on interactions that nobody has trained on. One process alone runs too; it
+has no replicas and so explores nothing.
 """
 
 from __future__ import annotations
@@ -77,13 +80,20 @@ cycle_settings = {"total_steps": args.steps, "pct_start": 0.1, "cycle_momentum":
 if args.fixed:
     scheduler = OneCycleLR(optimizer, args.max_lr, **cycle_settings)
 elif args.paper:
-    # Arguments as published. A knob for each group; replicas with a lower training loss pull its rate towards their own.
+    # Arguments as published. A knob for each group; replicas with a lower training loss pull its
+    # rate towards their own.
     scheduler = hdet.OneCycleAutoLR(
-        optimizer, args.max_lr, **cycle_settings, auto_lr_warmup_steps=args.steps // 10, ensemble_lr_spread_ratio=1 / 9,
-        model_sync_interval=args.sync_interval, enable_auto_lr=True,
-    )  # fmt: skip
+        optimizer,
+        args.max_lr,
+        **cycle_settings,
+        auto_lr_warmup_steps=args.steps // 10,
+        ensemble_lr_spread_ratio=1 / 9,
+        model_sync_interval=args.sync_interval,
+        enable_auto_lr=True,
+    )
 else:
-    # What all replicas score at the end of a cycle: the same fresh interactions of that time of the year on every rank.
+    # What all replicas score at the end of a cycle: the same fresh interactions of that time of the
+    # year on every rank.
     probe = hdet.ProbeController(
         lambda model, batch: engagement_losses(model, batch).mean(),
         lambda cycle: [
@@ -93,9 +103,14 @@ else:
         model=raw_model,
     )
     scheduler = hdet.OneCycleAutoLR(
-        optimizer, args.max_lr, **cycle_settings, auto_lr_warmup_steps=0, ensemble_lr_spread_ratio=0.3,
-        model_sync_interval=args.sync_interval, controller=probe,
-    )  # fmt: skip
+        optimizer,
+        args.max_lr,
+        **cycle_settings,
+        auto_lr_warmup_steps=0,
+        ensemble_lr_spread_ratio=0.3,
+        model_sync_interval=args.sync_interval,
+        controller=probe,
+    )
 
 # -----------------------------------------------------------------------------
 begun = time.time()
@@ -111,7 +126,8 @@ for step in range(args.steps):
     if rank == 0 and (step + 1) % 50 == 0:
         rates = "  ".join(f"{group['name']} {group['lr']:.1e}" for group in optimizer.param_groups)
         print(
-            f"step {step + 1:5d}  loss {loss.item():.3f}  rates: {rates}  {time.time() - begun:5.1f} s",
+            f"step {step + 1:5d}  loss {loss.item():.3f}  rates: {rates}  "
+            f"{time.time() - begun:5.1f} s",
             flush=True,
         )
 

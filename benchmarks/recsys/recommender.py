@@ -1,4 +1,5 @@
-"""A recommender's one-pass training: an interaction log that is generated as it is read, and a model with the paper's four groups."""
+"""A recommender's one-pass training: an interaction log that is generated as it is read, and a
+model with the paper's four groups."""
 
 from __future__ import annotations
 
@@ -14,30 +15,36 @@ from examples.bytes.model import Block, GPTConfig
 
 TASKS = ("click", "like", "share")
 Interactions = tuple[Tensor, Tensor, Tensor, Tensor]
-"""users (batch,), items (batch,) and the users' latest items (batch, history), oldest first, int64; engagement (batch, tasks), 0. or 1."""
+"""users (batch,), items (batch,) and the users' latest items (batch, history), oldest first, int64;
+engagement (batch, tasks), 0. or 1."""
 
 CHOICES = 4
 """popular items among which a session's interest picks each item of its history"""
 STRENGTH, RELATED = 2.5, 0.6
-"""of the affinity in the logits (standard deviations); of what is a task's own in it, against 1 of what they share"""
+"""of the affinity in the logits (standard deviations); of what is a task's own in it, against 1 of
+what they share"""
 BIASES = (-0.5, -1.5, -2.5)
 SWING = 1.5
 """amplitude of an item's season, in nats of its popularity"""
 
 
 class InteractionLog:
-    """A year of interactions between Zipf-distributed users and items, made up on demand: nothing is stored, nothing repeats.
+    """A year of interactions between Zipf-distributed users and items, made up on demand: nothing
+    is stored, nothing repeats.
 
-    A session's interest is half the user's own taste, half a whim. The items of its history were picked by that interest from a few
-    popular ones, so they tell of it; the item that is shown is popular, and three correlated coins say how it is engaged with,
+    A session's interest is half the user's own taste, half a whim. The items of its history were
+    picked by that interest from a few popular ones, so they tell of it; the item that is shown is
+    popular, and three correlated coins say how it is engaged with,
 
         logit_task = bias_task + strength * <interest, A_task traits> / sqrt(factors) + quality.
 
-    Drift: in the course of the year tastes and traits turn, each by an angle of its own, and popularity and quality of the items swing,
-    each with a phase of its own: what was learned in spring is partly wrong in winter.
+    Drift: in the course of the year tastes and traits turn, each by an angle of its own, and
+    popularity and quality of the items swing, each with a phase of its own: what was learned in
+    spring is partly wrong in winter.
 
     Args:
-        users, items, history: how many there are, and how many items of a session come before the one shown.
+        users, items, history: how many there are, and how many items of a session come before the
+            one shown.
         factors: dimension of tastes and traits.
         world: seed of all that; every stream of interactions is of the same world.
     """
@@ -66,11 +73,13 @@ class InteractionLog:
     def sample(
         self, size: int, position: float, *, seed: int, stream: str, index: int
     ) -> Interactions:
-        """``size`` interactions at ``position`` of the year, in [0, 1]: a pure function of its arguments."""
+        """``size`` interactions at ``position`` of the year, in [0, 1]: a pure function of its
+        arguments."""
         return self._sample(size, position, f"{seed}/{stream}/{index}")[0]
 
     def noise_floor(self, size: int, position: float) -> float:
-        """Mean loss in nats of who knows everything, the session's interest included: no model gets there."""
+        """Mean loss in nats of who knows everything, the session's interest included: no model gets
+        there."""
         (*_, engagement), logits = self._sample(size, position, "noise floor")
         return F.binary_cross_entropy_with_logits(logits, engagement).item()
 
@@ -104,7 +113,8 @@ class InteractionLog:
 
 
 class _Turning:
-    """(count, factors) standard normal vectors that turn in planes of their own, by 0 to 90 degrees in a year."""
+    """(count, factors) standard normal vectors that turn in planes of their own, by 0 to 90 degrees
+    in a year."""
 
     def __init__(self, count: int, factors: int, g: torch.Generator) -> None:
         self.first, self.second = (torch.randn(count, factors, generator=g) for _ in range(2))
@@ -133,8 +143,9 @@ def _draw(cumulative: Tensor, shape: tuple[int, ...], g: torch.Generator) -> Ten
 class Recommender(nn.Module):
     """users, items (batch,), history (batch, history) -> logits (batch, tasks).
 
-    One transformer block reads the history with the shown item behind it; a small network reads what the block says of that item,
-    with the user's and the item's own vectors. Nothing is normalised on the way out, so a rate that is too high ends it.
+    One transformer block reads the history with the shown item behind it; a small network reads
+    what the block says of that item, with the user's and the item's own vectors. Nothing is
+    normalised on the way out, so a rate that is too high ends it.
     """
 
     def __init__(self, users: int, items: int, history: int, width: int = 32) -> None:
@@ -157,7 +168,8 @@ class Recommender(nn.Module):
         return self.out(F.gelu(self.hidden(x)))
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """The paper's four: tables, vectors (which do not decay), the transformer's matrices, all other matrices."""
+        """The paper's four: tables, vectors (which do not decay), the transformer's matrices, all
+        other matrices."""
 
         def is_in(name: str, parameter: Tensor) -> str:
             if parameter.dim() < 2:

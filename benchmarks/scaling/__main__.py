@@ -108,16 +108,27 @@ def _record(job: Job, knobs: int, chunks: int) -> dict[str, Any]:
 def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
     ranks = job.replicas * job.shards
     yield (
-        f"{_count(job.replicas)} replicas of {_count(job.shards)} rank{'s' * (job.shards > 1)} ({_count(ranks)} ranks, {job.ranks_per_node} a node); "
+        f"{_count(job.replicas)} replicas of {_count(job.shards)} rank{'s' * (job.shards > 1)} "
+        f"({_count(ranks)} ranks, {job.ranks_per_node} a node); "
         f"{_power(job.parameters)} parameters, {_power(job.own)} a rank"
     )
-    yield f"averaged at {job.value_bytes:g} bytes every {_count(job.interval)} steps of {_seconds(job.step_seconds)}, in collectives of {_bytes(job.bucket_bytes)}"
-    yield f"each rank: between nodes {_wire(job.across)}; inside a node {_wire(job.inside)}; memory {_bytes(job.memory_bandwidth)}/s"
+    yield (
+        f"averaged at {job.value_bytes:g} bytes every {_count(job.interval)} steps of "
+        f"{_seconds(job.step_seconds)}, in collectives of {_bytes(job.bucket_bytes)}"
+    )
+    yield (
+        f"each rank: between nodes {_wire(job.across)}; inside a node {_wire(job.inside)}; memory "
+        f"{_bytes(job.memory_bandwidth)}/s"
+    )
     if 16 * job.own > 80e9:
-        yield f"note: a rank would hold {_bytes(16 * job.own)} (16 bytes a parameter): divide the replica with --shards"
+        yield (
+            f"note: a rank would hold {_bytes(16 * job.own)} (16 bytes a parameter): divide the "
+            "replica with --shards"
+        )
     yield ""
     yield (
-        f"{'way of averaging':<24}{'sent a rank':>12}{'between nodes':>15}{'a cycle':>10}{'waited for':>12}{'longest':>10}{'of the run':>12}"
+        f"{'way of averaging':<24}{'sent a rank':>12}{'between nodes':>15}{'a cycle':>10}"
+        f"{'waited for':>12}{'longest':>10}{'of the run':>12}"
         f"{'+ memory':>10}"
     )
     for way in cost.ways(job):
@@ -128,9 +139,15 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
     yield ""
     traffic = cost.gradients(job)
     seconds = job.between_replicas.seconds(traffic)
-    yield f"gradients between replicas: shared {_bytes(traffic.sent)} and {_seconds(seconds)} a step, mostly behind the backward pass; local none"
+    yield (
+        f"gradients between replicas: shared {_bytes(traffic.sent)} and {_seconds(seconds)} a "
+        "step, mostly behind the backward pass; local none"
+    )
     if seconds > job.step_seconds:
-        yield f"  note: that alone is longer than a step of {_seconds(job.step_seconds)}: see --step-seconds"
+        yield (
+            f"  note: that alone is longer than a step of {_seconds(job.step_seconds)}: see "
+            "--step-seconds"
+        )
     plain = job.own * job.value_bytes / (job.own * job.gradient_bytes * job.interval)
     yield f"  plain converge / shared gradients: {_percent(plain)} of the bytes"
     small = cost.statistics(job)
@@ -139,7 +156,8 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
         + _probed(job, chunks)
     )
     yield (
-        f"controller: {_seconds(cost.controller_seconds(job.replicas, knobs))} a cycle on every rank, {_bytes(cost.controller_bytes(job.replicas, knobs))} kept "
+        f"controller: {_seconds(cost.controller_seconds(job.replicas, knobs))} a cycle on every "
+        f"rank, {_bytes(cost.controller_bytes(job.replicas, knobs))} kept "
         f"({knobs} knob{'s' * (knobs > 1)})"
     )
 
@@ -223,9 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, (kind, default, text) in ARGUMENTS.items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=_whole if kind is int else float, default=default,
-            metavar="N" if kind is int else "X", help=f"{text} (default: {default:g})".replace("e+", "e"),
-        )  # fmt: skip
+            f"--{name.replace('_', '-')}",
+            type=_whole if kind is int else float,
+            default=default,
+            metavar="N" if kind is int else "X",
+            help=(f"{text} (default: {default:g})").replace("e+", "e"),
+        )
     parser.add_argument("--json", action="store_true", help="print the costs as one JSON object")
     options = vars(parser.parse_args(arguments))
     try:

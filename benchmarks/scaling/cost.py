@@ -1,9 +1,10 @@
-"""What averaging costs on a machine that one need not have: the alpha-beta model behind benchmarks.scaling (docs/scaling.md).
-Pure arithmetic.
+"""What averaging costs on a machine that one need not have: the alpha-beta model behind
+benchmarks.scaling (docs/scaling.md). Pure arithmetic.
 
-A message of n bytes takes alpha + n / B seconds. Collectives are counted in messages, one after the other, and in bytes that one rank
-sends; ways of averaging are counted in collectives. What the model leaves out makes the truth dearer (packing, stragglers, other
-traffic on the same links) or cheaper (collectives that travel at the same time).
+A message of n bytes takes alpha + n / B seconds. Collectives are counted in messages, one after the
+other, and in bytes that one rank sends; ways of averaging are counted in collectives. What the
+model leaves out makes the truth dearer (packing, stragglers, other traffic on the same links) or
+cheaper (collectives that travel at the same time).
 """
 
 from __future__ import annotations
@@ -13,17 +14,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = [
-    "Job", "Link", "Statistics", "Traffic", "Way", "all_gather", "all_reduce", "all_to_all", "controller_bytes", "controller_seconds",
-    "gradients", "hierarchical", "reduce_scatter", "ring_all_reduce", "statistics", "tree_all_reduce", "ways",
-]  # fmt: skip
+    "Job",
+    "Link",
+    "Statistics",
+    "Traffic",
+    "Way",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "controller_bytes",
+    "controller_seconds",
+    "gradients",
+    "hierarchical",
+    "reduce_scatter",
+    "ring_all_reduce",
+    "statistics",
+    "tree_all_reduce",
+    "ways",
+]
 
 INT8_BYTES = 1 + 4 / 256
-"""On the wire for a parameter: the byte itself, and its part of one float32 scale for 256 of them."""
+"""On the wire for a parameter: the byte itself, and its part of one float32 scale for 256 of
+them."""
 HBM_BYTES = 8
-"""The mean track of the exact local converge: one further fp32 set of parameters, read and written in each step."""
+"""The mean track of the exact local converge: one further fp32 set of parameters, read and written
+in each step."""
 
 
-# -- messages and collectives ------------------------------------------------------------------------------------------------
+# -- messages and collectives ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Link:
-    """``bandwidth``: B, bytes per second that each rank can send while all do; ``latency``: alpha, seconds a message."""
+    """``bandwidth``:
+
+    B, bytes per second that each rank can send while all do; ``latency``: alpha, seconds a message.
+    """
 
     bandwidth: float
     latency: float
@@ -50,11 +71,13 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(
-                f"bandwidth is {self.bandwidth!r}: it must be a positive number of bytes per second and rank, e.g. 45e9"
+                f"bandwidth is {self.bandwidth!r}: it must be a positive number of bytes per "
+                "second and rank, e.g. 45e9"
             )
         if not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"latency is {self.latency!r}: it must be a number of seconds a message, at least 0, e.g. 1e-5"
+                f"latency is {self.latency!r}: it must be a number of seconds a message, at least "
+                "0, e.g. 1e-5"
             )
 
     def seconds(self, traffic: Traffic) -> float:
@@ -74,34 +97,46 @@ all_to_all = reduce_scatter
 
 
 def ring_all_reduce(size: float, ranks: int) -> Traffic:
-    """Reduce-scatter, then all-gather: 2 (p - 1) messages, 2 (p - 1) / p of the bytes, which no all-reduce can undercut."""
+    """Reduce-scatter, then all-gather:
+
+    2 (p - 1) messages, 2 (p - 1) / p of the bytes, which no all-reduce can undercut.
+    """
     return reduce_scatter(size, ranks) + all_gather(size, ranks)
 
 
 def tree_all_reduce(size: float, ranks: int) -> Traffic:
-    """Up and down two complementary binary trees, pipelined: 2 ceil(log2 p) messages, twice the bytes."""
+    """Up and down two complementary binary trees, pipelined:
+
+    2 ceil(log2 p) messages, twice the bytes.
+    """
     return Traffic(2 * math.ceil(math.log2(ranks)), 2 * size) if ranks > 1 else Traffic()
 
 
 def all_reduce(size: float, ranks: int, link: Link) -> Traffic:
-    """Ring or tree, whichever is quicker: many bytes between few ranks go round, few bytes between many go up and down."""
+    """Ring or tree, whichever is quicker: many bytes between few ranks go round, few bytes between
+    many go up and down."""
     return min(ring_all_reduce(size, ranks), tree_all_reduce(size, ranks), key=link.seconds)
 
 
 def hierarchical(size: float, inside: int, nodes: int, across: Link) -> tuple[Traffic, Traffic]:
-    """Reduce-scatter inside a node of ``inside`` peers, all-reduce of what each holds across ``nodes``, all-gather inside.
+    """Reduce-scatter inside a node of ``inside`` peers, all-reduce of what each holds across
+    ``nodes``, all-gather inside.
 
-    Returns the traffic inside and across. With equal bandwidths and rings it sends the bytes of one flat ring.
+    Returns the traffic inside and across. With equal bandwidths and rings it sends the bytes of one
+    flat ring.
     """
     return ring_all_reduce(size, inside), all_reduce(size / inside, nodes, across)
 
 
-# -- a job and its ways of averaging -----------------------------------------------------------------------------------------
+# -- a job and its ways of averaging ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """N replicas of S ranks each, and the machine. Bytes in bytes, seconds in seconds, a rank is a GPU."""
+    """N replicas of S ranks each, and the machine.
+
+    Bytes in bytes, seconds in seconds, a rank is a GPU.
+    """
 
     replicas: int
     """N"""
@@ -160,7 +195,8 @@ class Job:
             )
         if self.fragments > self.interval or self.overlap_steps >= self.interval:
             raise ValueError(
-                f"interval is {self.interval}: it must be at least fragments ({self.fragments}) and above overlap_steps ({self.overlap_steps})"
+                f"interval is {self.interval}: it must be at least fragments ({self.fragments}) "
+                f"and above overlap_steps ({self.overlap_steps})"
             )
 
     @property
@@ -170,7 +206,8 @@ class Job:
 
     @property
     def peers_per_node(self) -> int:
-        """Replicas that have a rank of the same peer group in one node; ranks of a replica lie side by side."""
+        """Replicas that have a rank of the same peer group in one node; ranks of a replica lie side
+        by side."""
         return min(self.replicas, max(1, self.ranks_per_node // self.shards))
 
     @property
@@ -196,7 +233,8 @@ class Way:
     sent: float
     """bytes"""
     sent_across: float
-    """bytes of them through the links between nodes; all of a flat ring that has such a link, because it is as slow as that one"""
+    """bytes of them through the links between nodes; all of a flat ring that has such a link,
+    because it is as slow as that one"""
     seconds: float
     """of work or of wire, hidden or not"""
     exposed: float
@@ -237,7 +275,8 @@ def ways(job: Job) -> list[Way]:
         )
 
     def streamed(parts: int) -> Traffic:
-        """A part after the other, in buckets that together are one; before all but the last, N numbers tell who is finite."""
+        """A part after the other, in buckets that together are one; before all but the last, N
+        numbers tell who is finite."""
         told = all_reduce(8 * job.replicas, job.replicas * job.shards, link) * (parts - 1)
         return (
             _in_buckets(
@@ -248,7 +287,8 @@ def ways(job: Job) -> list[Way]:
         )
 
     def exchanged(bytes_each: float) -> Traffic:
-        """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an all-gather of their averages."""
+        """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an
+        all-gather of their averages."""
         small = bytes_each / job.value_bytes
         return _in_buckets(
             size,
@@ -310,7 +350,10 @@ def _in_buckets(
 
 
 def _exact_local(job: Job) -> Way:
-    """Nothing is sent. In each step the mean's own parameters pass through memory, and at the end they are copied."""
+    """Nothing is sent.
+
+    In each step the mean's own parameters pass through memory, and at the end they are copied.
+    """
     once = HBM_BYTES * job.own / job.memory_bandwidth
     seconds = once * (job.interval + 1)
     return Way(
@@ -326,7 +369,8 @@ def _exact_local(job: Job) -> Way:
 
 
 def gradients(job: Job) -> Traffic:
-    """One step's all-reduce of shared gradients between the replicas, as plain data-parallel training pays it; with local gradients none."""
+    """One step's all-reduce of shared gradients between the replicas, as plain data-parallel
+    training pays it; with local gradients none."""
     return _in_buckets(
         job.own * job.gradient_bytes,
         job,
@@ -334,7 +378,7 @@ def gradients(job: Job) -> Traffic:
     )
 
 
-# -- the controller ----------------------------------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,7 +390,8 @@ class Statistics:
 
 
 def statistics(job: Job, chunks: int = 0) -> Statistics:
-    """(N, 3) float64 over all N S ranks: loss sums, weights, marks of the schedule; with a probe ``chunks`` losses and the batches' digest,
+    """(N, 3) float64 over all N S ranks: loss sums, weights, marks of the schedule; with a probe
+    ``chunks`` losses and the batches' digest,
     (N, 5 + chunks)."""
     size = 8 * job.replicas * (3 if chunks == 0 else 5 + chunks)
     link = job.between_ranks
@@ -354,11 +399,13 @@ def statistics(job: Job, chunks: int = 0) -> Statistics:
 
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
-    """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python included: measured at 1 024 replicas
+    """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python
+    included: measured at 1 024 replicas
     (benchmarks.controller), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 
 def controller_bytes(replicas: int, knobs: int = 1) -> int:
-    """Kept between cycles by knobs of one spread: the multipliers as Python numbers, and a reference to one for each knob; measured too."""
+    """Kept between cycles by knobs of one spread: the multipliers as Python numbers, and a
+    reference to one for each knob; measured too."""
     return replicas * (28 + 9 * knobs)

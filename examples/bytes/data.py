@@ -92,7 +92,8 @@ def _hash_of(module: str) -> int:
 
 
 def _validation_modules(sizes: dict[str, int]) -> set[str]:
-    """The modules whose hash falls among the first percent; of few, as many as give enough bytes."""
+    """The modules whose hash falls among the first percent; of few, as many as give enough
+    bytes."""
     chosen = {name for name in sizes if _hash_of(name) % 100 < VALIDATION_PERCENT}
     rest = sorted(sizes.keys() - chosen, key=_hash_of)
     while len(rest) > 1 and sum(sizes[name] for name in chosen) < LEAST_BYTES:

@@ -61,7 +61,7 @@ class Run:
         self.history: hdet.logging.History | None = None
         self.ensemble = None if settings.controller == "fixed" else self._make_ensemble()
 
-    # -- what hdet adds ------------------------------------------------------------------------------
+    # -- what hdet adds ----------------------------------------------------------------------------
 
     def _make_ensemble(self) -> hdet.Ensemble:
         settings = self.settings
@@ -107,7 +107,7 @@ class Run:
         tokens, targets = self._batch(self.corpus.train, f"train/{self.rank}", self.step)
         return cross_entropy(self.forward(tokens), targets)
 
-    # -- training ------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def train(self, resume: bool = False) -> None:
         """From step 0, or from the checkpoint, to the end."""
@@ -176,7 +176,7 @@ class Run:
         tokens, targets = sample_batch(text, size, context, seed=seed, stream=stream, index=index)
         return tokens.to(self.device), targets.to(self.device)
 
-    # -- between cycles, where all replicas have the same weights -------------------------------------
+    # -- between cycles, where all replicas have the same weights ----------------------------------
 
     def _between_cycles(self) -> None:
         last = self.step == self.settings.steps
@@ -201,7 +201,7 @@ class Run:
             dist.all_reduce(losses)
         return losses.mean().item()
 
-    # -- files, of rank 0 ------------------------------------------------------------------------------
+    # -- files, of rank 0 --------------------------------------------------------------------------
 
     def _record(self, event: str, **values: Any) -> None:
         if self.history is not None:
@@ -218,11 +218,16 @@ class Run:
         assert self.history is not None
         self.history.sync()
         state = {
-            "settings": vars(self.settings), "text": self.corpus.digest, "step": self.step,
-            "seconds": self.seconds, "validation": self.validation, "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
+            "settings": vars(self.settings),
+            "text": self.corpus.digest,
+            "step": self.step,
+            "seconds": self.seconds,
+            "validation": self.validation,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
-        }  # fmt: skip
+        }
         partial = self.folder / f".{CHECKPOINT}.partial"
         torch.save(state, partial)
         os.replace(partial, self.folder / CHECKPOINT)  # whole, or the one before

@@ -1,5 +1,5 @@
-"""A measurement of its own: cosines of the gradient and the way since the cycle began (Baydin et al.
-2018, arXiv 1703.04782, over more than one step). One replica and one learning rate are enough.
+"""A measurement of its own: cosines of the gradient and the way since the cycle began (Baydin et
+al. 2018, arXiv 1703.04782, over more than one step). One replica and one learning rate are enough.
 
 GREEDY: it asks what is good at once. A cycle that has reached its noise floor says "lower" even
 where the rate is right for the run. Use it to leave a rate that is far off.
@@ -39,7 +39,8 @@ class Cosines(Measurement):
         self.done += 1
 
     def product(self) -> torch.Tensor:
-        """(3,) float64: <g, d>, <g, g>, <d, d>, whose sums over a replica's shards are the whole."""
+        """(3,) float64: <g, d>, <g, g>, <d, d>, whose sums over a replica's shards are the
+        whole."""
         total = torch.zeros(3, dtype=torch.float64, device=self.origin[0].device)
         for p, origin in zip(self.parameters, self.origin, strict=True):
             if p.grad is not None:
@@ -59,7 +60,8 @@ class Cosines(Measurement):
 
 
 class Hypergradient(hdet.Controller):
-    """ln(correction) moves by -0.3 * tanh((|t| - 2) / 4), t from the scatter of a cycle's cosines."""
+    """ln(correction) moves by -0.3 * tanh((|t| - 2) / 4), t from the scatter of a cycle's
+    cosines."""
 
     name, needs_replicas = "hypergradient", False
 

@@ -18,7 +18,7 @@ from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .collectives import start_weighted_sum
 
-DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_BUCKET_BYTES = 32 << 20
 IN_PLACE_BYTES = 4 << 20
 """A tensor this large is reduced where it lies: a copy would cost more than its own collective.
 
@@ -172,7 +172,7 @@ class Buckets:
         ask_parts: gives what is to be sent; asked whenever something is sent.
         bucket_bytes: upper bound of the memory of one filling, all kinds of tensors together.
         in_place: large tensors that have the wire's dtype in memory are reduced where they lie, and
-            so are their masters. The others travel in two halves of the memory, in turn.
+            so are their masters.
         multiple: fillings have a multiple of so many elements.
         own_memory: each filling has memory of its own, instead of one bucket for all.
 
@@ -212,13 +212,11 @@ class Buckets:
         fillings = self.plan()
         large = [part.value for part in self._large]
         pending = [start_weighted_sum(value, weight, group) for value in large]
-        before: tuple[Filling, dist.Work] | None = None
-        for filling in fillings:  # one travels while the next is packed
+        for filling in fillings:
             work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
             filling.mark_written()
-            _finish(before)
-            before = filling, work
-        _finish(before)
+            work.wait()
+            filling.unpack()
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
         rounded = [part for part in self._large if part.master is not None]
@@ -242,8 +240,6 @@ class Buckets:
         for (device, dtype), members in kinds.items():
             wanted = sum(part.tensor.numel() for part in members)
             allowed = self._bytes // len(kinds) // dtype.itemsize // multiple * multiple
-            if self._in_place and not self._own_memory and wanted > allowed:
-                allowed //= 2
             size = min(_rounded_up(wanted, multiple), max(allowed, multiple))
             self._fillings += self._fill(members, device, dtype, size)
         return self._fillings
@@ -252,10 +248,9 @@ class Buckets:
         self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, size: int
     ) -> Iterator[Filling]:
         """Lay the parts out over buckets of ``size`` elements; one may be cut between two."""
-        turns = 2 if self._in_place else 1
 
         def start(number: int) -> Filling:
-            key = (device, dtype, number if self._own_memory else number % turns)
+            key = (device, dtype, number if self._own_memory else 0)
             if key not in self._memories or self._memories[key].numel() != size:
                 self._memories[key] = torch.empty(size, dtype=dtype, device=device)
             return Filling(self._memories[key])
@@ -268,13 +263,6 @@ class Buckets:
                 filling = start(number)
                 filling.add(piece)
         yield filling.seal(self._multiple)
-
-
-def _finish(sent: tuple[Filling, dist.Work] | None) -> None:
-    if sent is not None:
-        filling, work = sent
-        work.wait()
-        filling.unpack()
 
 
 def _pieces(part: Part, capacity: int) -> Iterator[Part]:

@@ -1,10 +1,14 @@
-"""One interface to the kernels, four backends: "cpu" and "cuda" (native), "triton", and "torch" (the reference).
+"""One interface to the kernels, four backends:
 
-A backend asked for by name that is missing raises and says why. "auto" takes the native backend of the tensors' device. There is
-one exception: CUDA tensors under an hdet that was built without CUDA run on Triton, or without that on the torch backend, with one
-warning that names the reason. Tensors on any other kind of device need backend="torch".
+"cpu" and "cuda" (native), "triton", and "torch" (the reference).
 
-Operations are prepared once for a set of tensors and then called: a plan holds addresses and is valid until one changes.
+A backend asked for by name that is missing raises and says why. "auto" takes the native backend of
+the tensors' device. There is one exception: CUDA tensors under an hdet that was built without CUDA
+run on Triton, or without that on the torch backend, with one warning that names the reason. Tensors
+on any other kind of device need backend="torch".
+
+Operations are prepared once for a set of tensors and then called: a plan holds addresses and is
+valid until one changes.
 """
 
 from __future__ import annotations
@@ -69,7 +73,10 @@ def _cuda_state(device: torch.device | None) -> str:
         return native.missing
     info = native._C.build_info()
     if not info["cuda"]:
-        return f"hdet has no CUDA kernels: {info['cuda_note']}. Install the CUDA toolkit and reinstall with HDET_CUDA=1"
+        return (
+            f"hdet has no CUDA kernels: {info['cuda_note']}. Install the CUDA toolkit and "
+            "reinstall with HDET_CUDA=1"
+        )
     if not torch.backends.cuda.is_built():
         return "this torch was built without CUDA"
     if not torch.cuda.is_available():
@@ -77,7 +84,10 @@ def _cuda_state(device: torch.device | None) -> str:
     oldest = min(int(arch.split("-")[0].rstrip("af")) for arch in info["cuda_archs"].split())
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < oldest:
-        return f"the device has compute capability {major}.{minor}, hdet was built for {info['cuda_archs']}: reinstall with HDET_CUDA_ARCHS"
+        return (
+            f"the device has compute capability {major}.{minor}, hdet was built for "
+            f"{info['cuda_archs']}: reinstall with HDET_CUDA_ARCHS"
+        )
     return USABLE
 
 
@@ -90,7 +100,10 @@ def _triton_state(_: torch.device | None) -> str:
         return f"Triton {triton.__version__} is too old: install 3.6 or later"
     if triton.knobs.runtime.interpret or torch.cuda.is_available():
         return USABLE
-    return "torch finds no usable CUDA device or driver. Without one Triton's interpreter runs (TRITON_INTERPRET=1, on CPU tensors, slowly)"
+    return (
+        "torch finds no usable CUDA device or driver. Without one Triton's interpreter runs "
+        "(TRITON_INTERPRET=1, on CPU tensors, slowly)"
+    )
 
 
 _STATES: dict[str, Callable[[torch.device | None], str]] = {
@@ -99,7 +112,10 @@ _STATES: dict[str, Callable[[torch.device | None], str]] = {
     "triton": _triton_state,
     "torch": lambda _: USABLE,
 }
-"""For tensors on a device, None the current one. To ask may import Triton or start CUDA: select asks its own only."""
+"""For tensors on a device, None the current one.
+
+To ask may import Triton or start CUDA: select asks its own only.
+"""
 
 
 def available() -> dict[str, str]:
@@ -120,7 +136,8 @@ def _automatic(device: torch.device) -> str:
     global _warned
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f'hdet has no native kernels for the device type {device.type}; backend="torch" works there'
+            f'hdet has no native kernels for the device type {device.type}; backend="torch" works '
+            "there"
         )
     if device.type == "cuda" and native.missing is None and not native._C.cuda:
         instead = "triton" if _STATES["triton"](device) == USABLE else "torch"
@@ -138,7 +155,8 @@ def _automatic(device: torch.device) -> str:
 def select(backend: str, device: torch.device) -> Backend:
     """The backend of that name for tensors on that device.
 
-    Raises ValueError for an unknown name or a backend that does not work on the device, RuntimeError for one that is not usable.
+    Raises ValueError for an unknown name or a backend that does not work on the device,
+    RuntimeError for one that is not usable.
     """
     check_name(backend)
     name = _automatic(device) if backend == "auto" else backend
@@ -156,9 +174,12 @@ def select(backend: str, device: torch.device) -> Backend:
 
 
 def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
-    """Prepares an optimizer step that updates all the tensors, in all K replicas, in one call. See StepTensors for what it takes.
+    """Prepares an optimizer step that updates all the tensors, in all K replicas, in one call.
 
-    Raises ValueError or TypeError for tensors, dtypes or combinations that cannot be stepped, by name.
+    See StepTensors for what it takes.
+
+    Raises ValueError or TypeError for tensors, dtypes or combinations that cannot be stepped, by
+    name.
     """
     if len(tensors.params) == 0 or len(tensors.params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
@@ -168,10 +189,12 @@ def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
 
 
 def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan:
-    """Prepares a step of K replicas that share gradients and moments and are kept as a base and one displacement: see RankOneTensors.
+    """Prepares a step of K replicas that share gradients and moments and are kept as a base and one
+    displacement: see RankOneTensors.
 
-    With AdamW and float32 gradients a step moves 32 bytes a parameter for all of them together (30 with gradients of 16 bits), and
-    writes the K outputs. Raises ValueError or TypeError, by name, for what cannot be stepped.
+    With AdamW and float32 gradients a step moves 32 bytes a parameter for all of them together (30
+    with gradients of 16 bits), and writes the K outputs. Raises ValueError or TypeError, by name,
+    for what cannot be stepped.
     """
     if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
         raise ValueError("there are no outputs to plan for")
@@ -185,10 +208,12 @@ def average_plan(
     masters: Sequence[Column] | None = None,
     backend: str = "auto",
 ) -> AveragePlan:
-    """Prepares the weighted mean of K co-resident sets: K lists of tensors of equal shapes and dtypes, contiguous, on one device, apart.
+    """Prepares the weighted mean of K co-resident sets:
 
-    Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean is of the masters and both are
-    written. Raises ValueError or TypeError for anything else.
+    K lists of tensors of equal shapes and dtypes, contiguous, on one device, apart.
+
+    Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean
+    is of the masters and both are written. Raises ValueError or TypeError for anything else.
     """
     if len(params) == 0 or len(params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
@@ -205,16 +230,19 @@ def pair_plan(
     masters: Column | None = None,
     backend: str = "auto",
 ) -> PairPlan:
-    """Prepares `copy(scale)`, `lerp(weight)` and `swap()` between two sets of tensors; a source and a destination may not overlap.
+    """Prepares `copy(scale)`, `lerp(weight)` and `swap()` between two sets of tensors; a source and
+    a destination may not overlap.
 
-    float32, bfloat16 and float16 in any combination. `source_lowers`: the int16 lower halves of bfloat16 sources in the split form.
-    `masters`: float32 or int16 (split) masters of the destinations, written with them: the way back from a communication bucket.
-    The native backends take contiguous tensors on one device, the torch backend any floating dtypes and strides. Raises ValueError or
-    TypeError for anything else.
+    float32, bfloat16 and float16 in any combination. `source_lowers`: the int16 lower halves of
+    bfloat16 sources in the split form. `masters`: float32 or int16 (split) masters of the
+    destinations, written with them: the way back from a communication bucket. The native backends
+    take contiguous tensors on one device, the torch backend any floating dtypes and strides. Raises
+    ValueError or TypeError for anything else.
     """
     if len(sources) == 0 or len(sources) != len(destinations):
         raise ValueError(
-            f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, and at least one"
+            f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, "
+            "and at least one"
         )
     chosen = select(backend, checks.device_of(sources[0], "source 0"))
     checks.check_pairs(
@@ -224,7 +252,8 @@ def pair_plan(
 
 
 def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
-    """Prepares the global norm of float32, bfloat16 or float16 tensors, contiguous, on one device."""
+    """Prepares the global norm of float32, bfloat16 or float16 tensors, contiguous, on one
+    device."""
     if len(tensors) == 0:
         raise ValueError("there are no tensors to take the norm of")
     chosen = select(backend, checks.device_of(tensors[0], "tensor 0"))
@@ -236,12 +265,15 @@ def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
 def average_(
     replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto"
 ) -> None:
-    """Replaces K co-resident replicas by their weighted mean, in place (Eq. 3). Prepares a plan for this one call.
+    """Replaces K co-resident replicas by their weighted mean, in place (Eq.
 
-    `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n); contiguous, on one device,
-    not overlapping. `weights` are K numbers >= 0; they are divided by their sum. Afterwards all rows are bitwise equal. A replica of
-    weight 0 is not read, so NaN in it does no harm, but receives the mean. Sums are float32 in the order of the replicas.
-    Raises ValueError or TypeError, before anything is written, for anything else.
+    3). Prepares a plan for this one call.
+
+    `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n);
+    contiguous, on one device, not overlapping. `weights` are K numbers >= 0; they are divided by
+    their sum. Afterwards all rows are bitwise equal. A replica of weight 0 is not read, so NaN in
+    it does no harm, but receives the mean. Sums are float32 in the order of the replicas. Raises
+    ValueError or TypeError, before anything is written, for anything else.
     """
     rows = _rows(replicas)
     shares = checks.normalised(weights, len(rows))
@@ -250,7 +282,8 @@ def average_(
         checks.check_replicas(rows, None)
         return
     average_plan(rows, None, backend).average(shares)
-    # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
+    # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no
+    # longer valid.
     torch.autograd.graph.increment_version(
         [tensor for row in rows for tensor in row if not tensor.is_inference()]
     )
@@ -261,6 +294,7 @@ def _rows(replicas: Sequence[Sequence[Tensor]] | Tensor) -> Sequence[Sequence[Te
         return replicas
     if replicas.layout != torch.strided or replicas.dim() != 2:
         raise ValueError(
-            f"replicas must be lists of tensors or one dense tensor of shape (K, n), got {replicas.layout}, {tuple(replicas.shape)}"
+            "replicas must be lists of tensors or one dense tensor of shape (K, n), got "
+            f"{replicas.layout}, {tuple(replicas.shape)}"
         )
     return [[row] for row in replicas.detach()]

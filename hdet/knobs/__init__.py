@@ -1,4 +1,5 @@
-"""What can be explored: a knob names a scalar hyperparameter, how far it is spread, and where it lives (docs/knobs.md)."""
+"""What can be explored: a knob names a scalar hyperparameter, how far it is spread, and where it
+lives (docs/knobs.md)."""
 
 from .bound import Bound, GroupKnob, Knob, bind_all, check_disjoint
 from .of_model import Dropout, LabelSmoothing, LossWeights, ModuleValue, Scalar, Temperature

@@ -1,4 +1,5 @@
-"""Bound knobs: a spread, a scale, and the cells of one run that they move; and several of them in one run."""
+"""Bound knobs: a spread, a scale, and the cells of one run that they move; and several of them in
+one run."""
 
 from __future__ import annotations
 
@@ -30,10 +31,14 @@ Bounds = tuple[float, float] | None
 
 
 class Knob(Protocol):
-    """What an Ensemble is given: a frozen dataclass that names a scalar hyperparameter and how far it is spread."""
+    """What an Ensemble is given: a frozen dataclass that names a scalar hyperparameter and how far
+    it is spread."""
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Its knobs in this run. Reads, and writes nothing. Raises ValueError for what is not there or cannot be explored."""
+        """Its knobs in this run.
+
+        Reads, and writes nothing. Raises ValueError for what is not there or cannot be explored.
+        """
         ...
 
 
@@ -47,24 +52,31 @@ def scale_of(bounds: Bounds, kind: str = "log", unit: float = 1.0) -> Scale:
 
 
 class Bound:
-    """One knob of a run: all its cells move by the same factor (on a linear scale: by the same amount).
+    """One knob of a run: all its cells move by the same factor (on a linear scale: by the same
+    amount).
 
-    Between steps a cell holds the base value: the schedule's own, corrected. `show_schedule` restores the schedule's value before the
-    scheduler steps, so that recursive schedulers never compound a correction. Inside `fanned_out` the cell holds the replica's value.
+    Between steps a cell holds the base value: the schedule's own, corrected. `show_schedule`
+    restores the schedule's value before the scheduler steps, so that recursive schedulers never
+    compound a correction. Inside `fanned_out` the cell holds the replica's value.
 
     Args:
         name: unique in a run.
         spread: alpha in [0, 1).
         cells: at least one.
         key: of a parameter group, "" otherwise.
-        valid_on_train_loss: may training losses judge it? If not, which is the safe answer, only a held-out, unregularised probe may.
+        valid_on_train_loss: may training losses judge it? If not, which is the safe answer, only a
+            held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
-        affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe scores each replica at its own value.
-        on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
-        moments_diverge: replicas with different values have different moments, as they have if it is ``on_gradients``.
+        affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe
+            scores each replica at its own value.
+        on_gradients: it acts on gradients that are all-reduced already, so that replicas differ
+            although these are shared.
+        moments_diverge: replicas with different values have different moments, as they have if it
+            is ``on_gradients``.
 
     Raises:
-        ValueError: a value that is no number, outside of the bounds, or (acting "forward") one that no factor can move.
+        ValueError: a value that is no number, outside of the bounds, or (acting "forward") one that
+            no factor can move.
     """
 
     def __init__(
@@ -83,7 +95,8 @@ class Bound:
     ) -> None:
         if acts not in ("step", "forward"):
             raise ValueError(
-                f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got {acts!r}"
+                f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got "
+                f"{acts!r}"
             )
         if (
             isinstance(cells, Cell)
@@ -95,7 +108,8 @@ class Bound:
             )
         if scale is not None and not isinstance(scale, Scale):
             raise ValueError(
-                f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got {scale!r}"
+                f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got "
+                f"{scale!r}"
             )
         self.name, self.spread, self.cells, self.scale, self.key = (
             name,
@@ -113,7 +127,8 @@ class Bound:
         self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
         self.highest: Any = -math.inf
-        """Of the first cell of `scheduled`, in the steps since the controller was told; -inf before the first."""
+        """Of the first cell of `scheduled`, in the steps since the controller was told; -inf before
+        the first."""
         self._check_first()
         self.has_tensors = any(isinstance(value, torch.Tensor) for value in self.scheduled)
         self.rho = 1.0
@@ -134,7 +149,8 @@ class Bound:
         for value in map(float, self.scheduled):
             if self.scale.bounded and not low <= value <= high:
                 raise ValueError(
-                    f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one of them"
+                    f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one "
+                    "of them"
                 )
 
     def _check_first(self) -> None:
@@ -149,13 +165,17 @@ class Bound:
                 self.acts != "step" and self.scale.kind == "log" and number <= 0
             ):  # a schedule may begin at 0
                 raise ValueError(
-                    f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit"
+                    f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use "
+                    "scale='linear' with a unit"
                 )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, spread={self.spread:g}, {len(self.cells)} cells, scale={self.scale.kind!r})"
+        return (
+            f"{type(self).__name__}({self.name!r}, spread={self.spread:g}, {len(self.cells)} "
+            f"cells, scale={self.scale.kind!r})"
+        )
 
-    # -- values ----------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def read(self) -> list[Any]:
         """What the cells hold now."""
@@ -166,7 +186,8 @@ class Bound:
         return float(self.cells[0].get())
 
     def scheduled_value(self) -> float:
-        """The untouched schedule's value, of the first cell; waits for the device if it is a CUDA tensor."""
+        """The untouched schedule's value, of the first cell; waits for the device if it is a CUDA
+        tensor."""
         return float(self.scheduled[0])
 
     def uncorrected_value(self) -> float:
@@ -185,7 +206,7 @@ class Bound:
         """Of the first cell; 0 is unknown."""
         return 0.0
 
-    # -- between steps ---------------------------------------------------------------------------------------------------
+    # -- between steps -----------------------------------------------------------------------------
 
     def show_schedule(self) -> None:
         """Put the schedule's own values into the cells."""
@@ -193,7 +214,10 @@ class Bound:
             cell.set(value)
 
     def take_schedule(self) -> None:
-        """What stands in the cells are the schedule's next values. `write` follows, unless `is_neutral`."""
+        """What stands in the cells are the schedule's next values.
+
+        `write` follows, unless `is_neutral`.
+        """
         self.scheduled = values = self.read()
         self.has_tensors = False
         for i, value in enumerate(values):
@@ -212,7 +236,8 @@ class Bound:
         self.is_neutral = False
 
     def write(self, correction: float, base: float | None = None) -> None:
-        """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
+        """Leave the base value in the cells: the schedule's, corrected; or, off the schedule,
+        ``base`` (further cells keep the ratio of their peaks)."""
         was_neutral, self._correction, self.base = self.is_neutral, correction, base
         self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
         self.is_neutral = not self.scale.bounded and all(
@@ -232,10 +257,12 @@ class Bound:
         return self._correction
 
     def find_foreign_write(self) -> int | None:
-        """The first cell that holds another value than `write` has left; None while a replica's values are in the cells.
+        """The first cell that holds another value than `write` has left; None while a replica's
+        values are in the cells.
 
-        Of tensors the values are compared only if the version counter has moved: reading one waits for the device. A buffer of the model may have
-        been averaged over the replicas, and the mean of equal values can differ by some ulps.
+        Of tensors the values are compared only if the version counter has moved: reading one waits
+        for the device. A buffer of the model may have been averaged over the replicas, and the mean
+        of equal values can differ by some ulps.
         """
         if self.is_lent:
             return None
@@ -257,11 +284,12 @@ class Bound:
             if isinstance(value, torch.Tensor):
                 marks[i] = _mark(value)
 
-    # -- in use ----------------------------------------------------------------------------------------------------------
+    # -- in use ------------------------------------------------------------------------------------
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
-        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises. Raises ValueError if
+        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also
+        when something raises. Raises ValueError if
         somebody has written a value inside, which would be one of this replica alone."""
         multipliers = [self._multiplier_of(i, multiplier) for i in range(len(self.cells))]
         if all(rho == 1.0 for rho in multipliers):
@@ -282,8 +310,10 @@ class Bound:
                         "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
                     )
                     raise ValueError(
-                        f"{self.name} was changed to {float(value):g} inside {where}, where it holds this replica's own value, {float(own):g}: "
-                        "change it outside, where it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
+                        f"{self.name} was changed to {float(value):g} inside {where}, where it "
+                        f"holds this replica's own value, {float(own):g}: "
+                        "change it outside, where it is every replica's (step a scheduler after "
+                        "optimizer.step(), not in a hook of it; a buffer that "
                         "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
                     )
 
@@ -346,14 +376,16 @@ class GroupKnob(Bound):
         return float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
 
     def peak(self, i: int) -> float:
-        # Without a schedule the group holds the corrected value, so the schedule's own is what counts.
+        # Without a schedule the group holds the corrected value, so the schedule's own is what
+        # counts.
         group = self.optimizer.param_groups[self.indices[i]]
         return float(
             group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[i]))
         )
 
     def effective(self, i: int, multiplier: float) -> float:
-        """The multiplier that acts on the base value of cell ``i``; another one where a bound holds the replica's back."""
+        """The multiplier that acts on the base value of cell ``i``; another one where a bound holds
+        the replica's back."""
         return (
             self.scale.effective(float(self.left[i]), multiplier)
             if self.scale.bounded
@@ -369,11 +401,16 @@ class GroupKnob(Bound):
 
 
 class ProductKnob(GroupKnob):
-    """A decay that is explored as rate * decay. It is divided by whatever the rate is multiplied by, so that the knob's correction and
+    """A decay that is explored as rate * decay.
+
+    It is divided by whatever the rate is multiplied by, so that the knob's correction and
     multiplier are those of the product."""
 
     rates: Mapping[int, tuple[GroupKnob, int]] = {}
-    """By parameter group: the knob of its rate, and the number of its cell. Set by `bind_all`; groups without one have a fixed rate."""
+    """By parameter group: the knob of its rate, and the number of its cell.
+
+    Set by `bind_all`; groups without one have a fixed rate.
+    """
 
     def uncorrected_value(self) -> float:
         rate = self.rates.get(self.indices[0])
@@ -393,22 +430,25 @@ class ProductKnob(GroupKnob):
 
 
 def _mark(value: Any) -> Any:
-    """Equal as long as nobody writes: a number itself, or a tensor's identity and version counter, which need no device."""
+    """Equal as long as nobody writes: a number itself, or a tensor's identity and version counter,
+    which need no device."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 
-# -- several knobs in one run --------------------------------------------------------------------------------------------
+# -- several knobs in one run ----------------------------------------------------------------------
 
 
 def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
-    """All knobs of a run: rates first, because what is explored as a product with them is written after them. Raises ValueError for a knob that
+    """All knobs of a run: rates first, because what is explored as a product with them is written
+    after them. Raises ValueError for a knob that
     cannot be bound, or a product without a rate."""
     bound: list[Bound] = []
     for knob in knobs:
         found = knob.bind(optimizer)
         if not isinstance(found, (list, tuple)) or not all(isinstance(one, Bound) for one in found):
             raise TypeError(
-                f"{type(knob).__name__}.bind gave {found!r}: it must return a list of hdet.knobs.Bound"
+                f"{type(knob).__name__}.bind gave {found!r}: it must return a list of "
+                "hdet.knobs.Bound"
             )
         bound += found
     bound.sort(key=lambda one: one.key != "lr")
@@ -422,7 +462,8 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
         if isinstance(one, ProductKnob):
             if not any(index in rates for index in one.indices):
                 raise ValueError(
-                    f"{one.name} is to be explored as rate x decay, but no knob moves the rate of its groups: add a LearningRate, or leave "
+                    f"{one.name} is to be explored as rate x decay, but no knob moves the rate of "
+                    "its groups: add a LearningRate, or leave "
                     "product=True out"
                 )
             one.rates = rates
@@ -430,7 +471,9 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
 
 
 def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
-    """Raises ValueError if two knobs would move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor
+    """Raises ValueError if two knobs would move one value.
+
+    ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor
     rate that is given for all groups (harmless as long as nothing moves)."""
     owners: dict[tuple[str, Hashable], str] = {}
     for knob in knobs:
@@ -443,8 +486,12 @@ def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
                 owner = owners.setdefault(place, knob.name)
                 if owner != knob.name:
                     raise ValueError(
-                        f"the knobs {owner!r} and {knob.name!r} share one {place[0]} {knob.key!r}: name each group once, give each group a "
+                        f"the knobs {owner!r} and {knob.name!r} share one {place[0]} {knob.key!r}: "
+                        "name each group once, give each group a "
                         "tensor of its own, or explore them together with groups=None"
                         if knob.key
-                        else f"the knobs {owner!r} and {knob.name!r} share one {place[0]}: leave one of them out"
+                        else (
+                            f"the knobs {owner!r} and {knob.name!r} share one {place[0]}: leave "
+                            "one of them out"
+                        )
                     )

@@ -24,7 +24,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Cell:
-    """A value that can be read and written. Tensors (0-d) are written in place and never replaced."""
+    """A value that can be read and written.
+
+    Tensors (0-d) are written in place and never replaced.
+    """
 
     place: tuple[str, Hashable]
     """What it is, for messages, and which one: equal for two cells that are one."""
@@ -45,7 +48,8 @@ def put(old: Any, value: Any) -> Any:
 
 
 def close(value: Any, expected: Any) -> bool:
-    """Equal but for some ulps of the coarser format: the same arithmetic may run on another device's numbers. Waits for the device."""
+    """Equal but for some ulps of the coarser format: the same arithmetic may run on another
+    device's numbers. Waits for the device."""
     formats = [
         x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()
     ]
@@ -54,7 +58,10 @@ def close(value: Any, expected: Any) -> bool:
 
 
 def group_cell(optimizer: Optimizer, index: int, key: str, entry: int | None = None) -> Cell:
-    """One key of a parameter group; ``entry``: of a tuple there, such as ``betas``. Groups are found by number: loading a state replaces the dicts."""
+    """One key of a parameter group; ``entry``: of a tuple there, such as ``betas``.
+
+    Groups are found by number: loading a state replaces the dicts.
+    """
 
     def get() -> Any:
         value = optimizer.param_groups[index][key]

@@ -1,4 +1,5 @@
-"""Knobs of the model and its loss, which act inside ``explore()``: any scalar, dropout, label smoothing, loss weights, temperature."""
+"""Knobs of the model and its loss, which act inside ``explore()``: any scalar, dropout, label
+smoothing, loss weights, temperature."""
 
 from __future__ import annotations
 
@@ -33,27 +34,36 @@ def _forward_knob(
 
 @dataclass(frozen=True)
 class Scalar:
-    """A scalar that the forward pass, the loss or the loop reads, explored inside ``with ensemble.explore():``.
+    """A scalar that the forward pass, the loss or the loop reads, explored inside ``with
+    ensemble.explore():``.
 
     Args:
         name: in records and states; unique in an Ensemble.
-        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` a few times a step, so it should not wait
-            for a device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
+        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` a
+            few times a step, so it should not wait for a device. Neither: the knob keeps the value
+            itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
         spread: alpha in [0, 1).
-        scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a correction c adds unit * ln c).
-        unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed there.
+        scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a
+            correction c adds unit * ln c).
+        unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed
+            there.
         bounds: (low, high), hard for the base value and for every replica's.
-        valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a `ProbeController` with ``held_out=True``: training losses
-            always vote for less of a regulariser, of augmentation, or of a task's weight.
-        affects_eval_loss: the loss at given weights depends on it also in eval mode (a temperature), so a probe scores each replica at
-            its own value.
-        on_gradients: it acts on the gradients between backward and step (clipping), not in the forward pass.
+        valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a
+            `ProbeController` with ``held_out=True``: training losses always vote for less of a
+            regulariser, of augmentation, or of a task's weight.
+        affects_eval_loss: the loss at given weights depends on it also in eval mode (a
+            temperature), so a probe scores each replica at its own value.
+        on_gradients: it acts on the gradients between backward and step (clipping), not in the
+            forward pass.
 
-    With ``gradients="shared"`` a scalar with neither ``affects_eval_loss`` nor ``on_gradients`` is refused: all replicas step with the same
-    gradient, whatever their own forward passes were.
+    With ``gradients="shared"`` a scalar with neither ``affects_eval_loss`` nor ``on_gradients`` is
+    refused: all replicas step with the same gradient, whatever their own forward passes were.
 
     >>> model.temperature = 1.0
-    >>> knob = hdet.Scalar("temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x), bounds=(0.1, 10.0), valid_on_train_loss=True, affects_eval_loss=True)
+    >>> knob = hdet.Scalar(
+    ...     "temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x),
+    ...     bounds=(0.1, 10.0), valid_on_train_loss=True, affects_eval_loss=True,
+    ... )
     """
 
     name: str
@@ -78,18 +88,21 @@ class Scalar:
             )
         if (self.unit is None) == (self.scale == "linear"):
             raise ValueError(
-                f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear scale needs one (what a factor of e amounts "
+                f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear "
+                "scale needs one (what a factor of e amounts "
                 "to, in the value's own unit), the log scale has none"
             )
         scale_of(self.bounds, self.scale, self.unit or 1.0)
         held = self.get is None and self.set is None and self.value is not None
         if not held and not (callable(self.get) and callable(self.set) and self.value is None):
             raise ValueError(
-                f"{self.name!r} needs get and set, or neither of them and a value that the knob keeps itself"
+                f"{self.name!r} needs get and set, or neither of them and a value that the knob "
+                "keeps itself"
             )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log scale."""
+        """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log
+        scale."""
         if self.get is not None and self.set is not None:
             cell = call_cell(self.get, self.set)
         else:
@@ -107,18 +120,23 @@ class Scalar:
 
 
 ModuleValue = Scalar
-"""The same by another name, under which a scalar of a module is looked for: ``ModuleValue(name, get, set, spread)``."""
+"""The same by another name, under which a scalar of a module is looked for:
+
+``ModuleValue(name, get, set, spread)``.
+"""
 
 
 @dataclass(frozen=True)
 class Dropout:
     """The dropout rates of a model, moved together by one knob named ``name``.
 
-    ``modules`` None: of everything of torch's that has one above 0 (nn.Dropout in all dimensions, alpha dropout, nn.MultiheadAttention,
-    recurrent modules); else of the modules with these names, also others with a number ``p``. On a log scale rates are multiplied;
-    ``scale="linear"`` adds unit * (rho - 1) and can reach 0. A functional dropout in a forward of your own is a `Scalar`.
+    ``modules`` None: of everything of torch's that has one above 0 (nn.Dropout in all dimensions,
+    alpha dropout, nn.MultiheadAttention, recurrent modules); else of the modules with these names,
+    also others with a number ``p``. On a log scale rates are multiplied; ``scale="linear"`` adds
+    unit * (rho - 1) and can reach 0. A functional dropout in a forward of your own is a `Scalar`.
 
-    Training losses always vote for less: it needs a `ProbeController` with ``held_out=True``, and ``gradients="local"``.
+    Training losses always vote for less: it needs a `ProbeController` with ``held_out=True``, and
+    ``gradients="local"``.
     """
 
     model: nn.Module
@@ -130,13 +148,15 @@ class Dropout:
     name: str = "dropout"
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for a module that does not exist or has no rate, or a model without dropout."""
+        """Raises ValueError for a module that does not exist or has no rate, or a model without
+        dropout."""
         _check_module(self.model)
         by_name = dict(self.model.named_modules())
         for name in self.modules or ():
             if name not in by_name or _rate_of(by_name[name]) is None:
                 raise ValueError(
-                    f"modules names {name!r}, which is no module with a dropout rate of this {type(self.model).__name__}"
+                    f"modules names {name!r}, which is no module with a dropout rate of this "
+                    f"{type(self.model).__name__}"
                 )
         if self.modules is not None:
             chosen = [by_name[name] for name in self.modules]
@@ -150,7 +170,8 @@ class Dropout:
             ]
         if not chosen:
             raise ValueError(
-                f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'"
+                f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, "
+                "or use scale='linear'"
             )
         cells = [attribute_cell(module, _rate_of(module) or "") for module in chosen]
         return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds)]
@@ -179,11 +200,12 @@ def _check_module(model: object) -> None:
 
 @dataclass(frozen=True)
 class LabelSmoothing:
-    """Label smoothing: of an nn.CrossEntropyLoss (its ``label_smoothing``), or a number to begin with, read by
-    ``ensemble.value("label_smoothing")`` where the loss is computed.
+    """Label smoothing: of an nn.CrossEntropyLoss (its ``label_smoothing``), or a number to begin
+    with, read by ``ensemble.value("label_smoothing")`` where the loss is computed.
 
-    Training losses always vote for less, because the loss itself changes: it needs a `ProbeController` with ``held_out=True`` whose
-    ``loss_fn`` has no smoothing, and ``gradients="local"``.
+    Training losses always vote for less, because the loss itself changes: it needs a
+    `ProbeController` with ``held_out=True`` whose ``loss_fn`` has no smoothing, and
+    ``gradients="local"``.
     """
 
     target: nn.CrossEntropyLoss | float
@@ -215,11 +237,13 @@ class LabelSmoothing:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the tasks of one objective: a dict from task to number, which the loss reads. One knob for each of ``tasks`` (default:
-    all), named ``"loss_weight/<task>"``.
+    """Weights of the tasks of one objective: a dict from task to number, which the loss reads.
 
-    Only the weights' ratios matter to Adam, so leave one task out of ``tasks``. A `ProbeController` with ``held_out=True`` says what the
-    weights are for: its ``loss_fn`` is the objective that counts. ``gradients="local"`` is needed.
+    One knob for each of ``tasks`` (default: all), named ``"loss_weight/<task>"``.
+
+    Only the weights' ratios matter to Adam, so leave one task out of ``tasks``. A `ProbeController`
+    with ``held_out=True`` says what the weights are for: its ``loss_fn`` is the objective that
+    counts. ``gradients="local"`` is needed.
     """
 
     weights: MutableMapping[Any, float]
@@ -231,7 +255,8 @@ class LossWeights:
         """Raises ValueError for a task that has no weight, or one that is not above 0."""
         if not isinstance(self.weights, MutableMapping) or not self.weights:
             raise ValueError(
-                f"weights must be a dict from task to number, which the loss reads, got {self.weights!r}"
+                "weights must be a dict from task to number, which the loss reads, got "
+                f"{self.weights!r}"
             )
         tasks = list(self.weights if self.tasks is None else self.tasks)
         for task in tasks:
@@ -250,10 +275,11 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class Temperature:
-    """A temperature of the model, such as attention's: the number or 0-d tensor ``attribute`` of all modules of ``model`` that have it.
+    """A temperature of the model, such as attention's: the number or 0-d tensor ``attribute`` of
+    all modules of ``model`` that have it.
 
-    The loss depends on it at any weights, in eval mode too. So replicas are scored at their own values, training losses can judge it, and
-    it can be explored with shared gradients.
+    The loss depends on it at any weights, in eval mode too. So replicas are scored at their own
+    values, training losses can judge it, and it can be explored with shared gradients.
     """
 
     model: nn.Module
@@ -262,17 +288,20 @@ class Temperature:
     bounds: Bounds = None
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for a model without such an attribute, one that is trained, or one that is not above 0."""
+        """Raises ValueError for a model without such an attribute, one that is trained, or one that
+        is not above 0."""
         _check_module(self.model)
         found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
         if not found:
             raise ValueError(
-                f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: name it, or use hdet.Scalar"
+                f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: "
+                "name it, or use hdet.Scalar"
             )
         for value in (getattr(module, self.attribute) for module in found):
             if isinstance(value, nn.Parameter):
                 raise ValueError(
-                    f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer"
+                    f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a "
+                    "number or a buffer"
                 )
             if not (
                 isinstance(value, torch.Tensor)
@@ -280,7 +309,8 @@ class Temperature:
                 or isinstance(value, (int, float))
             ):
                 raise ValueError(
-                    f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d tensor: name another attribute"
+                    f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d "
+                    "tensor: name another attribute"
                 )
         cells = [attribute_cell(module, self.attribute) for module in found]
         return [

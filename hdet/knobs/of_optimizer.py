@@ -1,4 +1,5 @@
-"""Knobs of the optimizer: what it reads from its parameter groups in each step, and the norm that it clips to."""
+"""Knobs of the optimizer: what it reads from its parameter groups in each step, and the norm that
+it clips to."""
 
 from __future__ import annotations
 
@@ -20,17 +21,24 @@ from .of_model import Scalar
 __all__ = ["Betas", "ClipNorm", "Eps", "GroupValue", "LearningRate", "WeightDecay"]
 
 Groups = str | Sequence[int | str] | None
-"""None: all groups as one knob. "each": one knob per group. A list of names or indices: one knob for each of those."""
+"""None: all groups as one knob.
 
-_MULTIPLIED = "it is multiplied, so begin above 0 (the default of many optimizers and trainers is 0: say it yourself)"
+"each": one knob per group. A list of names or indices: one knob for each of those.
+"""
+
+_MULTIPLIED = (
+    "it is multiplied, so begin above 0 (the default of many optimizers and trainers is 0: say it "
+    "yourself)"
+)
 
 
 class _OfGroups:
     """What knobs of parameter groups share.
 
-    Each has these arguments: ``spread``, alpha in [0, 1); ``groups``, see `LearningRate`; ``bounds``, (low, high), hard for the base value and
-    for every replica's. They are checked when the knob is made, and raise ValueError; so does `bind` for an optimizer without the key, a
-    group that does not exist, and a value that is outside of the bounds or that no factor can move.
+    Each has these arguments: ``spread``, alpha in [0, 1); ``groups``, see `LearningRate`;
+    ``bounds``, (low, high), hard for the base value and for every replica's. They are checked when
+    the knob is made, and raise ValueError; so does `bind` for an optimizer without the key, a group
+    that does not exist, and a value that is outside of the bounds or that no factor can move.
     """
 
     spread: float
@@ -43,7 +51,8 @@ class _OfGroups:
         listed = isinstance(groups, Sequence) and not isinstance(groups, str) and len(groups) > 0
         if not (listed or groups is None or groups == "each"):
             raise ValueError(
-                f"groups must be None, 'each' or a list of group names or indices, which is not empty, got {groups!r}"
+                "groups must be None, 'each' or a list of group names or indices, which is not "
+                f"empty, got {groups!r}"
             )
         self._scale()
 
@@ -60,12 +69,14 @@ class _OfGroups:
         entry: int | None = None,
         **flags: Any,
     ) -> list[Bound]:
-        """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the key."""
+        """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the
+        key."""
         if all(
             key not in group for group in optimizer.param_groups
         ):  # FusedMuon has groups of two kinds
             raise ValueError(
-                f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have no {key!r}: leave the knob out"
+                f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have "
+                f"no {key!r}: leave the knob out"
             )
         able = lambda group: key in group and (key in ("lr", "betas") or float(group[key]) > 0)
         chosen = _choose(optimizer, self.groups, name or key, able)
@@ -79,7 +90,9 @@ class _OfGroups:
 def _choose(
     optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]
 ) -> list[tuple[str, list[int]]]:
-    """(name of the knob, indices of its groups). Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
+    """(name of the knob, indices of its groups).
+
+    Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
     cannot be used, or if there is none at all that can."""
     labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
     able = [i for i, group in enumerate(optimizer.param_groups) if usable(group)]
@@ -106,10 +119,11 @@ def _choose(
 class LearningRate(_OfGroups):
     """The learning rate as a knob (alpha = ``spread`` in [0, 1)).
 
-    ``groups`` None: one knob ``"lr"`` scales all parameter groups together. ``"each"``: one knob per group, named
-    ``"lr/<name or index>"``. A list of group names or indices: one knob for each of those, the other groups stay fixed.
-    ``bounds``: (low, high) that no rate leaves, neither the schedule's corrected one nor a replica's.
-    On a stock AdamW the weight decay acts at the replica's rate (lr * rho * decay), as its formula says; see `WeightDecay`.
+    ``groups`` None: one knob ``"lr"`` scales all parameter groups together. ``"each"``: one knob
+    per group, named ``"lr/<name or index>"``. A list of group names or indices: one knob for each
+    of those, the other groups stay fixed. ``bounds``: (low, high) that no rate leaves, neither the
+    schedule's corrected one nor a replica's. On a stock AdamW the weight decay acts at the
+    replica's rate (lr * rho * decay), as its formula says; see `WeightDecay`.
     """
 
     spread: float = 1 / 9
@@ -123,15 +137,19 @@ class LearningRate(_OfGroups):
 
 @dataclass(frozen=True)
 class WeightDecay(_OfGroups):
-    """Weight decay as a knob, of the groups that have one above 0; ``groups`` and ``bounds`` as for `LearningRate`. Names: ``"weight_decay"``.
+    """Weight decay as a knob, of the groups that have one above 0; ``groups`` and ``bounds`` as for
+    `LearningRate`. Names: ``"weight_decay"``.
 
-    ``product``: what is explored is rate * decay, which is what AdamW shrinks a weight by in a step. (A knob of the decay alone is
-    entangled with the rate, because each replica's rate moves both.) Where the rate is multiplied by rho_1, the decay is multiplied by
-    rho_2 / rho_1. Corrections are treated alike, so a higher rate does not decay more. It needs a `LearningRate` in the same Ensemble. With
-    ``decay_at="base"`` of a fused optimizer no replica's rate enters decay, and only corrections are divided.
+    ``product``: what is explored is rate * decay, which is what AdamW shrinks a weight by in a
+    step. (A knob of the decay alone is entangled with the rate, because each replica's rate moves
+    both.) Where the rate is multiplied by rho_1, the decay is multiplied by rho_2 / rho_1.
+    Corrections are treated alike, so a higher rate does not decay more. It needs a `LearningRate`
+    in the same Ensemble. With ``decay_at="base"`` of a fused optimizer no replica's rate enters
+    decay, and only corrections are divided.
 
-    Training losses misjudge it: it needs a `ProbeController` with ``held_out=True``. Where decay is part of the gradient
-    (torch's Adam without decoupled_weight_decay, SGD with momentum, RMSprop ...) replicas' moments differ, and ``moments`` is to be chosen.
+    Training losses misjudge it: it needs a `ProbeController` with ``held_out=True``. Where decay is
+    part of the gradient (torch's Adam without decoupled_weight_decay, SGD with momentum, RMSprop
+    ...) replicas' moments differ, and ``moments`` is to be chosen.
     """
 
     spread: float = 0.3
@@ -145,11 +163,13 @@ class WeightDecay(_OfGroups):
             raise ValueError(f"product must be True or False, got {self.product!r}")
         if self.product and self.bounds is not None:
             raise ValueError(
-                f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: leave one of them out"
+                f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: "
+                "leave one of them out"
             )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for a group that does not exist or has no decay, or one outside of the bounds."""
+        """Raises ValueError for a group that does not exist or has no decay, or one outside of the
+        bounds."""
         made = self._knobs(
             optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob
         )
@@ -160,7 +180,8 @@ class WeightDecay(_OfGroups):
 
 
 def _is_coupled(optimizer: Optimizer, index: int) -> bool:
-    """Does decay enter the moments, as far as is known? For other libraries' optimizers it is not known, and most are decoupled."""
+    """Does decay enter the moments, as far as is known? For other libraries' optimizers it is not
+    known, and most are decoupled."""
     group = optimizer.param_groups[index]
     if group.get("decoupled_weight_decay", False):
         return False
@@ -180,10 +201,12 @@ def _is_coupled(optimizer: Optimizer, index: int) -> bool:
 
 @dataclass(frozen=True)
 class Betas(_OfGroups):
-    """Adam's and Lion's betas, explored as ln(1 - beta): the knob multiplies 1 / (1 - beta), the steps that an average remembers.
+    """Adam's and Lion's betas, explored as ln(1 - beta): the knob multiplies 1 / (1 - beta), the
+    steps that an average remembers.
 
-    One knob for each of ``which`` (0: ``"beta1"``, 1: ``"beta2"``). A higher value is a longer memory: 0.9 times 2 is 0.95. Values stay
-    within ``bounds``. Replicas with different betas have different moments, so ``moments`` is to be chosen also with shared gradients.
+    One knob for each of ``which`` (0: ``"beta1"``, 1: ``"beta2"``). A higher value is a longer
+    memory: 0.9 times 2 is 0.95. Values stay within ``bounds``. Replicas with different betas have
+    different moments, so ``moments`` is to be chosen also with shared gradients.
     """
 
     spread: float = 0.3
@@ -204,7 +227,8 @@ class Betas(_OfGroups):
         return scale_of(self.bounds, "horizon")
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta outside of the bounds."""
+        """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta
+        outside of the bounds."""
         flags: dict[str, Any] = {"valid_on_train_loss": True, "moments_diverge": True}
         knobs = (
             self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags)
@@ -222,7 +246,8 @@ class Eps(_OfGroups):
     bounds: Bounds = None
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps that is 0 or outside of the bounds."""
+        """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps
+        that is 0 or outside of the bounds."""
         return self._knobs(optimizer, "eps", valid_on_train_loss=True)
 
 
@@ -240,17 +265,22 @@ _MEMORIES = ("momentum", "alpha", "rho", "beta")
 
 @dataclass(frozen=True)
 class GroupValue(_OfGroups):
-    """A number above 0 that the optimizer reads from its parameter groups in each step, such as SGD's ``momentum`` or RMSprop's ``alpha``.
+    """A number above 0 that the optimizer reads from its parameter groups in each step, such as
+    SGD's ``momentum`` or RMSprop's ``alpha``.
 
     Args:
-        key: of the group; also the knob's name, ``"<key>/<group>"`` where ``groups`` lists groups or is "each".
+        key: of the group; also the knob's name, ``"<key>/<group>"`` where ``groups`` lists groups
+            or is "each".
         spread: alpha in [0, 1).
         groups: as for `LearningRate`.
-        scale: "log", or "horizon" for the factor of a running average, which stays below 1: the knob multiplies 1 / (1 - value), as `Betas`
-            does. None: "horizon" for momentum, alpha, rho and beta, else "log".
+        scale: "log", or "horizon" for the factor of a running average, which stays below 1: the
+            knob multiplies 1 / (1 - value), as `Betas` does. None: "horizon" for momentum, alpha,
+            rho and beta, else "log".
         bounds: as for `LearningRate`; None on the horizon scale: (0, 0.99999).
-        valid_on_train_loss: may training losses judge it? False asks for a `ProbeController` with ``held_out=True``.
-        moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared gradients.
+        valid_on_train_loss: may training losses judge it? False asks for a `ProbeController` with
+            ``held_out=True``.
+        moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared
+            gradients.
     """
 
     key: str
@@ -283,12 +313,14 @@ class GroupValue(_OfGroups):
         )
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for groups without the key or that do not exist, and for a value that is no number, not above 0 or out of bounds."""
+        """Raises ValueError for groups without the key or that do not exist, and for a value that
+        is no number, not above 0 or out of bounds."""
         for group in optimizer.param_groups:
             value = group.get(self.key, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(
-                    f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no number"
+                    f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no "
+                    "number"
                 )
         return self._knobs(
             optimizer,
@@ -302,9 +334,10 @@ class GroupValue(_OfGroups):
 class ClipNorm:
     """The norm that gradients are clipped to.
 
-    ``value`` None: ``max_grad_norm`` of one of hdet's fused optimizers, which clips inside its step. A number: the loop clips by itself,
-    ``clip_grad_norm_(parameters, ensemble.value("clip_norm"))`` inside ``with ensemble.explore():``. Replicas that clip differently have
-    different moments, so ``moments`` is to be chosen also with shared gradients.
+    ``value`` None: ``max_grad_norm`` of one of hdet's fused optimizers, which clips inside its
+    step. A number: the loop clips by itself, ``clip_grad_norm_(parameters,
+    ensemble.value("clip_norm"))`` inside ``with ensemble.explore():``. Replicas that clip
+    differently have different moments, so ``moments`` is to be chosen also with shared gradients.
     """
 
     value: float | None = None
@@ -334,7 +367,8 @@ class ClipNorm:
         norm = getattr(optimizer, "max_grad_norm", None)
         if norm is None or not 0 < norm < math.inf:
             raise ValueError(
-                f"ClipNorm: {type(optimizer).__name__} has max_grad_norm {norm!r}: give a fused optimizer one above 0, or pass ClipNorm(value) "
+                f"ClipNorm: {type(optimizer).__name__} has max_grad_norm {norm!r}: give a fused "
+                "optimizer one above 0, or pass ClipNorm(value) "
                 'and clip by ensemble.value("clip_norm")'
             )
         cells = [attribute_cell(optimizer, "max_grad_norm")]

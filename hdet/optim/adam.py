@@ -64,8 +64,9 @@ class AdamFamily(FusedOptimizer):
 class FusedAdam(AdamFamily):
     """Adam (Kingma and Ba 2015) as torch.optim.Adam computes it: same arguments, results and state.
 
-    As FusedAdamW, but decay is part of the gradient, g + weight_decay * p, and so of the moments. Replicas that share moments
-    (`set_replicas`) therefore need weight_decay 0. decoupled_weight_decay=True is refused: that is FusedAdamW.
+    As FusedAdamW, but decay is part of the gradient, g + weight_decay * p, and so of the moments.
+    Replicas that share moments (`set_replicas`) therefore need weight_decay 0.
+    decoupled_weight_decay=True is refused: that is FusedAdamW.
 
     Raises ValueError or TypeError as FusedAdamW.
 
@@ -111,7 +112,8 @@ class FusedAdam(AdamFamily):
 
 
 class FusedAdamW(AdamFamily):
-    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) as torch.optim.AdamW computes it: same arguments, results and state.
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) as torch.optim.AdamW computes it: same
+    arguments, results and state.
 
     With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
 
@@ -121,17 +123,21 @@ class FusedAdamW(AdamFamily):
         p = p * (1 - r * weight_decay) - r * u
 
     Args:
-        decay_at: "replica": decay acts at r, the rate the replica steps with, as stock AdamW at that rate would. "base": at lr, so that
-            all replicas decay alike and differ along u only.
+        decay_at: "replica": decay acts at r, the rate the replica steps with, as stock AdamW at
+            that rate would. "base": at lr, so that all replicas decay alike and differ along u
+            only.
         others: as torch.optim.AdamW and FusedOptimizer.
 
-    Raises ValueError or TypeError, before anything is changed, for arguments out of range or NaN, amsgrad, differentiable, and in a step
-    for tensors that cannot be used (sparse, with gaps, of another dtype, overlapping), by name.
+    Raises ValueError or TypeError, before anything is changed, for arguments out of range or NaN,
+    amsgrad, differentiable, and in a step for tensors that cannot be used (sparse, with gaps, of
+    another dtype, overlapping), by name.
 
     A bfloat16 model with exact float32 weights behind it, clipped gradients, and a schedule:
 
     >>> model = torch.nn.Linear(8, 1).bfloat16()
-    >>> optimizer = hdet.FusedAdamW(model.parameters(), lr=3e-4, master_weights="split", max_grad_norm=1.0)
+    >>> optimizer = hdet.FusedAdamW(
+    ...     model.parameters(), lr=3e-4, master_weights="split", max_grad_norm=1.0
+    ... )
     >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     >>> for _ in range(3):
     ...     optimizer.zero_grad()

@@ -1,7 +1,9 @@
-"""Replicas on one line: what is stored is a base and one displacement, and replica k is at scale * base - rho_k * displacement.
+"""Replicas on one line: what is stored is a base and one displacement, and replica k is at scale *
+base - rho_k * displacement.
 
-Between steps every replica's parameter is that point, rounded once to the parameter's dtype. So whether somebody else has written to
-one of them can be told from the values alone, also in a state that was loaded.
+Between steps every replica's parameter is that point, rounded once to the parameter's dtype. So
+whether somebody else has written to one of them can be told from the values alone, also in a state
+that was loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Lines = Iterable[tuple[Tensor, dict[str, Any]]]
 
 
 def at(state: Mapping[str, Any], rho: float) -> Tensor:
-    """The float32 value at that multiplier, with the roundings of the kernels (csrc/core/rules.h: take_step)."""
+    """The float32 value at that multiplier, with the roundings of the kernels (csrc/core/rules.h:
+    take_step)."""
     base, displacement = state["base"], state["displacement"]
     point: Tensor = base * state["scale"].to(base.device, torch.float32) - displacement * rho
     return point
@@ -43,7 +46,8 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
 class LineWatch(VersionWatch):
     """Notices what others write to replicas on a line.
 
-    What all replicas have been given alike is taken over into the base. Anything else would take them off their line, and is refused.
+    What all replicas have been given alike is taken over into the base. Anything else would take
+    them off their line, and is refused.
     """
 
     def __init__(self, lines: Lines, rho_of: Callable[[Tensor], Sequence[float]]) -> None:
@@ -63,10 +67,13 @@ class LineWatch(VersionWatch):
 def take_over(
     lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly: bool = False
 ) -> None:
-    """Replicas that were given the same values are together there. An element that is the base, rounded, stays it, unless `exactly`.
-    Replicas that are apart on their line stay where they are.
+    """Replicas that were given the same values are together there.
 
-    Waits for the device. Raises ValueError, before anything is changed, for replicas that differ and are not on their line.
+    An element that is the base, rounded, stays it, unless `exactly`. Replicas that are apart on
+    their line stay where they are.
+
+    Waits for the device. Raises ValueError, before anything is changed, for replicas that differ
+    and are not on their line.
     """
     lines = list(lines)
     flags = []
@@ -91,8 +98,10 @@ def take_over(
             continue
         if not together:
             raise ValueError(
-                f"the replicas of a parameter of shape {tuple(param.shape)} are not where steps and multipliers have put them: with "
-                'storage="displacement" they are points of one line. Write the same values to all of them (ensemble.converge(), then load), '
+                f"the replicas of a parameter of shape {tuple(param.shape)} are not where steps "
+                "and multipliers have put them: with "
+                'storage="displacement" they are points of one line. Write the same values to all '
+                "of them (ensemble.converge(), then load), "
                 'give the optimizer the multipliers of its state, or use storage="parameters"'
             )
         moved.append((param, state))

@@ -1,4 +1,5 @@
-"""What an optimizer does beside its step: the mean over its replicas, clipping over shards, values to other tensors."""
+"""What an optimizer does beside its step: the mean over its replicas, clipping over shards, values
+to other tensors."""
 
 from __future__ import annotations
 
@@ -60,10 +61,11 @@ class Averaging:
 
 
 class ShardedClip:
-    """Clipping by the global norm of gradients of which this rank holds shards: the full norm takes a collective, which a kernel cannot.
+    """Clipping by the global norm of gradients of which this rank holds shards: the full norm takes
+    a collective, which a kernel cannot.
 
-    The kernels get it as a larger scale of the gradients: g / (scale / c), c = min(1, max_norm / (norm + 1e-6)), as
-    torch.nn.utils.clip_grad_norm_. Nothing waits for the device.
+    The kernels get it as a larger scale of the gradients: g / (scale / c), c = min(1, max_norm /
+    (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. Nothing waits for the device.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -76,7 +78,8 @@ class ShardedClip:
     def __call__(
         self, gradients: Sequence[Tensor | None], max_norm: float, options: StepOptions
     ) -> StepOptions:
-        """The options of a step on these gradients, which are those of this rank, with clipping and skipping in them."""
+        """The options of a step on these gradients, which are those of this rank, with clipping and
+        skipping in them."""
         norms = torch._foreach_norm(
             [gradient for gradient in gradients if gradient is not None], 2, dtype=torch.float64
         )
@@ -102,18 +105,22 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
     made = list(copies)
     if count < 1 or len(made) != count or made[0] is not param:
         raise ValueError(
-            f"copies must give {count} tensors for a parameter, at least one, the parameter itself first; got {len(made)}"
+            f"copies must give {count} tensors for a parameter, at least one, the parameter itself "
+            f"first; got {len(made)}"
         )
     for k, tensor in enumerate(made):
         if (tensor.shape, tensor.dtype, tensor.device) != (param.shape, param.dtype, param.device):
             raise ValueError(
-                f"copy {k} of a parameter is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
-                f"the parameter {param.dtype} of shape {tuple(param.shape)} on {param.device}: replicas are alike"
+                f"copy {k} of a parameter is {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}, "
+                f"the parameter {param.dtype} of shape {tuple(param.shape)} on {param.device}: "
+                "replicas are alike"
             )
         own, first = shards.local(tensor), shards.local(param)
         if strides.memory_order(own) != strides.memory_order(first):
             raise ValueError(
-                f"copy {k} of a parameter of shape {tuple(param.shape)} has the strides {own.stride()}, the parameter {first.stride()}: "
+                f"copy {k} of a parameter of shape {tuple(param.shape)} has the strides "
+                f"{own.stride()}, the parameter {first.stride()}: "
                 "replicas are alike; param.detach().clone() lies as param"
             )
         shards.check_alike(

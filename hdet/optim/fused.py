@@ -1,4 +1,5 @@
-"""FusedOptimizer: a torch optimizer whose step is one call of hdet's kernels, for one replica or several."""
+"""FusedOptimizer: a torch optimizer whose step is one call of hdet's kernels, for one replica or
+several."""
 
 from __future__ import annotations
 
@@ -71,75 +72,96 @@ class Options(TypedDict, total=False):
 
 
 class FusedOptimizer(Optimizer):
-    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
+    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one
+    kernel call for all parameters.
 
     FusedMuon, too, but for its matrices.
 
-    Parameters are float32, bfloat16 or float16, in any mixture, dense, in any order of dimensions (channels_last), as their
-    gradients must be, which are any of the three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. A gradient
-    that is a negated view (`is_neg()`) is refused in a first step. Later ones are not asked, to save a call for each: use resolve_neg()
-    in a hook where a model makes such views. Options that choose between torch's implementations (foreach, fused, capturable) are
-    accepted and change nothing; amsgrad and differentiable are refused.
+    Parameters are float32, bfloat16 or float16, in any mixture, dense, in any order of dimensions
+    (channels_last), as their gradients must be, which are any of the three. Arithmetic is float32
+    everywhere. Whoever has no gradient is left alone. A gradient that is a negated view
+    (`is_neg()`) is refused in a first step. Later ones are not asked, to save a call for each: use
+    resolve_neg() in a hook where a model makes such views. Options that choose between torch's
+    implementations (foreach, fused, capturable) are accepted and change nothing; amsgrad and
+    differentiable are refused.
 
     Args beside torch's:
-        master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing. None: nothing, a step smaller than
-            half the parameter's spacing is lost (see stochastic_rounding). "fp32": a float32 value, of which the parameter is the
-            rounded copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value; the parameter is rounded
-            to nearest, ties away from zero. float16 parameters get "fp32" then.
-        moment_dtype: how moments are stored, torch.float32 (None), torch.bfloat16 or "8bit". In bfloat16 a second moment is rounded
-            stochastically: to nearest, an average with beta2 = 0.999 would stand still. "8bit": codes in blocks of 256 elements with a
-            scale each (Dettmers et al. 2021); tensors of fewer than 4096 elements have float32. See below.
-        stochastic_rounding: of bfloat16 parameters without a master: up or down with the probability that keeps the mean. Always on
-            where a second moment is kept in bfloat16.
-        seed: of stochastic rounding, 0 .. 2^64 - 1. Random numbers are a function of (seed, step, replica, parameter, element): the
-            same on every device and after a resume; torch's generators are not touched.
-        max_grad_norm: clip gradients by their global norm inside the step, as torch.nn.utils.clip_grad_norm_ would before it; the
-            gradients in memory stay as they are. A step whose norm is infinite or NaN is skipped, with its counters. math.inf measures
-            and skips, and clips nothing. None: no norm is taken. May be assigned between steps. For DTensors the norm is that of the full
-            gradients, by one small all_reduce for each mesh dimension that shards; all its ranks must step.
-        zero_gradients: gradients are zeros after each step, also after a skipped one, at the same addresses. Instead of zero_grad().
-            May be assigned between steps.
+        master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing.
+            None: nothing, a step smaller than half the parameter's spacing is lost (see
+            stochastic_rounding). "fp32": a float32 value, of which the parameter is the rounded
+            copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value;
+            the parameter is rounded to nearest, ties away from zero. float16 parameters get "fp32"
+            then.
+        moment_dtype: how moments are stored, torch.float32 (None), torch.bfloat16 or "8bit". In
+            bfloat16 a second moment is rounded stochastically: to nearest, an average with beta2 =
+            0.999 would stand still. "8bit": codes in blocks of 256 elements with a scale each
+            (Dettmers et al. 2021); tensors of fewer than 4096 elements have float32. See below.
+        stochastic_rounding: of bfloat16 parameters without a master: up or down with the
+            probability that keeps the mean. Always on where a second moment is kept in bfloat16.
+        seed: of stochastic rounding, 0 .. 2^64 - 1. Random numbers are a function of (seed, step,
+            replica, parameter, element): the same on every device and after a resume; torch's
+            generators are not touched.
+        max_grad_norm: clip gradients by their global norm inside the step, as
+            torch.nn.utils.clip_grad_norm_ would before it; the gradients in memory stay as they
+            are. A step whose norm is infinite or NaN is skipped, with its counters. math.inf
+            measures and skips, and clips nothing. None: no norm is taken. May be assigned between
+            steps. For DTensors the norm is that of the full gradients, by one small all_reduce for
+            each mesh dimension that shards; all its ranks must step.
+        zero_gradients: gradients are zeros after each step, also after a skipped one, at the same
+            addresses. Instead of zero_grad(). May be assigned between steps.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
 
-    Multipliers: `multipliers[replica][group]`, 1.0 by default, may be assigned at any time. A step uses lr * multiplier (Eq. 2), and
-    `group["lr"]` stays as it is. They belong to the running process, not to the training state: not in state_dict, but kept by a copy
-    or a pickle.
+    Multipliers: `multipliers[replica][group]`, 1.0 by default, may be assigned at any time. A step
+    uses lr * multiplier (Eq. 2), and `group["lr"]` stays as it is. They belong to the running
+    process, not to the training state: not in state_dict, but kept by a copy or a pickle.
 
-    State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
-    torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
-    K - 1 tensors. Each `step` counts for its own parameter, also after a write to it; a parameter without a gradient does not count.
-    States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state
-    without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
+    State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the
+    parameter's device), the moments under torch's names, `master_param` (float32) or `remainder`
+    (int16), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors.
+    Each `step` counts for its own parameter, also after a write to it; a parameter without a
+    gradient does not count. States of torch's optimizer load here and ours there; moments and
+    masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them
+    from the parameters, and "fp32" and "split" load into each other exactly.
 
-    Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside float32 scales under `<moment>_scale`.
-    `state_dict()` has float32 values in their place, made for it: 4 bytes for each element and moment, for as long as it lives. So it
-    loads everywhere, torch.distributed.checkpoint reshards it, and float32 states load here. Values that were codes become the same codes
-    again: a resume with the same shards is exact. Blocks begin anew in each shard. If a number of a block is not finite, its block of 256
-    is NaN; a step with max_grad_norm, or under a GradScaler, is skipped before. Refused with storage="displacement" (`set_replicas`).
+    Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside
+    float32 scales under `<moment>_scale`. `state_dict()` has float32 values in their place, made
+    for it: 4 bytes for each element and moment, for as long as it lives. So it loads everywhere,
+    torch.distributed.checkpoint reshards it, and float32 states load here. Values that were codes
+    become the same codes again: a resume with the same shards is exact. Blocks begin anew in each
+    shard. If a number of a block is not finite, its block of 256 is NaN; a step with max_grad_norm,
+    or under a GradScaler, is skipped before. Refused with storage="displacement" (`set_replicas`).
 
-    Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
-    model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
-    wherever the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through
-    `.data` is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there
-    counts at once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
+    Writing to parameters: a master begins as its parameter is. What is written to a parameter in
+    place later (load_state_dict of the model, an initialisation, a broadcast) is noticed by the
+    version that autograd counts, and taken over before the next step or average wherever the
+    parameter no longer is the rounded master. Loading model and optimizer in any order so resumes
+    exactly. Writing through `.data` is not counted: call `refresh_masters()` after it. A split
+    parameter is the upper half of its value: what is written there counts at once, and the lower
+    half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
 
-    DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may be empty or move. Gradients must be laid
-    out as their parameters; one that is still Partial is reduced in the step, as in torch's optimizers. States are DTensors laid out as
-    their parameters, which torch.distributed.checkpoint reshards. Random numbers follow the element's place in its shard: with stochastic
-    rounding a run is bitwise repeatable under one sharding only. Neither gloo nor NCCL can gather int16, so a state with
-    master_weights="split" cannot be had with StateDictOptions(full_state_dict=True): save it sharded, or use "fp32". Make the optimizer
-    after fully_shard or parallelize_module.
+    DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may
+    be empty or move. Gradients must be laid out as their parameters; one that is still Partial is
+    reduced in the step, as in torch's optimizers. States are DTensors laid out as their parameters,
+    which torch.distributed.checkpoint reshards. Random numbers follow the element's place in its
+    shard: with stochastic rounding a run is bitwise repeatable under one sharding only. Neither
+    gloo nor NCCL can gather int16, so a state with master_weights="split" cannot be had with
+    StateDictOptions(full_state_dict=True): save it sharded, or use "fp32". Make the optimizer after
+    fully_shard or parallelize_module.
 
-    torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
-    with max_grad_norm and zero_gradients as they will be, then capture `step()` and call `write_hyperparameters()` before each replay;
-    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some gradients may be
-    None; a replay has the gradients, and the Nones, that it was captured with, also when steps with others have come between.
+    torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA
+    graphs: step once before the capture, with max_grad_norm and zero_gradients as they will be,
+    then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers,
+    betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some
+    gradients may be None; a replay has the gradients, and the Nones, that it was captured with,
+    also when steps with others have come between.
 
-    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
-    12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
-    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other gradients
-    than in the last step, also None here and there, cost one small copy, and other rates come along with the launch. A parameter's first gradient, moved
-    or replaced tensors cost a new plan, some microseconds per tensor.
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2
+    for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
+    max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other
+    gradients than in the last step, also None here and there, cost one small copy, and other rates
+    come along with the launch. A parameter's first gradient, moved or replaced tensors cost a new
+    plan, some microseconds per tensor.
     """
 
     rule: ClassVar[str]
@@ -199,7 +221,7 @@ class FusedOptimizer(Optimizer):
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
-    # -- what a rule says ------------------------------------------------------------------------------------------------
+    # -- what a rule says --------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         raise NotImplementedError
@@ -214,10 +236,12 @@ class FusedOptimizer(Optimizer):
         """What of a group its plan relies on."""
         return self._keeps_moments(group)
 
-    # -- torch's interface -----------------------------------------------------------------------------------------------
+    # -- torch's interface -------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, with multipliers of 1.0. A parameter that it names twice is stepped once, where torch steps it twice.
+        """Adds a group, with multipliers of 1.0.
+
+        A parameter that it names twice is stepped once, where torch steps it twice.
         A refused group leaves the optimizer as it was."""
         name = f"parameter group {len(self.param_groups)}"
         if isinstance(param_group.get("params"), Iterator):  # read here and again by torch
@@ -242,7 +266,8 @@ class FusedOptimizer(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by load_state_dict.
+        # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by
+        # load_state_dict.
         for i, group in enumerate(state["param_groups"]):
             name = f"parameter group {i} of the loaded state"
             for key, value in {**self._carried, "maximize": False}.items():
@@ -258,8 +283,11 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
-        of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
+        """See torch.optim.Optimizer.state_dict.
+
+        Where there are replicas of a parameter that has not been stepped yet, its state is that
+        of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads
+        what is there to be filled."""
         handle = self.register_state_dict_post_hook(
             lambda _, saved: self._complete(saved), prepend=True
         )  # others see what it has made
@@ -285,17 +313,21 @@ class FusedOptimizer(Optimizer):
                 saved["state"][i] = self._layout(param).saved(state, param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.
+        """Loads the state of this optimizer or of torch's.
 
-        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident replicas are written in place. A state
-        of one replica is everyone's, up to the parameters themselves. A state of another number of replicas is everyone's if they are
-        equal, as after a converge (one of two float32 replicas is compared with the model, which is to be loaded before); from the
-        middle of a cycle it is refused by ValueError.
+        See torch.optim.Optimizer.load_state_dict.
+
+        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident
+        replicas are written in place. A state of one replica is everyone's, up to the parameters
+        themselves. A state of another number of replicas is everyone's if they are equal, as after
+        a converge (one of two float32 replicas is compared with the model, which is to be loaded
+        before); from the middle of a cycle it is refused by ValueError.
         """
         held: dict[str, Any] = {}
 
         def hold(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            # torch would cast floating state to the parameter's dtype: it gets the groups, and `_loaded_state` takes the rest.
+            # torch would cast floating state to the parameter's dtype: it gets the groups, and
+            # `_loaded_state` takes the rest.
             held.update(final)
             return {**final, "state": {}}
 
@@ -310,7 +342,10 @@ class FusedOptimizer(Optimizer):
             self._held = {}
 
     def _loaded_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        """The held state by parameter, in this optimizer's layout. Nothing is changed before all is checked."""
+        """The held state by parameter, in this optimizer's layout.
+
+        Nothing is changed before all is checked.
+        """
         made = defaultdict(dict, state)
         copies: list[tuple[Tensor, Tensor]] = []
         saved = self._held.get("param_groups", [])
@@ -342,17 +377,22 @@ class FusedOptimizer(Optimizer):
                 destination.copy_(source)
         return made
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     @ranged("hdet.optimizer.step")
-    @torch._disable_dynamo  # a compiled training step calls the kernels as they are; torch's optimizers do the same
+    # a compiled training step calls the kernels as they are; torch's optimizers do the same
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient, in all replicas. Returns the closure's loss, or None.
+        """One update of all parameters that have a gradient, in all replicas.
 
-        A gradient that lies otherwise in memory than its parameter, or is a negated view, is copied in each step.
+        Returns the closure's loss, or None.
 
-        Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors that cannot be used.
+        A gradient that lies otherwise in memory than its parameter, or is a negated view, is copied
+        in each step.
+
+        Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors
+        that cannot be used.
         """
         loss = None
         if closure is not None:
@@ -392,7 +432,10 @@ class FusedOptimizer(Optimizer):
     def _options_of(
         self, planned: Planned, own: list[Tensor | None]
     ) -> Callable[[torch.device], StepOptions]:
-        """The options of a step on these gradients, by device. Of shards, and of what not all is stepped by kernels, the norm is taken here."""
+        """The options of a step on these gradients, by device.
+
+        Of shards, and of what not all is stepped by kernels, the norm is taken here.
+        """
         devices = {part.device for _, part in planned.active}
         if (
             self._max_grad_norm is None
@@ -407,11 +450,12 @@ class FusedOptimizer(Optimizer):
         options = self._clip(own, self._max_grad_norm, self._options(*devices))
         return lambda _: options
 
-    # -- what a step can do beside stepping ------------------------------------------------------------------------------
+    # -- what a step can do beside stepping --------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global norm that the last step found, 0-d float32 on the device; None without max_grad_norm. Reading it waits."""
+        """The global norm that the last step found, 0-d float32 on the device; None without
+        max_grad_norm. Reading it waits."""
         planned = self._planned
         if planned is None or not planned.active or self._max_grad_norm is None:
             return None
@@ -419,7 +463,8 @@ class FusedOptimizer(Optimizer):
 
     @property
     def step_skipped(self) -> Tensor | None:
-        """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
+        """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the
+        device. None before the first step."""
         return (
             self._planned.active[0][1].plan.skipped
             if self._planned and self._planned.active
@@ -428,10 +473,11 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
-        """Writes rates, multipliers, betas, decay and clipping of the next step to the device, for replays of a captured one. Whether a
-        norm is taken is captured with it.
+        """Writes rates, multipliers, betas, decay and clipping of the next step to the device, for
+        replays of a captured one. Whether a norm is taken is captured with it.
 
-        One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
+        One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the
+        first step.
         """
         if self._planned is None:
             raise RuntimeError(
@@ -439,7 +485,8 @@ class FusedOptimizer(Optimizer):
             )
         if self._planned.sharded and self._max_grad_norm is not None:
             raise RuntimeError(
-                "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, outside of the table; set "
+                "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, "
+                "outside of the table; set "
                 "max_grad_norm=None and use torch.nn.utils.clip_grad_norm_"
             )
         for part, rows in zip(self._planned.parts, self._settings_of(self._planned), strict=True):
@@ -447,8 +494,10 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class).
-        With storage="displacement" between averages nothing is written to, so nothing changes; what is, is refused as in a step."""
+        """Masters (or bases) become exactly what the parameters are: after writing to them in a way
+        that is not noticed (see the class).
+        With storage="displacement" between averages nothing is written to, so nothing changes; what
+        is, is refused as in a step."""
         if self._on_line:
             displacement.take_over(self._lines(), self._rho_of, exactly=True)
         for param, state in self.state.items():
@@ -457,11 +506,13 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
-        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None. Of replicas
-        kept as base and displacement: a float32 copy of the value that a 16-bit parameter is rounded from.
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half
+        of a split one), or None. Of replicas kept as base and displacement: a float32 copy of the
+        value that a 16-bit parameter is rounded from.
 
-        What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
-        optimizer does not step, and states before their first step, have None. Of a DTensor: the shard of its master on this rank.
+        What has been written to parameters in place is taken over first, so that masters say what
+        the model is now. Tensors that the optimizer does not step, and states before their first
+        step, have None. Of a DTensor: the shard of its master on this rank.
         """
         if self._on_line:
             self._take_over()
@@ -493,16 +544,18 @@ class FusedOptimizer(Optimizer):
             if "base" in self.state.get(param, {})
         ]
 
-    # -- replicas on one device ------------------------------------------------------------------------------------------
+    # -- replicas on one device --------------------------------------------------------------------
 
     @torch.no_grad()
     def set_replicas(
         self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters"
     ) -> None:
-        """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
+        """Steps K = `count` replicas that share gradients and moments from now on; multipliers are
+        1.
 
-        copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
-        storage: "parameters": each replica is what its tensors (and masters) hold. "displacement": see `check_storage`.
+        copies: gives for a parameter its K tensors, of which the first is the parameter itself;
+        alike, on one device, apart in memory. storage: "parameters": each replica is what its
+        tensors (and masters) hold. "displacement": see `check_storage`.
 
         Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
         """
@@ -531,11 +584,14 @@ class FusedOptimizer(Optimizer):
     def check_storage(self, storage: str, count: int) -> None:
         """Can this optimizer keep `count` replicas so?
 
-        storage "displacement": replica k is at A * base - rho_k * displacement, both float32, A one number, rho_k its multiplier, and its
-        tensors are that point, rounded. Needs several replicas, no masters (the base is what a master is), and decay that is 0 or acts at
-        the base rate. A step moves 32 bytes for each parameter with AdamW (30 with 16-bit gradients) and writes the K sets. Multipliers
-        may change while the replicas are together only: after `average_replicas`, or before a step. What is written to the parameters
-        must be written to all replicas alike. Both are refused by ValueError in the next step, before it changes anything.
+        storage "displacement": replica k is at A * base - rho_k * displacement, both float32, A one
+        number, rho_k its multiplier, and its tensors are that point, rounded. Needs several
+        replicas, no masters (the base is what a master is), and decay that is 0 or acts at the base
+        rate. A step moves 32 bytes for each parameter with AdamW (30 with 16-bit gradients) and
+        writes the K sets. Multipliers may change while the replicas are together only: after
+        `average_replicas`, or before a step. What is written to the parameters must be written to
+        all replicas alike. Both are refused by ValueError in the next step, before it changes
+        anything.
 
         Raises ValueError, by name, for what would take replicas off their line.
         """
@@ -547,20 +603,24 @@ class FusedOptimizer(Optimizer):
             return
         if count < 2:
             raise ValueError(
-                f'storage="displacement" is for several replicas, not {count}: use storage="parameters"'
+                f'storage="displacement" is for several replicas, not {count}: use '
+                'storage="parameters"'
             )
         if self.master_weights is not None:
             raise ValueError(
-                f'storage="displacement" keeps a float32 base, of which all replicas are rounded: construct the optimizer without '
+                'storage="displacement" keeps a float32 base, of which all replicas are rounded: '
+                "construct the optimizer without "
                 f"master_weights={self.master_weights!r}"
             )
         if self.moment_dtype == EIGHT_BIT:
             raise ValueError(
-                'storage="displacement" keeps no moments in 8 bits: use moment_dtype=torch.bfloat16, or storage="parameters"'
+                'storage="displacement" keeps no moments in 8 bits: use '
+                'moment_dtype=torch.bfloat16, or storage="parameters"'
             )
         if any(map(shards.is_sharded, self._listed())):
             raise ValueError(
-                'storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"'
+                'storage="displacement" is for parameters of one device, not DTensors: use '
+                'storage="parameters"'
             )
         for g, group in enumerate(self.param_groups):
             if (decay := float(group["weight_decay"])) != 0 and (
@@ -572,11 +632,13 @@ class FusedOptimizer(Optimizer):
                     else "construct the optimizer with decay_at='base'"
                 )
                 raise ValueError(
-                    f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}'
+                    f"weight_decay={decay:g} of group {g} takes replicas off the line of "
+                    f'storage="displacement": {remedy}'
                 )
 
     def replica_parameters(self, k: int) -> list[Tensor]:
-        """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
+        """The parameters of replica k, in the order of the parameter groups; replica 0 is the
+        model's own."""
         if not 0 <= k < self.num_replicas:
             raise ValueError(
                 f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0"
@@ -585,8 +647,11 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def average_replicas(self, weights: Sequence[float]) -> None:
-        """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters. The weights are divided by their sum; a
-        replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
+        """Every replica becomes sum_k weights[k] * replica k (Eq.
+
+        3), masters and parameters. The weights are divided by their sum; a
+        replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters
+        are left alone."""
         shares = normalised(weights, self.num_replicas)
         self._take_over()
         if self.num_replicas == 1:
@@ -610,7 +675,10 @@ class FusedOptimizer(Optimizer):
             self._planned.watch.refresh()
 
     def _meet(self, shares: Sequence[float]) -> set[Tensor]:
-        """Replicas on a line meet at their mean: by the kernels where a step has been planned. Returns the parameters."""
+        """Replicas on a line meet at their mean: by the kernels where a step has been planned.
+
+        Returns the parameters.
+        """
         planned, lines = self._planned, self._lines()
         stepped = set() if planned is None else {planned.params[i] for i in planned.places}
         if planned is not None:
@@ -624,7 +692,7 @@ class FusedOptimizer(Optimizer):
                 )
         return {param for param, _ in lines}
 
-    # -- planning --------------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         """Nothing is planned or held for the next step."""
@@ -651,7 +719,8 @@ class FusedOptimizer(Optimizer):
         count = len(self.param_groups)
         if len(self.multipliers) != self.num_replicas:
             raise ValueError(
-                f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: multipliers[replica][group]"
+                f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: "
+                "multipliers[replica][group]"
             )
         for k, row in enumerate(self.multipliers):
             if len(row) != count:
@@ -669,7 +738,8 @@ class FusedOptimizer(Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not float(value) > 0:
             raise ValueError(
-                f"max_grad_norm={value} must be positive; math.inf measures without clipping, None takes no norm"
+                f"max_grad_norm={value} must be positive; math.inf measures without clipping, None "
+                "takes no norm"
             )
         self._max_grad_norm = None if value is None else float(value)
 
@@ -691,7 +761,8 @@ class FusedOptimizer(Optimizer):
         )
 
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
-        """A plan is for all parameters that have had a gradient since the last change of tensors, so that each is planned for once."""
+        """A plan is for all parameters that have had a gradient since the last change of tensors,
+        so that each is planned for once."""
         sizes = [len(group["params"]) for group in self.param_groups]
         kinds = [self._kind(group) for group in self.param_groups]
         planned, kept = self._planned, []
@@ -701,7 +772,8 @@ class FusedOptimizer(Optimizer):
             kept = planned.places
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "this step has not been planned yet: run one step with the same parameters before capturing it"
+                "this step has not been planned yet: run one step with the same parameters before "
+                "capturing it"
             )
         return self._plan(
             params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept))
@@ -710,7 +782,8 @@ class FusedOptimizer(Optimizer):
     def _plan(
         self, params: list[Tensor], sizes: list[int], kinds: list[bool], chosen: list[int]
     ) -> Planned:
-        """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
+        """Plans for the parameters at these places, and what is to be added to their states once a
+        step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
         members, entries = {}, {}
         for i in chosen:
@@ -806,7 +879,10 @@ class FusedOptimizer(Optimizer):
         keeps: list[bool],
         places: list[int],
     ) -> StepTensors:
-        """What one plan works on. `states`: as they lie on this rank, in its memory's order. `keeps`: has the tensor moments? `places`: its number among all
+        """What one plan works on.
+
+        `states`: as they lie on this rank, in its memory's order. `keeps`: has the tensor moments?
+        `places`: its number among all
         parameters."""
         count = self.num_replicas
         keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
@@ -833,13 +909,15 @@ class FusedOptimizer(Optimizer):
             return [param]
         if param not in self._sets:
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has no co-resident copies: call set_replicas again for added groups"
+                f"a parameter of shape {tuple(param.shape)} has no co-resident copies: call "
+                "set_replicas again for added groups"
             )
         return self._sets[param]
 
 
 def _as_stored(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies of those whose memory has gaps or another order, or holds the opposite of their values."""
+    """Copies of those whose memory has gaps or another order, or holds the opposite of their
+    values."""
     return [
         None if gradient is None else gradient.resolve_neg().contiguous() for gradient in gradients
     ]

@@ -19,7 +19,8 @@ def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) ->
         value = group[key]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
-                f"{key} of {name} must be a number or a one-element tensor, got the shape {tuple(value.shape)}"
+                f"{key} of {name} must be a number or a one-element tensor, got the shape "
+                f"{tuple(value.shape)}"
             )
         if not 0.0 <= float(value) < math.inf:
             raise ValueError(f"{key}={float(value)} of {name} must be finite and not negative")
@@ -37,7 +38,8 @@ def check_off(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: 
         if group.get(key):
             instead = optimizer.removeprefix("Fused")
             raise ValueError(
-                f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use torch.optim.{instead} for it"
+                f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use "
+                f"torch.optim.{instead} for it"
             )
 
 
@@ -50,7 +52,8 @@ def check_params(params: Any, name: str) -> None:
         )  # torch also takes (name, parameter)
         if isinstance(param, Tensor) and param.requires_grad and param.dtype not in FLOATS:
             raise TypeError(
-                f"parameter {i} of {name} has the dtype {param.dtype}; supported are {', '.join(map(str, FLOATS))}"
+                f"parameter {i} of {name} has the dtype {param.dtype}; supported are "
+                f"{', '.join(map(str, FLOATS))}"
             )
 
 
@@ -64,7 +67,8 @@ def check_storage(
         )
     if moment_dtype not in (None, torch.float32, torch.bfloat16, EIGHT_BIT):
         raise ValueError(
-            f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None), torch.bfloat16 or {EIGHT_BIT!r}"
+            f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None), "
+            f"torch.bfloat16 or {EIGHT_BIT!r}"
         )
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
@@ -79,6 +83,7 @@ def check_dimensions(params: Any, name: str) -> None:
         param = entry[1] if isinstance(entry, tuple) else entry
         if isinstance(param, Tensor) and param.ndim < 2:
             raise ValueError(
-                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is for matrices and stacks of them: "
+                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
+                "for matrices and stacks of them: "
                 "put it into a group with use_muon=False"
             )

@@ -14,7 +14,9 @@ from .step_plans import Hyper
 
 
 class FusedLion(FusedOptimizer):
-    """Lion (Chen et al. 2023, Algorithm 2). One moment, and every element moves by the rate or not at all.
+    """Lion (Chen et al.
+
+    2023, Algorithm 2). One moment, and every element moves by the rate or not at all.
 
     With gradient g and rate r = lr * multiplier (Eq. 2)::
 
@@ -23,7 +25,8 @@ class FusedLion(FusedOptimizer):
         p = p * (1 - r * weight_decay) - r * u
 
     Args:
-        lr: of the size of a step; a third to a tenth of AdamW's is usual, with a weight_decay larger by as much.
+        lr: of the size of a step; a third to a tenth of AdamW's is usual, with a weight_decay
+            larger by as much.
         betas: (of the direction, of the average).
         decay_at: as FusedAdamW.
         others: as FusedOptimizer.

@@ -1,4 +1,5 @@
-"""Looks at many tensors at once: what a step repeats for every tensor, in C++ where the native module is there; and whether others have
+"""Looks at many tensors at once: what a step repeats for every tensor, in C++ where the native
+module is there; and whether others have
 written to them."""
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ _type_and_shape = operator.attrgetter("dtype", "shape")
 
 
 class UsualGradients:
-    """Tells which lists of gradients need not be looked at: plain tensors of the shapes and types, and on the device, of those before."""
+    """Tells which lists of gradients need not be looked at: plain tensors of the shapes and types,
+    and on the device, of those before."""
 
     def __init__(self, params: list[Tensor]) -> None:
         """`params`: as their gradients must be; None in a list of gradients is usual, too."""
@@ -119,8 +121,9 @@ class UsualGradients:
 class VersionWatch:
     """Notices in-place changes by others to some tensors.
 
-    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a model. Versions only grow, so
-    their sum tells. A write through `.data` or by a foreign kernel is not seen.
+    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a
+    model. Versions only grow, so their sum tells. A write through `.data` or by a foreign kernel is
+    not seen.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:

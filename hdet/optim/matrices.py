@@ -1,7 +1,8 @@
-"""Muon's step on matrices as they lie on this rank: momentum, one orthogonal direction for all replicas, and their updates.
+"""Muon's step on matrices as they lie on this rank: momentum, one orthogonal direction for all
+replicas, and their updates.
 
-torch's multi-tensor calls, as next to the products of Newton-Schulz they take little. `owners.py` steps whole matrices and those that lie over a
-mesh by it.
+torch's multi-tensor calls, as next to the products of Newton-Schulz they take little. `owners.py`
+steps whole matrices and those that lie over a mesh by it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from .moment_storage import values_of as values_of_moment
 from .newton_schulz import Iteration, orthogonalise
 
 _BATCH_ELEMENTS = 1 << 26
-"""of the matrices that go through Newton-Schulz together: 256 MB for each float32 copy. More gains nothing."""
+"""of the matrices that go through Newton-Schulz together:
+
+256 MB for each float32 copy. More gains nothing.
+"""
 
 
 class Row(NamedTuple):
@@ -39,14 +43,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of two dimensions and more: its last two are a matrix, those before number a stack of them.
+    """A parameter of two dimensions and more: its last two are a matrix, those before number a
+    stack of them.
 
     place: its number among all parameters.
     group: which Row of a step is its own.
     sets, masters: in all replicas; None: there is no master.
     state: moments and counter.
 
-    All tensors but `param` are as they lie on this rank, and transposed if the parameter is so in memory.
+    All tensors but `param` are as they lie on this rank, and transposed if the parameter is so in
+    memory.
     """
 
     place: int
@@ -58,12 +64,16 @@ class Matrix:
 
 
 def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
-    """Everything a step of these matrices of one device writes to. Raises ValueError or TypeError, as a plan of the kernels does."""
+    """Everything a step of these matrices of one device writes to.
+
+    Raises ValueError or TypeError, as a plan of the kernels does.
+    """
     states = [matrix.state for matrix in matrices]
     sets = [[matrix.sets[k] for matrix in matrices] for k in range(num_replicas)]
     if any(tensor.is_inference() for tensor in chain.from_iterable(sets)):
         raise ValueError(
-            "a matrix was made in inference mode, where torch lets nobody write to it: use .clone() outside of it"
+            "a matrix was made in inference mode, where torch lets nobody write to it: use "
+            ".clone() outside of it"
         )
     check_step_tensors(
         StepTensors(
@@ -106,7 +116,8 @@ def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
-    """What the rate of a matrix of `shape` (..., m, n) is multiplied by. torch.optim.Muon's `adjust_lr_fn`."""
+    """What the rate of a matrix of `shape` (..., m, n) is multiplied by. torch.optim.Muon's
+    `adjust_lr_fn`."""
     rows, columns = shape[-2:]
     if (
         adjust == "match_rms_adamw"
@@ -118,8 +129,9 @@ def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
 class MatrixStep:
     """The parts of one step of some matrices of one device.
 
-    One call for many tensors is one launch on a GPU where all of them have one dtype and lie alike. `_foreach_mul` takes a tensor of one
-    number in the place of a number; `_foreach_add` and `_foreach_lerp` read it, and wait for the device.
+    One call for many tensors is one launch on a GPU where all of them have one dtype and lie alike.
+    `_foreach_mul` takes a tensor of one number in the place of a number; `_foreach_add` and
+    `_foreach_lerp` read it, and wait for the device.
     """
 
     def __init__(
@@ -132,7 +144,10 @@ class MatrixStep:
         stochastic: int | None,
         first_replica: int,
     ) -> None:
-        """`rows`: by group. `gradients`: by place, as their matrices lie. `stochastic`: the seed, or None."""
+        """`rows`: by group.
+
+        `gradients`: by place, as their matrices lie. `stochastic`: the seed, or None.
+        """
         self.rows, self.gradients, self.backend = rows, gradients, backend
         self.stochastic, self.first_replica = stochastic, first_replica
         self.skip = None if options.found_inf is None else options.found_inf.reshape(()) != 0
@@ -165,7 +180,8 @@ class MatrixStep:
             torch._foreach_zero_([self.gradients[matrix.place] for matrix in matrices])
 
     def directions(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank. Momentum in
+        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised,
+        float32, as it lies on this rank. Momentum in
         8 bits is decoded and encoded by torch's calls, which is little beside Newton-Schulz."""
         momentum, nesterov, maximize = (
             getattr(self.rows[matrices[0].group].settings, key)

@@ -1,4 +1,5 @@
-"""How moments are stored in an optimizer's state: in float32 or bfloat16; or in 8 bits, then codes stand under the moment's name and their
+"""How moments are stored in an optimizer's state: in float32 or bfloat16; or in 8 bits, then codes
+stand under the moment's name and their
 scales beside it. What is saved are values: codes never leave a state."""
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from hdet.tensors.strides import alike
 
 EIGHT_BIT = "8bit"
 SMALLEST = 4096
-"""Elements. Tensors with fewer keep float32 moments: biases and norms are few bytes, and they matter."""
+"""Elements.
+
+Tensors with fewer keep float32 moments: biases and norms are few bytes, and they matter.
+"""
 
 Dtype = torch.dtype | str
 """of moments: torch.float32, torch.bfloat16 or "8bit" """
 
 
 def dtype_for(wanted: Dtype, param: Tensor) -> torch.dtype:
-    """How the moments of this parameter are stored. Of a DTensor all elements count, so that every rank says the same."""
+    """How the moments of this parameter are stored.
+
+    Of a DTensor all elements count, so that every rank says the same.
+    """
     if isinstance(wanted, torch.dtype):
         return wanted
     return CODES if param.numel() >= SMALLEST else torch.float32
@@ -58,7 +65,8 @@ def _scales(name: str, state: Mapping[str, Any]) -> Tensor:
     scales: Tensor | None = state.get(scale_key(name))
     if scales is None:
         raise ValueError(
-            f"{name} of a parameter's state is codes of 8 bits, but its {scale_key(name)} is missing: load a saved state, or delete {name}, too"
+            f"{name} of a parameter's state is codes of 8 bits, but its {scale_key(name)} is "
+            f"missing: load a saved state, or delete {name}, too"
         )
     return scales
 
@@ -66,7 +74,8 @@ def _scales(name: str, state: Mapping[str, Any]) -> Tensor:
 def entries(
     name: str, values: Tensor, dtype: torch.dtype, signed: bool
 ) -> dict[str, Tensor | None]:
-    """The entries of a moment with these values, on their device and as they lie; None: the entry must go."""
+    """The entries of a moment with these values, on their device and as they lie; None: the entry
+    must go."""
     if dtype == CODES:
         return dict(zip((name, scale_key(name)), encode(values.float(), signed), strict=True))
     return {name: values.to(dtype), scale_key(name): None}

@@ -47,44 +47,60 @@ _KEYS = {
 
 
 class FusedMuon(FusedOptimizer):
-    """Muon (Jordan et al. 2024) for matrices, as torch.optim.Muon computes it, and AdamW for every other parameter.
+    """Muon (Jordan et al.
 
-    With gradient g, rate r = lr * multiplier (Eq. 2) and NS the Newton-Schulz iteration (newton_schulz.py)::
+    2024) for matrices, as torch.optim.Muon computes it, and AdamW for every other parameter.
+
+    With gradient g, rate r = lr * multiplier (Eq. 2) and NS the Newton-Schulz iteration
+    (newton_schulz.py)::
 
         b = momentum * b + (1 - momentum) * g       momentum_buffer
         u = NS((1 - momentum) * g + momentum * b if nesterov else b)
         p = p * (1 - r * weight_decay) - r * adjust * u
 
-    A parameter belongs to a group that says ``use_muon: True`` or ``False``. A group that does not say is split by the argument
-    `use_muon` into two, named "muon" and "adamw", so that `hdet.LearningRate(groups=["muon", "adamw"])` explores the two rates.
+    A parameter belongs to a group that says ``use_muon: True`` or ``False``. A group that does not
+    say is split by the argument `use_muon` into two, named "muon" and "adamw", so that
+    `hdet.LearningRate(groups=["muon", "adamw"])` explores the two rates.
 
     Args:
-        params: parameters, (name, parameter) pairs as of model.named_parameters(), or groups of either.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of Muon, as torch.optim.Muon. Momentum lies in
-            [0, 1). adjust_lr_fn: "original" (None) multiplies the rate of an (m, n) matrix by sqrt(max(1, m / n)), "match_rms_adamw" by
-            0.2 sqrt(max(m, n)), with which AdamW's rate and decay can be used (Liu et al. 2025, arXiv 2502.16982).
+        params: parameters, (name, parameter) pairs as of model.named_parameters(), or groups of
+            either.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of Muon,
+            as torch.optim.Muon. Momentum lies in [0, 1). adjust_lr_fn: "original" (None) multiplies
+            the rate of an (m, n) matrix by sqrt(max(1, m / n)), "match_rms_adamw" by 0.2
+            sqrt(max(m, n)), with which AdamW's rate and decay can be used (Liu et al. 2025, arXiv
+            2502.16982).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
-        use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which have to be given then, see
-            `hdet.optim.hidden_matrix`. Parameters of more than two dimensions are stacks of matrices, (E, m, n): experts, not convolutions.
-        ns_dtype: of Newton-Schulz, torch.float32 or torch.bfloat16. None: float32 on a CPU, bfloat16 elsewhere; torch's is bfloat16.
+        use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which
+            have to be given then, see `hdet.optim.hidden_matrix`. Parameters of more than two
+            dimensions are stacks of matrices, (E, m, n): experts, not convolutions.
+        ns_dtype: of Newton-Schulz, torch.float32 or torch.bfloat16. None: float32 on a CPU,
+            bfloat16 elsewhere; torch's is bfloat16.
         decay_at: as FusedAdamW, of both kinds.
         others: as FusedOptimizer. max_grad_norm is the norm of all gradients, of both kinds.
 
-    All matrices of one shape go through Newton-Schulz as one batch, and K replicas (`set_replicas`) share one direction. The rest is one
-    kernel call. State of a matrix: momentum_buffer, as torch.optim.Muon's, and step; of the rest AdamW's. States of torch's two load:
-    groups without use_muon are told by their keys.
+    All matrices of one shape go through Newton-Schulz as one batch, and K replicas (`set_replicas`)
+    share one direction. The rest is one kernel call. State of a matrix: momentum_buffer, as
+    torch.optim.Muon's, and step; of the rest AdamW's. States of torch's two load: groups without
+    use_muon are told by their keys.
 
-    DTensors: the momentum is sharded as its parameter. A matrix that is cut over one mesh dimension (FSDP2, HSDP, tensor parallelism) is put
-    together on one rank of it, in `ns_dtype`; ranks get equal work, m * n * min(m, n), and exchange while they compute. One that is cut over
-    several dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same gradients missing.
+    DTensors: the momentum is sharded as its parameter. A matrix that is cut over one mesh dimension
+    (FSDP2, HSDP, tensor parallelism) is put together on one rank of it, in `ns_dtype`; ranks get
+    equal work, m * n * min(m, n), and exchange while they compute. One that is cut over several
+    dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same
+    gradients missing.
 
-    Refused, before anything is changed: set_replicas(storage="displacement"), CUDA graphs, a rate of matrices in a tensor on a device,
-    matrices made in inference mode, and what FusedAdamW refuses. Raises ValueError or TypeError, RuntimeError for graphs.
+    Refused, before anything is changed: set_replicas(storage="displacement"), CUDA graphs, a rate
+    of matrices in a tensor on a device, matrices made in inference mode, and what FusedAdamW
+    refuses. Raises ValueError or TypeError, RuntimeError for graphs.
 
-    Cost of Newton-Schulz for an (m, n) matrix, m <= n: 2 m (2 m n + m^2) operations a step; in float32 with n >= 4 m two thirds of that.
+    Cost of Newton-Schulz for an (m, n) matrix, m <= n: 2 m (2 m n + m^2) operations a step; in
+    float32 with n >= 4 m two thirds of that.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
-    >>> optimizer = hdet.FusedMuon(model.named_parameters(), lr=0.02, use_muon=lambda name, p: name == "1.weight")
+    >>> optimizer = hdet.FusedMuon(
+    ...     model.named_parameters(), lr=0.02, use_muon=lambda name, p: name == "1.weight"
+    ... )
     >>> [(group["name"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [('muon', 0.02, 1), ('adamw', 0.001, 2)]
     >>> model(torch.arange(4)).square().mean().backward()
@@ -122,7 +138,8 @@ class FusedMuon(FusedOptimizer):
     ) -> None:
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(
-                f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16 or None"
+                f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16 or "
+                "None"
             )
         self.ns_dtype = ns_dtype
         values = (
@@ -149,14 +166,16 @@ class FusedMuon(FusedOptimizer):
             self._check_group({**kind, "use_muon": use}, "the defaults")
         super().__init__(split_groups(params, use_muon), {}, decay_at=decay_at, **options)
 
-    # -- groups ----------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, which says use_muon; the other settings are those of the constructor where it does not say them."""
+        """Adds a group, which says use_muon; the other settings are those of the constructor where
+        it does not say them."""
         use = param_group.get("use_muon")
         if not isinstance(use, bool):
             raise ValueError(
-                f"use_muon of parameter group {len(self.param_groups)} is {use!r}: say True (matrices) or False (AdamW)"
+                f"use_muon of parameter group {len(self.param_groups)} is {use!r}: say True "
+                "(matrices) or False (AdamW)"
             )
         name = "muon" if use else "adamw"
         free = all(group.get("name") != name for group in self.param_groups)
@@ -190,7 +209,7 @@ class FusedMuon(FusedOptimizer):
             )
         return adam_hyper(group)
 
-    # -- state -----------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "ns_dtype": self.ns_dtype, "_kinds": self._kinds}
@@ -204,12 +223,14 @@ class FusedMuon(FusedOptimizer):
             )  # torch's optimizers do not say it
             if absent := [key for key in _KEYS[bool(use)] if key not in group]:
                 raise ValueError(
-                    f"{name} lacks {', '.join(absent)}: it is not that of torch.optim.{'Muon' if use else 'AdamW'}"
+                    f"{name} lacks {', '.join(absent)}: it is not that of "
+                    f"torch.optim.{'Muon' if use else 'AdamW'}"
                 )
             if i < len(ours):
                 if use != ours[i]["use_muon"]:
                     raise ValueError(
-                        f"use_muon={use} of {name}, but that of this optimizer's is {not use}: give its groups in this order"
+                        f"use_muon={use} of {name}, but that of this optimizer's is {not use}: "
+                        "give its groups in this order"
                     )
                 if "name" in ours[i]:
                     group.setdefault("name", ours[i]["name"])
@@ -229,14 +250,16 @@ class FusedMuon(FusedOptimizer):
         )
 
     def check_storage(self, storage: str, count: int) -> None:
-        """Raises ValueError for anything but "parameters": replicas of matrices are not kept as a base and a displacement."""
+        """Raises ValueError for anything but "parameters": replicas of matrices are not kept as a
+        base and a displacement."""
         if storage == "displacement":
             raise ValueError(
-                'storage="displacement" is not supported by FusedMuon, whose matrices have no such step: use storage="parameters"'
+                'storage="displacement" is not supported by FusedMuon, whose matrices have no such '
+                'step: use storage="parameters"'
             )
         super().check_storage(storage, count)
 
-    # -- a step ----------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         made = super()._settings_of(planned)
@@ -253,7 +276,8 @@ class FusedMuon(FusedOptimizer):
             _check_muon(group, name)
             if isinstance(s.lr, Tensor):
                 raise ValueError(
-                    f"lr of {name} is a tensor on {part.device}, which a step of matrices would wait for: give it as a number"
+                    f"lr of {name} is a tensor on {part.device}, which a step of matrices would "
+                    "wait for: give it as a number"
                 )
             check_group(s, "adamw", self.num_replicas, part.device, name)
             dtype = self._dtype_on(part.device)
@@ -269,15 +293,17 @@ class FusedMuon(FusedOptimizer):
     def write_hyperparameters(self) -> None:
         """Raises RuntimeError: a step of matrices cannot be captured."""
         raise RuntimeError(
-            "write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does not support: call step()"
+            "write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does "
+            "not support: call step()"
         )
 
-    # -- planning --------------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python numbers: step outside of it"
+                "FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python "
+                "numbers: step outside of it"
             )
         return super()._plan_for(params, absent)
 
@@ -344,5 +370,6 @@ def _check_muon(group: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"ns_steps={steps!r} of {name} must be a whole number from 1 to 99")
     if group["adjust_lr_fn"] not in _ADJUST:
         raise ValueError(
-            f'adjust_lr_fn={group["adjust_lr_fn"]!r} of {name} is unknown; choose "original" (or None) or "match_rms_adamw"'
+            f'adjust_lr_fn={group["adjust_lr_fn"]!r} of {name} is unknown; choose "original" (or '
+            'None) or "match_rms_adamw"'
         )

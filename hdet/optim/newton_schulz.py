@@ -1,6 +1,8 @@
-"""Newton-Schulz: a matrix with its singular values pushed to about 1, from products alone (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+"""Newton-Schulz: a matrix with its singular values pushed to about 1, from products alone (Jordan
+et al. 2024, kellerjordan.github.io/posts/muon).
 
-One step is X <- a X + b (X X^T) X + c (X X^T)^2 X. Matrices of one shape go through it together, lying: no more rows than columns.
+One step is X <- a X + b (X X^T) X + c (X X^T)^2 X. Matrices of one shape go through it together,
+lying: no more rows than columns.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from torch import Tensor
 from hdet import kernels
 
 SymmetricProduct = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
-"""(left, right, added, alpha, beta) -> beta * added + alpha * left @ right.mT, (B, m, m), where the caller knows that it is symmetric"""
+"""(left, right, added, alpha, beta) -> beta * added + alpha * left @ right.mT, (B, m, m), where the
+caller knows that it is symmetric"""
 
 _GRAM_STEPS = 3
-"""steps that are taken on X X^T alone. Each one multiplies what rounding has put into small eigenvalues by a^2, 12 for the usual
+"""steps that are taken on X X^T alone.
+
+Each one multiplies what rounding has put into small eigenvalues by a^2, 12 for the usual
 coefficients: three leave 1e-5 in float32"""
 
 
@@ -32,7 +37,8 @@ class Iteration(NamedTuple):
 
 
 def work(shape: torch.Size | tuple[int, ...]) -> int:
-    """What a matrix (or a stack of them) costs, in products of its elements with its shorter side."""
+    """What a matrix (or a stack of them) costs, in products of its elements with its shorter
+    side."""
     return int(torch.Size(shape).numel()) * min(shape[-2:])
 
 
@@ -44,10 +50,12 @@ def orthogonalise(
     skip: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The directions of some matrices: list of (..., m, n) -> list of the same shapes, contiguous, in `dtype`, by default `how.dtype`.
+    """The directions of some matrices: list of (..., m, n) -> list of the same shapes, contiguous,
+    in `dtype`, by default `how.dtype`.
 
-    All have the same m and n, or n and m: they are computed as one batch (B, min, max). A matrix of zeros gives zeros. A matrix with NaN
-    or infinity gives NaN, and leaves the others alone. Where `skip` (0-d) holds, all directions are zeros.
+    All have the same m and n, or n and m: they are computed as one batch (B, min, max). A matrix of
+    zeros gives zeros. A matrix with NaN or infinity gives NaN, and leaves the others alone. Where
+    `skip` (0-d) holds, all directions are zeros.
     """
     lying = [matrix for matrix in matrices if not _stands(matrix)]
     standing = [matrix for matrix in matrices if _stands(matrix)]
@@ -95,8 +103,9 @@ def _parts(stack: Tensor, matrices: list[Tensor]) -> list[Tensor]:
 def iterate(x: Tensor, how: Iteration, symmetric: SymmetricProduct) -> Tensor:
     """(B, m, n), m <= n -> (B, m, n).
 
-    In float32, from n = 2 m on, up to three steps are taken on the (m, m) matrix X X^T: with P = a + b A + c A^2 the next A is P A P, and
-    X is multiplied by the product of all P at once. That is a third fewer operations for n = 4 m.
+    In float32, from n = 2 m on, up to three steps are taken on the (m, m) matrix X X^T: with P = a
+    + b A + c A^2 the next A is P A P, and X is multiplied by the product of all P at once. That is
+    a third fewer operations for n = 4 m.
     """
     a, b, c = how.coefficients
     # in float32 also for 16 bits, which cannot hold a sum of so many squares
@@ -112,7 +121,8 @@ def iterate(x: Tensor, how: Iteration, symmetric: SymmetricProduct) -> Tensor:
         for left in reversed(range(steps)):
             p = symmetric(gram, gram, gram, c, b)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
-            # all of these are polynomials of one matrix: they commute, and each product is symmetric
+            # all of these are polynomials of one matrix: they commute, and each product is
+            # symmetric
             total = p if total is None else symmetric(p, total, None, 1.0, 0.0)
             if left:
                 gram = symmetric(symmetric(p, gram, None, 1.0, 0.0), p, None, 1.0, 0.0)
@@ -129,7 +139,8 @@ def _cut(steps: int, most: int) -> list[int]:
 
 
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:
-    """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it is asked for), else torch's."""
+    """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it
+    is asked for), else torch's."""
     if backend == "triton" or (
         x.is_cuda and x.dtype != torch.float32 and backend != "torch" and _has_triton()
     ):

@@ -1,7 +1,10 @@
-"""One step of all matrices. One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
+"""One step of all matrices.
 
-As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices of the next round are on their way while
-those of this one are computed. An element travels twice, in the dtype of Newton-Schulz.
+One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
+
+As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices
+of the next round are on their way while those of this one are computed. An element travels twice,
+in the dtype of Newton-Schulz.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from .matrices import Matrix, MatrixStep, batches, check_matrices
 from .newton_schulz import orthogonalise, work
 
 _ROUNDS = 4
-"""exchanges of a step, as far as an owner has so many matrices. More hide more, in smaller messages."""
+"""exchanges of a step, as far as an owner has so many matrices.
+
+More hide more, in smaller messages.
+"""
 
 
 def _shard_dim(param: Any, mesh_dim: int) -> int:
@@ -33,9 +39,11 @@ def _shard_dim(param: Any, mesh_dim: int) -> int:
 
 
 class Course:
-    """What is the same in every step of some matrices, whole or cut: which go together, and what goes to whom.
+    """What is the same in every step of some matrices, whole or cut: which go together, and what
+    goes to whom.
 
-    Collective over the meshes of those that are cut: all ranks have the same matrices in the same order.
+    Collective over the meshes of those that are cut: all ranks have the same matrices in the same
+    order.
     """
 
     def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype) -> None:
@@ -106,7 +114,8 @@ class _Piece:
 
 
 def shares(work_of: Sequence[int], ranks: int) -> list[list[int]]:
-    """The numbers of the matrices that each rank owns: the largest first, each to whoever has least to do."""
+    """The numbers of the matrices that each rank owns: the largest first, each to whoever has least
+    to do."""
     loads, owned = [0] * ranks, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
     for i in sorted(range(len(work_of)), key=lambda i: (-work_of[i], i)):
         owner = loads.index(min(loads))
@@ -260,7 +269,9 @@ def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
 
 
 class MatrixPlan:
-    """Muon's step of the matrices of one device, beside the kernels' plans (kernels.StepPlan). By torch: it checks its tensors, once, and
+    """Muon's step of the matrices of one device, beside the kernels' plans (kernels.StepPlan).
+
+    By torch: it checks its tensors, once, and
     nothing that a step brings."""
 
     def __init__(
@@ -272,7 +283,11 @@ class MatrixPlan:
         seed: int | None,
         first_replica: int,
     ) -> None:
-        """`dtype`: of Newton-Schulz. `seed`: of stochastic rounding, or None. Raises ValueError or TypeError for tensors that cannot be used."""
+        """`dtype`: of Newton-Schulz.
+
+        `seed`: of stochastic rounding, or None. Raises ValueError or TypeError for tensors that
+        cannot be used.
+        """
         check_matrices(matrices, num_replicas)
         self.matrices, self.dtype = matrices, dtype
         self.backend, self.seed, self.first_replica = backend, seed, first_replica

@@ -23,7 +23,8 @@ class SGDOptions(Options, total=False):
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum, dampening and Nesterov momentum as torch.optim.SGD computes it: same arguments and results.
+    """SGD with momentum, dampening and Nesterov momentum as torch.optim.SGD computes it: same
+    arguments and results.
 
     With gradient g and rate r = lr * multiplier (Eq. 2)::
 
@@ -31,8 +32,9 @@ class FusedSGD(FusedOptimizer):
         b = momentum * b + (1 - dampening) * g      momentum_buffer; in its first step b = g
         p = p - r * (g + momentum * b if nesterov else b)
 
-    The state has a `step` beside torch's `momentum_buffer`, which a group without momentum does not have. torch's states, which have no
-    step, load: a buffer that is there counts as one step. Replicas that share the buffer (`set_replicas`) need weight_decay 0.
+    The state has a `step` beside torch's `momentum_buffer`, which a group without momentum does not
+    have. torch's states, which have no step, load: a buffer that is there counts as one step.
+    Replicas that share the buffer (`set_replicas`) need weight_decay 0.
 
     Raises ValueError or TypeError as FusedAdamW; nesterov needs momentum > 0 and dampening 0.
 
@@ -81,7 +83,8 @@ class FusedSGD(FusedOptimizer):
             raise ValueError(f"dampening={group['dampening']} of {name} must be finite")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
-                f"nesterov=True of {name} needs momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
+                f"nesterov=True of {name} needs momentum > 0 and dampening 0, got "
+                f"{group['momentum']} and {group['dampening']}"
             )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

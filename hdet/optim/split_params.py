@@ -16,12 +16,14 @@ _WRAPPERS = ("module", "model", "_orig_mod")
 
 
 def hidden_matrix(name: str, param: Tensor) -> bool:
-    """Is this a matrix inside of a model, as far as its name tells? The default rule of `FusedMuon`.
+    """Is this a matrix inside of a model, as far as its name tells? The default rule of
+    `FusedMuon`.
 
-    Yes for two dimensions, and for three where "expert" is in the name (a stack of matrices). No for fewer, for other parameters of three
-    and more (convolutions), and where a component of the dotted name says embedding or output layer: a word of it, between underscores,
-    begins with "emb"; it is wte, wpe, head, lm_head, classifier, score, unembed or unembedding; or it is output and the first one. An
-    output layer of another name is not known: pass `use_muon`.
+    Yes for two dimensions, and for three where "expert" is in the name (a stack of matrices). No
+    for fewer, for other parameters of three and more (convolutions), and where a component of the
+    dotted name says embedding or output layer: a word of it, between underscores, begins with
+    "emb"; it is wte, wpe, head, lm_head, classifier, score, unembed or unembedding; or it is output
+    and the first one. An output layer of another name is not known: pass `use_muon`.
     """
     parts = [part.lower() for part in name.split(".")]
     if not (param.ndim == 2 or (param.ndim == 3 and "expert" in name.lower())):
@@ -38,9 +40,10 @@ def hidden_matrices(model: nn.Module) -> UseMuon:
 
         hdet.FusedMuon(model.named_parameters(), use_muon=hdet.hidden_matrices(model))
 
-    Yes for what `hidden_matrix` takes, but for tables (nn.Embedding, nn.EmbeddingBag, and a matrix that shares one's weight), for matrices whose rows are as many as a
-    table's (the output layer of a language model), and for the last nn.Linear of the model (that of a classifier). What is a parameter of the outermost
-    module itself, such as positions, is none either.
+    Yes for what `hidden_matrix` takes, but for tables (nn.Embedding, nn.EmbeddingBag, and a matrix
+    that shares one's weight), for matrices whose rows are as many as a table's (the output layer of
+    a language model), and for the last nn.Linear of the model (that of a classifier). What is a
+    parameter of the outermost module itself, such as positions, is none either.
     """
     modules = list(model.modules())
     tables = [
@@ -60,7 +63,10 @@ def hidden_matrices(model: nn.Module) -> UseMuon:
 
 
 def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:
-    """Groups that all say use_muon; none for no parameters, which torch refuses. Raises ValueError for matrices of which nobody says what they are."""
+    """Groups that all say use_muon; none for no parameters, which torch refuses.
+
+    Raises ValueError for matrices of which nobody says what they are.
+    """
     entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params)
     if entries and not isinstance(entries[0], dict):
         return _split({"params": entries}, 0, use_muon)
@@ -80,7 +86,8 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     settings = {key: value for key, value in group.items() if key not in ("params", "name")}
     if len(kinds) > 1 and settings:
         raise ValueError(
-            f"{', '.join(settings)} of group {number} would be that of Muon and of AdamW alike: give a group for each, with use_muon"
+            f"{', '.join(settings)} of group {number} would be that of Muon and of AdamW alike: "
+            "give a group for each, with use_muon"
         )
     made = []
     for use in kinds or [False]:
@@ -103,7 +110,9 @@ def _is_matrix(entry: Any, where: str, use_muon: UseMuon | None) -> bool:
         return bool(use_muon(name, param))
     if param.ndim >= 2 and not name:
         raise ValueError(
-            f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to tell a hidden matrix from an embedding: pass "
-            "model.named_parameters(), use_muon=lambda name, parameter: ..., or groups with use_muon=True and use_muon=False"
+            f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to tell "
+            "a hidden matrix from an embedding: pass "
+            "model.named_parameters(), use_muon=lambda name, parameter: ..., or groups with "
+            "use_muon=True and use_muon=False"
         )
     return hidden_matrix(name, param)

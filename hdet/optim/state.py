@@ -21,20 +21,23 @@ from . import moment_storage as stored
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
 LINE_KEYS = ("base", "displacement", "scale")
-"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number"""
+"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number
+"""
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *LINE_KEYS)
 """what a state has of the parameters themselves"""
 
-_RELAY = "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays states out as their parameters are"
+_RELAY = (
+    "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays "
+    "states out as their parameters are"
+)
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the state of a parameter is stored.
 
-    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs: the first one has a sign.
-    moment_dtype: of 8 bits that of the codes.
-    required: what a loaded state must have.
+    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs: the first one has a
+    sign. moment_dtype: of 8 bits that of the codes. required: what a loaded state must have.
     on_line: are replicas kept as a base and a displacement?
     """
 
@@ -58,10 +61,11 @@ class Layout:
     def missing(
         self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
     ) -> dict[str, Any]:
-        """The entries to add to a parameter's state, or to replace in it, before it can be stepped; None: the entry must go.
+        """The entries to add to a parameter's state, or to replace in it, before it can be stepped;
+        None: the entry must go.
 
-        `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are moments to be kept? The state of a DTensor
-        is made of DTensors that are laid out as it is.
+        `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are
+        moments to be kept? The state of a DTensor is made of DTensors that are laid out as it is.
         """
         param = sets[0]
         if shards.is_sharded(param):
@@ -151,7 +155,8 @@ class Layout:
         return entries
 
     def loaded(self, values: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Any]:
-        """A loaded state of one parameter on its device and in this layout's dtypes, without a detour through the parameter's.
+        """A loaded state of one parameter on its device and in this layout's dtypes, without a
+        detour through the parameter's.
 
         Large tensors that fit are taken as they are, as torch does; the step counter is copied.
         """
@@ -184,7 +189,8 @@ class Layout:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in self.moments and getattr(value, "dtype", None) == CODES:
                 raise ValueError(
-                    f"the loaded {key} of {name} is {CODES}, codes as they are in a running optimizer: save its state_dict()"
+                    f"the loaded {key} of {name} is {CODES}, codes as they are in a running "
+                    "optimizer: save its state_dict()"
                 )
             elif key in dtypes:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
@@ -199,7 +205,8 @@ class Layout:
         absent = [key for key in self.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(
-                f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer"
+                f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another "
+                "optimizer"
             )
         if (
             self.on_line
@@ -209,13 +216,15 @@ class Layout:
             )
         ):
             raise ValueError(
-                f"the replicas in the loaded state of {name} are not equal and were not kept on one line: call ensemble.converge() before "
+                f"the replicas in the loaded state of {name} are not equal and were not kept on "
+                "one line: call ensemble.converge() before "
                 'saving, or load it with storage="parameters"'
             )
         return placed
 
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
-        """The state as it is handed out: codes are float32 values, as long as what is returned lives. Loading them gives the same codes."""
+        """The state as it is handed out: codes are float32 values, as long as what is returned
+        lives. Loading them gives the same codes."""
         coded = [
             (place, name)
             for place, name in enumerate(self.moments)
@@ -244,18 +253,24 @@ def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor]) -> list[Tensor]:
-    """Fits the loaded entries of a parameter to its further replicas `ours`. Returns what is to be copied into these; empty: nothing."""
+    """Fits the loaded entries of a parameter to its further replicas `ours`.
+
+    Returns what is to be copied into these; empty: nothing.
+    """
     masters, theirs = kept_masters(entries), entries.pop("replica_params", [])
     entries.pop("replica_masters", None)
     if not ours:
         return []
     if theirs and len(theirs) != len(ours):
-        # The first replica is in the model's state, which may be loaded later: it is asked only where nothing else can tell.
+        # The first replica is in the model's state, which may be loaded later: it is asked only
+        # where nothing else can tell.
         alone = len(theirs) == 1 and len(masters) < 2
         if not (_same_bits([*theirs, *([param] if alone else [])]) and _same_bits(masters)):
             raise ValueError(
-                f"the loaded state has {len(theirs) + 1} replicas that are not equal, this optimizer {len(ours) + 1}: construct as many, "
-                f"or call ensemble.converge() before saving{' and load the model before the optimizer' if alone else ''}"
+                f"the loaded state has {len(theirs) + 1} replicas that are not equal, this "
+                f"optimizer {len(ours) + 1}: construct as many, "
+                "or call ensemble.converge() before "
+                f"saving{' and load the model before the optimizer' if alone else ''}"
             )
         theirs, masters = theirs[:1] * len(ours), masters[:1]
     entries["replica_params"] = list(ours)
@@ -287,13 +302,15 @@ def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mapping[str, Any]:
-    """A state of replicas on one line for one that stores them: where they are together, the base is the master."""
+    """A state of replicas on one line for one that stores them: where they are together, the base
+    is the master."""
     displacement = values.get("displacement")
     if displacement is None:
         return values
     if displacement.any():
         raise ValueError(
-            f"the replicas in the loaded state of {name} are apart on one line, and this optimizer stores parameters: call "
+            f"the replicas in the loaded state of {name} are apart on one line, and this optimizer "
+            "stores parameters: call "
             'ensemble.converge() before saving, or load it with storage="displacement"'
         )
     kept = {key: value for key, value in values.items() if key not in LINE_KEYS}
@@ -305,13 +322,15 @@ def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mappin
 
 
 def adopt(param: Tensor, master: Tensor) -> None:
-    """Takes over what was written to a parameter behind its float32 master: elements that no longer are the master, rounded."""
+    """Takes over what was written to a parameter behind its float32 master: elements that no longer
+    are the master, rounded."""
     param, master = shards.local(param), shards.local(master)
     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
 
 
 def _regain(param: Tensor, master: Tensor) -> None:
-    """A parameter that was 16 bits wide and has been cast to float32 is its master again, unless it has been written to since."""
+    """A parameter that was 16 bits wide and has been cast to float32 is its master again, unless it
+    has been written to since."""
     if param.dtype == master.dtype == torch.float32 and any(
         torch.equal(master.to(dtype).float(), param) for dtype in (torch.bfloat16, torch.float16)
     ):
@@ -328,7 +347,8 @@ def reset_master(param: Tensor, master: Tensor) -> None:
 
 
 def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
-    """A master in the wanted form: moved or converted from one there is, else the parameter's own value."""
+    """A master in the wanted form: moved or converted from one there is, else the parameter's own
+    value."""
     values = param.detach()
     if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
         return (
@@ -349,7 +369,10 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
 
 
 def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
-    """A new replica's master: where it equals the first replica it is meant to, to the last bit. Of what lies on this rank."""
+    """A new replica's master: where it equals the first replica it is meant to, to the last bit.
+
+    Of what lies on this rank.
+    """
     own = (
         torch.zeros_like(master)
         if master.dtype == torch.int16
@@ -385,7 +408,8 @@ def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor
         )
     if value.shape != param.shape:
         raise ValueError(
-            f"the loaded {name} has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}: it is of another model"
+            f"the loaded {name} has the shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: it is of another model"
         )
     shards.check_alike(value, param, f"the loaded {name}", _RELAY)
     return shards.like(_placed(shards.local(value), shards.local(param), dtype), param)

@@ -21,7 +21,8 @@ from .lists import VersionWatch
 from .state import adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]
-"""lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""
+"""lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of
+StepSettings, numbers or tensors"""
 
 _NUMBERS = frozenset((float, int, bool))
 
@@ -29,8 +30,8 @@ _NUMBERS = frozenset((float, int, bool))
 class Watch(VersionWatch):
     """Notices in-place changes by others to parameters that have float32 masters.
 
-    Masters are written by `check` and `adopt` alone; the first check looks at all of them. A DTensor and its shard count apart, and
-    both are watched; a shard may move.
+    Masters are written by `check` and `adopt` alone; the first check looks at all of them. A
+    DTensor and its shard count apart, and both are watched; a shard may move.
     """
 
     def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -65,9 +66,16 @@ class Part:
     """the parameter group of each of its settings"""
     device: torch.device
     watched: Sequence[Tensor] = ()
-    """Tensors that the plan has views of. Their addresses and forms are compared in every step: an assignment to `.data` does not reach a view."""
+    """Tensors that the plan has views of.
+
+    Their addresses and forms are compared in every step: an assignment to `.data` does not reach a
+    view.
+    """
     by_torch: bool = False
-    """Steps by torch's calls, which count versions by themselves. Its settings and gradients are checked outside."""
+    """Steps by torch's calls, which count versions by themselves.
+
+    Its settings and gradients are checked outside.
+    """
 
 
 class Member(NamedTuple):
@@ -82,8 +90,10 @@ class Member(NamedTuple):
 class Planned:
     """The plans of all steps, one for each device, and everything they rely on.
 
-    They are made for the parameters that have had a gradient (`members`, by the parameter's place). A step leaves those of them alone that
-    have none. `entries`: what is to be added to states once a step has been done, to those in `container`. `kinds`: of each group, what its plan relies on. `watch`: over all masters.
+    They are made for the parameters that have had a gradient (`members`, by the parameter's place).
+    A step leaves those of them alone that have none. `entries`: what is to be added to states once
+    a step has been done, to those in `container`. `kinds`: of each group, what its plan relies on.
+    `watch`: over all masters.
     """
 
     def __init__(
@@ -181,7 +191,8 @@ class Planned:
         )
 
     def own(self, gradients: list[Tensor | None], absent: list[int]) -> list[Tensor | None]:
-        """The gradients of the next step, of all parameters, as they lie on this rank and in the order of their parameters' memory; at the
+        """The gradients of the next step, of all parameters, as they lie on this rank and in the
+        order of their parameters' memory; at the
         places `absent` there are none."""
         if absent != self.absent:
             self._choose(absent)
@@ -199,7 +210,10 @@ class Planned:
         settings: Sequence[Sequence[Any]],
         options: Callable[[torch.device], StepOptions],
     ) -> None:
-        """`gradients` as `own` has made them. A part's settings are what its plan takes, StepSettings of the kernels'."""
+        """`gradients` as `own` has made them.
+
+        A part's settings are what its plan takes, StepSettings of the kernels'.
+        """
         self._check_parts(gradients, options)
         for turn, (n, part) in enumerate(self.active):
             if (
@@ -232,14 +246,18 @@ class Planned:
     def _check_parts(
         self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]
     ) -> None:
-        """A kernel's plan checks its own gradients. Where others step, too, all are checked here before the first plan writes."""
+        """A kernel's plan checks its own gradients.
+
+        Where others step, too, all are checked here before the first plan writes.
+        """
         parts = [part for _, part in self.active]
         if not parts or (len(parts) == 1 and not parts[0].by_torch):
             return
         if options(parts[0].device).max_norm != 0:
             devices = ", ".join(dict.fromkeys(str(part.device) for part in parts))
             raise ValueError(
-                f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_"
+                f"max_grad_norm needs all parameters on one device, they are on {devices}: use "
+                "torch.nn.utils.clip_grad_norm_"
             )
         self.check(gradients)
 
@@ -266,7 +284,8 @@ class Planned:
     def settings_of(
         self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool
     ) -> list[tuple[StepSettings, ...]]:
-        """One entry for each group of each part; the very same objects as in the last step if nothing has changed."""
+        """One entry for each group of each part; the very same objects as in the last step if
+        nothing has changed."""
         plain = _NUMBERS.issuperset(
             map(type, chain.from_iterable(hypers))
         )  # a tensor may change in place
@@ -303,7 +322,8 @@ def add_entries(
 
 
 def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, and the shards of those that are DTensors: both have a version, and a write counts up one of them."""
+    """The tensors, and the shards of those that are DTensors: both have a version, and a write
+    counts up one of them."""
     return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
 
 
@@ -345,7 +365,8 @@ def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tens
 
 
 def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Groups numbered from 0 without a gap: the number of each entry, and the group of each number."""
+    """Groups numbered from 0 without a gap: the number of each entry, and the group of each
+    number."""
     numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
     return [numbers[group] for group in groups], list(numbers)
 

@@ -1,4 +1,5 @@
-"""Who is a replica, and the one small collective per cycle that replicas need beside the average."""
+"""Who is a replica, and the one small collective per cycle that replicas need beside the
+average."""
 
 from .agreement import ReplicaDisagreement
 from .topology import Replicas

@@ -13,16 +13,21 @@ from .layout import brief
 
 
 class ReplicaDisagreement(RuntimeError):
-    """Ranks were started with different settings. Every rank raises it, naming the setting and who has which value."""
+    """Ranks were started with different settings.
+
+    Every rank raises it, naming the setting and who has which value.
+    """
 
 
 def digest(value: object) -> int:
-    """Of its repr; below 2^40, so that the sum over a replica's ranks stays a whole number in float64."""
+    """Of its repr; below 2^40, so that the sum over a replica's ranks stays a whole number in
+    float64."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
 
 
 def reachable(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """``device``, or where ``group`` can talk: a group of NCCL alone takes no tensor of the CPU, where offloaded parameters are."""
+    """``device``, or where ``group`` can talk: a group of NCCL alone takes no tensor of the CPU,
+    where offloaded parameters are."""
     backends = dist.get_backend_config(group)
     if device is not None and f"{device.type}:" in backends:
         return device
@@ -37,7 +42,10 @@ Value = TypeVar("Value")
 def gathered(
     numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> list[list[int]]:
-    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather, on ``device`` if the group can."""
+    """Every rank's whole numbers, by its place in ``group`` (None: the world).
+
+    One all_gather, on ``device`` if the group can.
+    """
     own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
     everyone = own.new_empty(dist.get_world_size(group), len(numbers))
     dist.all_gather(list(everyone.unbind(0)), own, group=group)
@@ -84,7 +92,8 @@ def compare(
         *by_member.values(),
     ]
     row += [order for _, order in orders.values()] + [things for things, _ in orders.values()]
-    # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
+    # Of a fixed width: ranks of another version may have another number of settings, and would else
+    # be cut off or waited for.
     rows = gathered(row + [0] * (-len(row) % 64), group, device)
     said = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
     problems = _misfits(said)
@@ -120,10 +129,7 @@ def compare(
 def _misfits(said: Mapping[int, Sequence[int]]) -> list[str]:
     """Ranks that do not even compare the same things, or stand at one place."""
     for k, what in (
-        (
-            0,
-            "the settings to compare differ between replicas' ranks, as with several versions of hdet",
-        ),
+        (0, "the settings to compare differ between replicas' ranks: several versions of hdet?"),
         (3, "the number of ranks in a replica differs between replicas' ranks"),
     ):
         values = {rank: row[k] for rank, row in said.items()}

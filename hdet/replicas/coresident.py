@@ -1,4 +1,7 @@
-"""Several replicas of one model on one device: K sets of parameters, one gradient, one set of moments."""
+"""Several replicas of one model on one device:
+
+K sets of parameters, one gradient, one set of moments.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ from . import Replicas
 
 
 class CoresidentReplicas(Replicas):
-    """``num_replicas`` replicas of an unmodified model in this process, for people with one GPU or none.
+    """``num_replicas`` replicas of an unmodified model in this process, for people with one GPU or
+    none.
 
-    Micro-batch k of a gradient-accumulation step runs at the weights of replica k; one fused step moves all of them, each at its
-    own rate, and an `Ensemble` averages and controls them as it does across processes::
+    Micro-batch k of a gradient-accumulation step runs at the weights of replica k; one fused step
+    moves all of them, each at its own rate, and an `Ensemble` averages and controls them as it does
+    across processes::
 
         optimizer = hdet.FusedAdamW(model.parameters(), lr=3e-4)
         replicas = hdet.CoresidentReplicas(model, num_replicas=4)
@@ -36,42 +41,57 @@ class CoresidentReplicas(Replicas):
             optimizer.zero_grad()
             ensemble.step()
 
-    Replica 0 is the model itself: its parameters, names, state_dict and what `use` leaves behind. Replica k > 0 has parameters of
-    its own, which `use` puts into the modules without copying, tied ones wherever they occur. The gradients of all replicas are
-    added up in the ``.grad`` of the model's own parameters, so clipping, scaling and `zero_grad` are those of plain gradient
-    accumulation. Memory: K sets of parameters, one gradient, one set of moments. Compiled models are not compiled again.
+    Replica 0 is the model itself: its parameters, names, state_dict and what `use` leaves behind.
+    Replica k > 0 has parameters of its own, which `use` puts into the modules without copying, tied
+    ones wherever they occur. The gradients of all replicas are added up in the ``.grad`` of the
+    model's own parameters, so clipping, scaling and `zero_grad` are those of plain gradient
+    accumulation. Memory: K sets of parameters, one gradient, one set of moments. Compiled models
+    are not compiled again.
 
-    - Until the first optimizer step all replicas follow the model: weights loaded or initialised outside of `use` are everyone's.
-    - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
-    - ``backward`` belongs inside of the same `use`: activation checkpointing (or whatever else runs modules in a backward pass) runs them with
-      the weights that are in place then. Elsewhere that is a ValueError, as soon as a module with parameters of its own is called; where
-      nothing runs again, gradients are right wherever ``backward`` is.
-    - Trained parameters that the optimizer given to the Ensemble does not have are shared, like frozen ones.
-    - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k > 0 have none of their own.
-    - Move or cast the model before: the other replicas' parameters do not follow `model.to()` (refused by name).
-    - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a checkpoint of model and optimizer has
-      all of them; load it after the Ensemble is made. A state without other replicas makes all of them equal to the model.
+    - Until the first optimizer step all replicas follow the model: weights loaded or initialised
+      outside of `use` are everyone's.
+    - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every
+      micro-batch, K times a step.
+    - ``backward`` belongs inside of the same `use`: activation checkpointing (or whatever else runs
+      modules in a backward pass) runs them with the weights that are in place then. Elsewhere that
+      is a ValueError, as soon as a module with parameters of its own is called; where nothing runs
+      again, gradients are right wherever ``backward`` is.
+    - Trained parameters that the optimizer given to the Ensemble does not have are shared, like
+      frozen ones.
+    - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k >
+      0 have none of their own.
+    - Move or cast the model before: the other replicas' parameters do not follow `model.to()`
+      (refused by name).
+    - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a
+      checkpoint of model and optimizer has all of them; load it after the Ensemble is made. A state
+      without other replicas makes all of them equal to the model.
 
     Args:
-        model: a module on its device, not wrapped for data parallelism; what is to be frozen is frozen before.
+        model: a module on its device, not wrapped for data parallelism; what is to be frozen is
+            frozen before.
         num_replicas: K >= 2.
-        storage: "parameters": each replica is a set of parameters, with a set of masters where the optimizer keeps them. "displacement":
-            replicas that share gradients lie on one line, so a float32 base and displacement say where all of them are, and each set of
-            parameters is its point on it, rounded. It is for parameters of 16 bits: 18 + 2 K bytes each with AdamW and its gradient, where
-            float32 masters make it 10 + 6 K, and a step moves 30 + 2 K bytes instead of 18 + 10 K. In float32 it saves nothing: 8 bytes
-            more than stored sets, and on a CPU slower (``python -m benchmarks.replicas``).
-            The optimizer has no ``master_weights``, and decay that is 0 or at the base rate (``decay_at="base"``); the rate is a knob
-            without bounds; a cycle that ends with `Keep` is followed by one with the same multipliers. Everything else is refused by name.
+        storage: "parameters": each replica is a set of parameters, with a set of masters where the
+            optimizer keeps them. "displacement": replicas that share gradients lie on one line, so
+            a float32 base and displacement say where all of them are, and each set of parameters is
+            its point on it, rounded. It is for parameters of 16 bits: 18 + 2 K bytes each with
+            AdamW and its gradient, where float32 masters make it 10 + 6 K, and a step moves 30 + 2
+            K bytes instead of 18 + 10 K. In float32 it saves nothing: 8 bytes more than stored
+            sets, and on a CPU slower (``python -m benchmarks.replicas``). The optimizer has no
+            ``master_weights``, and decay that is 0 or at the base rate (``decay_at="base"``); the
+            rate is a knob without bounds; a cycle that ends with `Keep` is followed by one with the
+            same multipliers. Everything else is refused by name.
 
     Raises:
-        TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, scripted modules, uninitialised parameters, gradient
-            hooks on parameters, and modules that keep a parameter in a plain attribute, which `use` could not reach.
+        TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, scripted modules,
+            uninitialised parameters, gradient hooks on parameters, and modules that keep a
+            parameter in a plain attribute, which `use` could not reach.
     """
 
     def __init__(self, model: nn.Module, num_replicas: int, storage: str = "parameters") -> None:
         if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
             raise ValueError(
-                f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is the model itself"
+                f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is "
+                "the model itself"
             )
         if storage not in ("parameters", "displacement"):
             raise ValueError(
@@ -110,13 +130,16 @@ class CoresidentReplicas(Replicas):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "CoresidentReplicas cannot be copied or pickled: they are bound to the modules of one model. Make new ones of the copied model "
+            "CoresidentReplicas cannot be copied or pickled: they are bound to the modules of one "
+            "model. Make new ones of the copied model "
             "and load the optimizer's state, which holds the other replicas"
         )
 
     @contextmanager
     def use(self, replica: int) -> Iterator[None]:
-        """Inside, the model runs at the weights of ``replica`` (0 .. K - 1). May be nested; the innermost counts.
+        """Inside, the model runs at the weights of ``replica`` (0 ..
+
+        K - 1). May be nested; the innermost counts.
 
         Raises:
             ValueError: there is no such replica; or a parameter that was frozen is not any more.
@@ -167,19 +190,25 @@ class CoresidentReplicas(Replicas):
             self._checks = [module.register_forward_pre_hook(hook) for module in hooked]
 
     def _check_run_again(self, *_: Any) -> None:
-        """A module is called: by a backward pass, which runs it a second time, and at another replica's weights than the first?"""
+        """A module is called: by a backward pass, which runs it a second time, and at another
+        replica's weights than the first?"""
         if torch._C._current_graph_task_id() == -1:
             return
         replica = self._replica_of(torch._C._current_autograd_node())
         if self.index != replica if replica is not None else not self._entered:
             which = "a replica's" if replica is None else f"replica {replica}'s"
             raise ValueError(
-                f"{which} backward pass runs a module again (activation checkpointing does), but the weights in place are those of replica "
-                f"{self.index}: call backward inside the same `with replicas.use(k):` as the forward pass"
+                f"{which} backward pass runs a module again (activation checkpointing does), but "
+                "the weights in place are those of replica "
+                f"{self.index}: call backward inside the same `with replicas.use(k):` as the "
+                "forward pass"
             )
 
     def _replica_of(self, start: Any) -> int | None:
-        """Whose parameters are nearest in the graph from ``start`` on. None: it has none of ours, as in a reentrant checkpoint of the first layers."""
+        """Whose parameters are nearest in the graph from ``start`` on.
+
+        None: it has none of ours, as in a reentrant checkpoint of the first layers.
+        """
         seen, near = set(), [start]
         while near:
             for node in near:
@@ -198,7 +227,7 @@ class CoresidentReplicas(Replicas):
             ]
         return None
 
-    # -- before the first step -------------------------------------------------------------------------------------------
+    # -- before the first step ---------------------------------------------------------------------
 
     def _versions(self) -> list[int]:
         return [main._version for main in self._sets] if self._following else []
@@ -216,7 +245,8 @@ class CoresidentReplicas(Replicas):
         """The optimizer is about to step: from now on replicas differ."""
         if self._entered:
             raise ValueError(
-                "optimizer.step() was called inside `with replicas.use(k):`; it steps all replicas, call it after"
+                "optimizer.step() was called inside `with replicas.use(k):`; it steps all "
+                "replicas, call it after"
             )
         self.write_back()
         self._following = False
@@ -225,11 +255,12 @@ class CoresidentReplicas(Replicas):
         self._parted_state = any("replica_params" in values for values in state["state"].values())
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """A state that holds the other replicas has brought their weights; one that does not makes them equal to the model."""
+        """A state that holds the other replicas has brought their weights; one that does not makes
+        them equal to the model."""
         self._following = not self._parted_state
         self._marks = []
 
-    # -- what an Ensemble asks -------------------------------------------------------------------------------------------
+    # -- what an Ensemble asks ---------------------------------------------------------------------
 
     @property
     def local(self) -> Sequence[int]:
@@ -241,12 +272,14 @@ class CoresidentReplicas(Replicas):
             return replica
         if not self._entered:
             raise ValueError(
-                "which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, or observe(loss, replica=k)"
+                "which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, "
+                "or observe(loss, replica=k)"
             )
         return self.index
 
     def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all lists."""
+        """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all
+        lists."""
         return [[self._sets[t][k] if t in self._sets else t for t in tensors] for k in self.local]  # type: ignore[index]
 
     def sum_rows(self, *rows: torch.Tensor) -> torch.Tensor:
@@ -254,12 +287,14 @@ class CoresidentReplicas(Replicas):
         return torch.stack(rows)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raises TypeError for an optimizer without fused steps of several replicas, ValueError for parameters of another model and for what
+        """Raises TypeError for an optimizer without fused steps of several replicas, ValueError for
+        parameters of another model and for what
         cannot be kept in this storage."""
         if not callable(getattr(optimizer, "set_replicas", None)):
             kind = type(optimizer)
             raise TypeError(
-                f"optimizer is a {kind.__module__}.{kind.__qualname__}, which steps one set of parameters: co-resident replicas need "
+                f"optimizer is a {kind.__module__}.{kind.__qualname__}, which steps one set of "
+                "parameters: co-resident replicas need "
                 "hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon"
             )
         optimizer.check_storage(self.storage, self.count)
@@ -267,11 +302,15 @@ class CoresidentReplicas(Replicas):
             for i, parameter in enumerate(group["params"]):
                 if parameter not in self._sets and parameter not in self._frozen:
                     raise ValueError(
-                        f"parameter {i} of group {g} is not in the model given to CoresidentReplicas: pass the module that holds all of them"
+                        f"parameter {i} of group {g} is not in the model given to "
+                        "CoresidentReplicas: pass the module that holds all of them"
                     )
 
     def attach(self, optimizer: Any) -> None:
-        """Let ``optimizer`` step all replicas; an `Ensemble` does this. Raises as `check_optimizer`."""
+        """Let ``optimizer`` step all replicas; an `Ensemble` does this.
+
+        Raises as `check_optimizer`.
+        """
         self.check_optimizer(optimizer)
         self.detach()
         self._share(optimizer)
@@ -285,7 +324,8 @@ class CoresidentReplicas(Replicas):
         ]
 
     def _share(self, optimizer: Any) -> None:
-        """What this optimizer does not step would stay behind in the other replicas, whoever else steps it."""
+        """What this optimizer does not step would stay behind in the other replicas, whoever else
+        steps it."""
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         for main, copies in self._sets.items():
             if main not in stepped:
@@ -295,7 +335,8 @@ class CoresidentReplicas(Replicas):
         self._watch()
 
     def detach(self) -> None:
-        """Takes the hooks off the optimizer, which goes on stepping all replicas, and off the modules."""
+        """Takes the hooks off the optimizer, which goes on stepping all replicas, and off the
+        modules."""
         for hook in (*self._hooks, *self._checks):
             hook.remove()
         self._hooks, self._checks = [], []
@@ -318,7 +359,8 @@ class CoresidentReplicas(Replicas):
                 own.dtype != main.dtype or own.is_cuda != main.is_cuda
             ):  # a device would cost more to look at than to switch
                 raise ValueError(
-                    f"a parameter is {main.dtype} on {main.device} now, its copy for replica {replica} {own.dtype} on {own.device}: "
+                    f"a parameter is {main.dtype} on {main.device} now, its copy for replica "
+                    f"{replica} {own.dtype} on {own.device}: "
                     "move and cast the model before CoresidentReplicas(model) is made"
                 )
 
@@ -326,7 +368,8 @@ class CoresidentReplicas(Replicas):
         for parameter, name in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
-                    f"parameter {name!r} was frozen when CoresidentReplicas was made, so all replicas share it: unfreeze it before"
+                    f"parameter {name!r} was frozen when CoresidentReplicas was made, so all "
+                    "replicas share it: unfreeze it before"
                 )
 
 
@@ -349,7 +392,9 @@ def _leaf(main: nn.Parameter) -> nn.Parameter:
 
 
 class _Hook:
-    """On a user's module: calls a method without holding its object. A copy or a pickle of the module has one that does nothing, and so has
+    """On a user's module: calls a method without holding its object.
+
+    A copy or a pickle of the module has one that does nothing, and so has
     a compiled model."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
@@ -366,7 +411,7 @@ class _Hook:
         return _Hook, ()
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -377,7 +422,8 @@ def _check_model(model: Any) -> None:
     owned = {id(p) for p in model.parameters() if p.requires_grad}
     if not owned:
         raise ValueError(
-            f"model {type(model).__name__} has no parameter that is trained: unfreeze what replicas are to explore before"
+            f"model {type(model).__name__} has no parameter that is trained: unfreeze what "
+            "replicas are to explore before"
         )
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else f"model {type(model).__name__}"
@@ -386,24 +432,30 @@ def _check_model(model: Any) -> None:
         }  # by name: torch's sharding is slow to import
         if kinds & _WRAPPERS:
             raise ValueError(
-                f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one process's, pass the bare model"
+                f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one "
+                "process's, pass the bare model"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{what} is a scripted module, whose parameters cannot be exchanged: use torch.compile instead"
+                f"{what} is a scripted module, whose parameters cannot be exchanged: use "
+                "torch.compile instead"
             )
         for attribute, value in vars(module).items():
             if attribute not in ("_parameters", "_flat_weights") and any(
                 id(x) in owned for x in _members(value)
             ):
                 raise ValueError(
-                    f"{what} keeps a parameter in the plain attribute {attribute!r}, where replicas cannot exchange it: "
+                    f"{what} keeps a parameter in the plain attribute {attribute!r}, where "
+                    "replicas cannot exchange it: "
                     "look it up by its registered name in forward"
                 )
 
 
 def _members(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Tensors in a value, however nested. `seen`: what it lies in, as containers may hold themselves."""
+    """Tensors in a value, however nested.
+
+    `seen`: what it lies in, as containers may hold themselves.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
@@ -416,9 +468,11 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter {name!r} is not initialised: run the model once before")
     if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
         raise ValueError(
-            f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a model that is not sharded"
+            f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a "
+            "model that is not sharded"
         )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
-            f"parameter {name!r} has gradient hooks, which the other replicas' gradients would pass by: remove them"
+            f"parameter {name!r} has gradient hooks, which the other replicas' gradients would "
+            "pass by: remove them"
         )

@@ -1,4 +1,5 @@
-"""Who is a replica, as arithmetic on rank numbers: no torch, no processes (docs/layouts.md has the same tables for people)."""
+"""Who is a replica, as arithmetic on rank numbers: no torch, no processes (docs/layouts.md has the
+same tables for people)."""
 
 from __future__ import annotations
 
@@ -23,18 +24,22 @@ _SHARING = ("tp", "cp", "pp", "ep", "etp", "shard")
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers every rank of a hybrid-parallel job, as Megatron-Core and meshes in the same order do.
+    """Numbers every rank of a hybrid-parallel job, as Megatron-Core and meshes in the same order
+    do.
 
-    rank = sum over the axes of coordinate * stride, where the axis named first in ``order`` has stride 1. Layers without experts are laid
-    out over tp, cp, dp, pp; expert layers over etp, ep, edp, pp on the same ranks, in the same order (cp and dp are theirs to use).
+    rank = sum over the axes of coordinate * stride, where the axis named first in ``order`` has
+    stride 1. Layers without experts are laid out over tp, cp, dp, pp; expert layers over etp, ep,
+    edp, pp on the same ranks, in the same order (cp and dp are theirs to use).
 
     Args:
         world: number of ranks.
-        tp, cp, ep, pp: ranks that split layers, sequences, experts, and the depth of the model. dp = world / (tp cp pp) follows.
+        tp, cp, ep, pp: ranks that split layers, sequences, experts, and the depth of the model. dp
+            = world / (tp cp pp) follows.
         order: the axes, the one whose ranks are neighbours first.
         etp: ranks that split one expert; default tp, if there are experts (ep > 1).
-        shard: consecutive ranks of dp * cp that share one copy of the parameters or of the optimizer's state: the shard degree of
-            HSDP, or dp * cp / (number of instances of Megatron's distributed optimizer). 1: each keeps all of it.
+        shard: consecutive ranks of dp * cp that share one copy of the parameters or of the
+            optimizer's state: the shard degree of HSDP, or dp * cp / (number of instances of
+            Megatron's distributed optimizer). 1: each keeps all of it.
 
     Raises:
         ValueError: the sizes do not go together; the message names the way out.
@@ -57,26 +62,31 @@ class Layout:
         dense = self.tp * self.cp * self.pp
         if self.world % dense:
             raise ValueError(
-                f"{self.world} ranks are not divisible by tp {self.tp} * cp {self.cp} * pp {self.pp} = {dense}: "
+                f"{self.world} ranks are not divisible by tp {self.tp} * cp {self.cp} * pp "
+                f"{self.pp} = {dense}: "
                 "start a multiple of that, or change one of them"
             )
         if self._experts and self.world % (self._etp * self.ep * self.pp):
             raise ValueError(
-                f"{self.world} ranks are not divisible by etp {self._etp} * ep {self.ep} * pp {self.pp} = {self._etp * self.ep * self.pp}: "
+                f"{self.world} ranks are not divisible by etp {self._etp} * ep {self.ep} * pp "
+                f"{self.pp} = {self._etp * self.ep * self.pp}: "
                 "start a multiple of that, or change one of them"
             )
         if self._experts and self.groups("pp") != _lines(self._expert_sizes(), ("pp",)):
             raise ValueError(
-                f"order {self.order!r} gives expert layers other pipelines than the rest: put pp last, as in 'tp-cp-ep-dp-pp'"
+                f"order {self.order!r} gives expert layers other pipelines than the rest: put pp "
+                "last, as in 'tp-cp-ep-dp-pp'"
             )
         copies = self.dp * self.cp
         if copies % self.shard:
             raise ValueError(
-                f"shard {self.shard} does not divide dp {self.dp} * cp {self.cp} = {copies}: choose one that does"
+                f"shard {self.shard} does not divide dp {self.dp} * cp {self.cp} = {copies}: "
+                "choose one that does"
             )
         if self.shard % self.cp and self.cp % self.shard:
             raise ValueError(
-                f"shard {self.shard} cuts through groups of cp {self.cp} ranks, which work on one sample: choose a multiple of cp"
+                f"shard {self.shard} cuts through groups of cp {self.cp} ranks, which work on one "
+                "sample: choose a multiple of cp"
             )
 
     def _check_order(self) -> None:
@@ -87,7 +97,8 @@ class Layout:
                 f"it has {unknown[0]!r}" if unknown else "an axis occurs twice, or it is no text"
             )
             raise ValueError(
-                f"order must be made of {', '.join(_AXES)}, each once, joined by '-', got {self.order!r}: {problem}"
+                f"order must be made of {', '.join(_AXES)}, each once, joined by '-', got "
+                f"{self.order!r}: {problem}"
             )
         missing = [
             name
@@ -96,12 +107,14 @@ class Layout:
         ]
         if missing:
             raise ValueError(
-                f"order {self.order!r} lacks {' and '.join(missing)}: say where in it, as in 'tp-cp-ep-dp-pp'"
+                f"order {self.order!r} lacks {' and '.join(missing)}: say where in it, as in "
+                "'tp-cp-ep-dp-pp'"
             )
 
     @property
     def dp(self) -> int:
-        """Copies of the layers without experts, times cp of them working on one sample: world / (tp cp pp)."""
+        """Copies of the layers without experts, times cp of them working on one sample: world / (tp
+        cp pp)."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
@@ -127,7 +140,8 @@ class Layout:
         }
 
     def groups(self, axis: str) -> Table:
-        """All groups along one axis: tp, cp, dp, pp, shard; ep, etp and edp of expert layers (empty if there are none).
+        """All groups along one axis: tp, cp, dp, pp, shard; ep, etp and edp of expert layers (empty
+        if there are none).
 
         Shards of experts need no axis of their own: they lie inside what `shard` and `ep` join.
         """
@@ -148,7 +162,8 @@ class Layout:
 
     @cached_property
     def replicas(self) -> Table:
-        """[replica][member]: the smallest sets of ranks closed under every group that shares model state or one sample's forward pass."""
+        """[replica][member]: the smallest sets of ranks closed under every group that shares model
+        state or one sample's forward pass."""
         sharing = {axis: self.groups(axis) for axis in _SHARING}
         return paired(
             range(self.world), sharing, {axis: self.groups(axis) for axis in ("dp", "edp")}
@@ -156,7 +171,8 @@ class Layout:
 
     @property
     def peers(self) -> Table:
-        """[member][replica]: ranks that hold the same part of the model, one in each replica; parameters are averaged over them."""
+        """[member][replica]: ranks that hold the same part of the model, one in each replica;
+        parameters are averaged over them."""
         return tuple(zip(*self.replicas, strict=True))
 
     @property
@@ -167,12 +183,14 @@ class Layout:
 
     @property
     def tied(self) -> Table:
-        """Pairs of ranks of the first and the last stage, which both hold an embedding that is tied to the output; none without stages."""
+        """Pairs of ranks of the first and the last stage, which both hold an embedding that is tied
+        to the output; none without stages."""
         return tuple((group[0], group[-1]) for group in self.groups("pp") if self.pp > 1)
 
 
 def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
-    """The smallest disjoint sets that no group sticks out of; each ascending, in the order of their first ranks."""
+    """The smallest disjoint sets that no group sticks out of; each ascending, in the order of their
+    first ranks."""
     home = {rank: {rank} for rank in ranks}
     for group in groups:
         for rank in group[1:]:
@@ -192,15 +210,20 @@ def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
 def paired(
     ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]
 ) -> Table:
-    """[replica][member] -> rank. ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold the same
-    parameters, within which peers must be found. Groups are lists of ranks in their order, by axis. Raises ValueError for replicas of
-    unequal size or make, and for peers that do not hold the same parameters, as when a group was left out."""
+    """[replica][member] -> rank.
+
+    ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold the
+    same parameters, within which peers must be found. Groups are lists of ranks in their order, by
+    axis. Raises ValueError for replicas of
+    unequal size or make, and for peers that do not hold the same parameters, as when a group was
+    left out."""
     replicas = closure(ranks, (group for groups in sharing.values() for group in groups))
     sizes = {len(replica) for replica in replicas}
     if len(sizes) > 1:
         small, large = min(replicas, key=len), max(replicas, key=len)
         raise ValueError(
-            f"replicas are of unequal size: ranks {brief(small)} and ranks {brief(large)}: lay all of them out alike, or give all groups"
+            f"replicas are of unequal size: ranks {brief(small)} and ranks {brief(large)}: lay all "
+            "of them out alike, or give all groups"
         )
     place = {rank: (r, m) for r, replica in enumerate(replicas) for m, rank in enumerate(replica)}
     for axis, groups in sharing.items():
@@ -210,16 +233,20 @@ def paired(
         odd = next((r for r in range(1, len(replicas)) if made[r] != made[0]), None)
         if odd is not None:
             raise ValueError(
-                f"ranks {brief(replicas[0])} and ranks {brief(replicas[odd])} have {axis} groups at different places, so it is not known "
-                "whose parameters to average with whose: lay all replicas out alike, ranks ascending"
+                f"ranks {brief(replicas[0])} and ranks {brief(replicas[odd])} have {axis} groups "
+                "at different places, so it is not known "
+                "whose parameters to average with whose: lay all replicas out alike, ranks "
+                "ascending"
             )
     for axis, groups in copies.items():
         group_of = {rank: g for g, group in enumerate(groups) for rank in group}
         for peers in zip(*replicas, strict=True):
             if len({group_of.get(rank) for rank in peers}) > 1:
                 raise ValueError(
-                    f"ranks {brief(peers)} are at the same place of their replicas, but not in one {axis} group, so they hold different "
-                    "parameters: a group that ties ranks to one replica is missing (tp, cp, pp, ep, expt_tp), or replicas differ in layout"
+                    f"ranks {brief(peers)} are at the same place of their replicas, but not in one "
+                    f"{axis} group, so they hold different "
+                    "parameters: a group that ties ranks to one replica is missing (tp, cp, pp, "
+                    "ep, expt_tp), or replicas differ in layout"
                 )
     return replicas
 
@@ -238,7 +265,8 @@ def brief(ranks: Collection[int], most: int = 8) -> str:
 
 
 def _lines(sizes: Mapping[str, int], along: Collection[str]) -> Table:
-    """Groups of the ranks that differ only in the axes ``along``; ``sizes`` has the fastest axis first."""
+    """Groups of the ranks that differ only in the axes ``along``; ``sizes`` has the fastest axis
+    first."""
     offsets, starts = (
         _offsets(sizes, along),
         _offsets(sizes, [name for name in sizes if name not in along]),

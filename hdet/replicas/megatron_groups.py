@@ -1,4 +1,5 @@
-"""Replicas of Megatron-Core's process groups: of any object with the names of its ProcessGroupCollection."""
+"""Replicas of Megatron-Core's process groups: of any object with the names of its
+ProcessGroupCollection."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _COPIES = ("inter_dist_opt", "expt_dp", "dp")  # they hold the same parameters
 def megatron_table(
     groups: Any, distributed_optimizer: bool
 ) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
-    """For `Replicas.from_megatron`, on all ranks: [replica][member], and what gives this rank's peers, if one of the groups is theirs."""
+    """For `Replicas.from_megatron`, on all ranks: [replica][member], and what gives this rank's
+    peers, if one of the groups is theirs."""
     names = (*_SHARING, *_COPIES, *(_INSTANCE if distributed_optimizer else ()))
     rows = together("from_megatron", lambda: _request(groups, names, distributed_optimizer))
     found = {name: _groups([row.get(name) for row in rows], name) for name in names}
@@ -38,22 +40,27 @@ def megatron_table(
 
 
 def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> Request:
-    """By name: who is first in this rank's group, this rank's place in it, its size; nothing where it has none."""
+    """By name: who is first in this rank's group, this rank's place in it, its size; nothing where
+    it has none."""
     if _group(groups, "dp") is None:
         raise ValueError(
-            f"groups must have Megatron-Core's names, at least dp, got {type(groups).__name__} without: "
+            f"groups must have Megatron-Core's names, at least dp, got {type(groups).__name__} "
+            "without: "
             "pass ProcessGroupCollection.use_mpu_process_groups()"
         )
     between = _group(groups, "inter_dist_opt")
     several = between is not None and dist.get_world_size(between) > 1
     if distributed_optimizer and not several:
         raise ValueError(
-            "groups.inter_dist_opt is not there, or has one rank: a distributed optimizer of one instance keeps one copy of its state in "
-            "the whole world, so there are no replicas. Start Megatron with --num-distributed-optimizer-instances N, N >= 2"
+            "groups.inter_dist_opt is not there, or has one rank: a distributed optimizer of one "
+            "instance keeps one copy of its state in "
+            "the whole world, so there are no replicas. Start Megatron with "
+            "--num-distributed-optimizer-instances N, N >= 2"
         )
     if several and not distributed_optimizer:
         raise ValueError(
-            "groups.inter_dist_opt connects instances of a distributed optimizer: pass distributed_optimizer=True, or leave that group out"
+            "groups.inter_dist_opt connects instances of a distributed optimizer: pass "
+            "distributed_optimizer=True, or leave that group out"
         )
     own = {
         name: dist.get_process_group_ranks(group)
@@ -73,13 +80,17 @@ def _group(groups: Any, name: str) -> dist.ProcessGroup | None:
         return None
     if isinstance(group, (list, tuple)):
         raise ValueError(
-            f"groups.{name} is a list of {len(group)} groups: parts of a model with a layout of their own are not supported"
+            f"groups.{name} is a list of {len(group)} groups: parts of a model with a layout of "
+            "their own are not supported"
         )
     return group
 
 
 def _groups(places: Sequence[tuple[int, int, int] | None], name: str) -> Table:
-    """All ranks' groups of one name. Raises ValueError if ranks of one group know of different ones."""
+    """All ranks' groups of one name.
+
+    Raises ValueError if ranks of one group know of different ones.
+    """
     found: dict[tuple[int, int], dict[int, int]] = {}
     for rank, own in enumerate(places):
         if own is not None:

@@ -15,7 +15,8 @@ from .process_groups import Request, together
 def mesh_table(
     mesh: Any, replicate: str | Sequence[str]
 ) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
-    """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers, if the mesh has a group of them."""
+    """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers,
+    if the mesh has a group of them."""
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     table = _table(together("from_mesh", lambda: _request(mesh, names)))
     # The mesh keeps its groups' ranks ascending, and makes one for each dimension only.
@@ -26,8 +27,9 @@ def mesh_table(
 def _request(mesh: Any, names: Sequence[str]) -> Request:
     """Of a rank in the mesh: the number of its replica, and who is first on its line.
 
-    A line is the ranks that differ in the replicating dimensions only. From these of all ranks the table follows for every kind of
-    mesh, also for a part of a larger one, whose other dimensions then lie inside a replica.
+    A line is the ranks that differ in the replicating dimensions only. From these of all ranks the
+    table follows for every kind of mesh, also for a part of a larger one, whose other dimensions
+    then lie inside a replica.
     """
     if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
         raise ValueError(
@@ -41,13 +43,17 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
             else "the mesh has no names: give init_device_mesh mesh_dim_names"
         )
         raise ValueError(
-            f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which parameters are replicated"
+            f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which "
+            "parameters are replicated"
         )
     # Not public; without it a part of a mesh cannot be told from a mesh of its own.
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     sizes = ", ".join(map(str, root.mesh.shape))
     ranks = root.mesh.flatten().tolist()
-    call = f"(mesh {dims(mesh)} of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
+    call = (
+        f"(mesh {dims(mesh)} of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], "
+        f"replicate={', '.join(names)})"
+    )
     place = mesh.get_coordinate()
     if place is None:
         return call, None
@@ -68,13 +74,15 @@ def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
     count = max(map(len, lines.values()), default=0)
     if not count or any(sorted(line) != list(range(count)) for line in lines.values()):
         raise ValueError(
-            "the mesh's lines are not of one length: build the mesh on every rank with the same arguments"
+            "the mesh's lines are not of one length: build the mesh on every rank with the same "
+            "arguments"
         )
     return tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
 
 
 def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
-    """The mesh of one dimension that is the whole world, over which some of the tensors are sharded (plain FSDP2); None: there is no such mesh."""
+    """The mesh of one dimension that is the whole world, over which some of the tensors are sharded
+    (plain FSDP2); None: there is no such mesh."""
     for tensor in tensors:
         mesh = getattr(tensor, "device_mesh", None)
         if (

@@ -1,7 +1,10 @@
-"""From rank tables to process groups. All ranks of the world compare what they ask for before any group is made.
+"""From rank tables to process groups.
 
-`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather_object
-of a line of text a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
+All ranks of the world compare what they ask for before any group is made.
+
+`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor
+here starts with one all_gather_object of a line of text a rank. A rank whose arguments are refused
+takes part in it too: all ranks go on, or all raise.
 """
 
 from __future__ import annotations
@@ -19,19 +22,24 @@ from .agreement import ReplicaDisagreement, digest, who_has
 from .layout import Layout, Table, brief
 
 Request = tuple[str, Any]
-"""What one rank asks for: the arguments as people would write them, which must be equal on all ranks; and plain data that only this rank knows."""
+"""What one rank asks for: the arguments as people would write them, which must be equal on all
+ranks; and plain data that only this rank knows."""
 
 
 def together(name: str, ask: Callable[[], Request]) -> list[Any]:
-    """What each rank of the world asks of the constructor ``name``: its own data, by rank. All ranks of the world call it.
+    """What each rank of the world asks of the constructor ``name``: its own data, by rank.
+
+    All ranks of the world call it.
 
     Raises:
-        ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all ranks.
+        ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all
+            ranks.
         ReplicaDisagreement: on all ranks alike, if they do not ask for the same.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"{name} needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()"
+            f"{name} needs a process group: call torch.distributed.init_process_group first, or "
+            "use Replicas.single()"
         )
     refusal: Exception | None = None
     try:
@@ -48,7 +56,8 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
         raise refusal
     if len(set(texts)) > 1:
         raise ReplicaDisagreement(
-            f"ranks ask for different replicas. {who_has(dict(enumerate(texts)))}. Call it on all ranks with the same arguments"
+            f"ranks ask for different replicas. {who_has(dict(enumerate(texts)))}. Call it on all "
+            "ranks with the same arguments"
         ) from refusal
     return list(own)
 
@@ -59,10 +68,13 @@ Kind = TypeVar("Kind")
 def build(
     kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.ProcessGroup] | None = None
 ) -> Kind:
-    """``kind(index, count, peer_group, ranks=, member=, world_group=)`` of this rank. All ranks of the world call it with one table.
+    """``kind(index, count, peer_group, ranks=, member=, world_group=)`` of this rank.
 
-    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none. Raises ValueError if this rank
-    is in no replica; the groups of the others are made by then.
+    All ranks of the world call it with one table.
+
+    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or
+    on none. Raises ValueError if this rank is in no replica; the groups of the others are made by
+    then.
     """
     rank = dist.get_rank()
     place = {rank: (r, m) for r, replica in enumerate(table) for m, rank in enumerate(replica)}
@@ -71,7 +83,8 @@ def build(
     (world,) = make_groups([sorted(place)])
     if index < 0:
         raise ValueError(
-            f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the training loop"
+            f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the "
+            "training loop"
         )
     peers = existing() if existing is not None else groups[member]
     if len(place) == 1:
@@ -87,10 +100,11 @@ def build(
 
 
 def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
-    """A group for each list of ranks, in the order given there; torch's non-member for those that this rank is not in.
+    """A group for each list of ranks, in the order given there; torch's non-member for those that
+    this rank is not in.
 
-    Every rank of the world makes every group, also those that it is not in: NCCL may split them off the world's communicator, which
-    all must do.
+    Every rank of the world makes every group, also those that it is not in: NCCL may split them off
+    the world's communicator, which all must do.
     """
     world = list(range(dist.get_world_size()))
     return [dist.group.WORLD if list(ranks) == world else _new_group(ranks) for ranks in table]
@@ -99,7 +113,8 @@ def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
 def own_group(
     table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
 ) -> dist.ProcessGroup:
-    """The group in ``table`` that this rank is in: a new one, also where the whole world has one already. All ranks of all ``replicas`` call
+    """The group in ``table`` that this rank is in: a new one, also where the whole world has one
+    already. All ranks of all ``replicas`` call
     it with the same table."""
     apart = (
         sum(map(len, replicas)) < dist.get_world_size()
@@ -114,7 +129,8 @@ def _new_group(ranks: Sequence[int], apart: bool = False) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), use_local_synchronization=apart)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
-            f"this torch ({torch.__version__}) sorts a group's ranks, and {brief(ranks)} are in another order: name them in theirs"
+            f"this torch ({torch.__version__}) sorts a group's ranks, and {brief(ranks)} are in "
+            "another order: name them in theirs"
         )
     return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=False)
 
@@ -148,7 +164,8 @@ def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
         for ranks in lists
     ):
         raise ValueError(
-            f"group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], got {lists!r}"
+            "group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], "
+            f"got {lists!r}"
         )
     count = Counter(chain.from_iterable(lists))
     twice, strange = (
@@ -169,5 +186,6 @@ def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
     if len(count) < world:
         missing = brief(set(range(world)) - set(count))
         raise ValueError(
-            f"ranks {missing} are in none of the lists: name all, or give from_mesh a mesh of those that train"
+            f"ranks {missing} are in none of the lists: name all, or give from_mesh a mesh of "
+            "those that train"
         )

@@ -1,4 +1,5 @@
-"""Training set-ups in which averaging over these replicas would mix different parameters, or has nothing to average: refused by name.
+"""Training set-ups in which averaging over these replicas would mix different parameters, or has
+nothing to average: refused by name.
 
 Classes are told by their names, so that nothing heavy is imported.
 """
@@ -23,7 +24,8 @@ _ZERO = {
 }  # torch, fairscale, apex
 _MEGATRON = {"MegatronOptimizer", "MixedPrecisionOptimizer", "ChainedOptimizer"}
 _HSDP = (
-    "mesh = init_device_mesh(type, (N, ranks // N), mesh_dim_names=('dp_replicate', 'dp_shard')), fully_shard(module, mesh=mesh) and "
+    "mesh = init_device_mesh(type, (N, ranks // N), mesh_dim_names=('dp_replicate', 'dp_shard')), "
+    "fully_shard(module, mesh=mesh) and "
     "replicas=Replicas.from_mesh(mesh)"
 )
 
@@ -36,7 +38,8 @@ def check_sharding(
     *,
     decides: bool = False,
 ) -> None:
-    """Do these replicas each have all of these parameters, and an optimizer of their own? Communicates nothing, changes nothing.
+    """Do these replicas each have all of these parameters, and an optimizer of their own?
+    Communicates nothing, changes nothing.
 
     Args:
         parameters: the optimizer's; further tensors may follow.
@@ -58,8 +61,10 @@ def check_sharding(
         and any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__)
     ):
         raise ValueError(
-            f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the replica's own rate asks for, so replicas would "
-            "wait in their gradients' all-reduce for each other for ever: use another optimizer, or gradients='local'"
+            f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the "
+            "replica's own rate asks for, so replicas would "
+            "wait in their gradients' all-reduce for each other for ever: use another optimizer, "
+            "or gradients='local'"
         )
     names = _names(optimizer)
     for i, parameter in enumerate(parameters):
@@ -68,7 +73,8 @@ def check_sharding(
             parameter, "_fsdp_flattened", False
         ):
             raise ValueError(
-                f"{name} is flattened by FullyShardedDataParallel (FSDP1), which is not supported. Use FSDP2: {_HSDP}"
+                f"{name} is flattened by FullyShardedDataParallel (FSDP1), which is not supported. "
+                f"Use FSDP2: {_HSDP}"
             )
         outer = getattr(
             getattr(getattr(parameter, "_megatron_fsdp_model", None), "ddp_config", None),
@@ -77,7 +83,8 @@ def check_sharding(
         )
         if outer not in (None, "no_shard"):
             raise ValueError(
-                f"{name} is Megatron-FSDP's with outer_dp_sharding_strategy={outer!r}, which keeps one copy of the optimizer's state "
+                f"{name} is Megatron-FSDP's with outer_dp_sharding_strategy={outer!r}, which keeps "
+                "one copy of the optimizer's state "
                 "for all replicas: set outer_dp_sharding_strategy='no_shard'"
             )
         if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
@@ -85,7 +92,8 @@ def check_sharding(
 
 
 def check_wrapper(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that steps shards for everybody, or that wraps the one which steps."""
+    """Raises ValueError for an optimizer that steps shards for everybody, or that wraps the one
+    which steps."""
     kinds = type(optimizer).__mro__
     names, kind = {base.__name__ for base in kinds}, type(optimizer).__name__
     modules = [base.__module__ for base in kinds]
@@ -94,17 +102,20 @@ def check_wrapper(optimizer: Any) -> None:
         or "DeepSpeedOptimizerWrapper" in names
     ):
         raise ValueError(
-            f"optimizer {kind} is DeepSpeed's: ZeRO keeps one copy of the state, in stage 3 of the parameters, for all ranks, so there are "
+            f"optimizer {kind} is DeepSpeed's: ZeRO keeps one copy of the state, in stage 3 of the "
+            "parameters, for all ranks, so there are "
             f"no replicas. Use DistributedDataParallel, or FSDP2: {_HSDP}"
         )
     if "AcceleratedOptimizer" in names:
         raise ValueError(
-            f"optimizer {kind} is accelerate's wrapper, whose step does nothing where gradients are only accumulated: pass the torch optimizer inside, "
+            f"optimizer {kind} is accelerate's wrapper, whose step does nothing where gradients "
+            "are only accumulated: pass the torch optimizer inside, "
             "its .optimizer (hdet.integrations.accelerate)"
         )
     if names & _ZERO:
         raise ValueError(
-            f"optimizer {kind} steps each parameter on one rank for all of them, so there are no replicas. Use the plain optimizer under "
+            f"optimizer {kind} steps each parameter on one rank for all of them, so there are no "
+            "replicas. Use the plain optimizer under "
             f"DistributedDataParallel, or to save memory FSDP2: {_HSDP}"
         )
     megatron = names & _MEGATRON or any(
@@ -117,10 +128,14 @@ def check_wrapper(optimizer: Any) -> None:
     ):
         inner = "optimizer.optimizer, whose parameters are the master weights"
         if "ChainedOptimizer" in names:
-            inner = "optimizer.chained_optimizers[0].optimizer if there is one of them; several are not supported"
+            inner = (
+                "optimizer.chained_optimizers[0].optimizer if there is one of them; several are "
+                "not supported"
+            )
         raise ValueError(
             f"optimizer {kind} is Megatron's wrapper: pass the torch optimizer inside, {inner}, "
-            "with replicas=Replicas.from_megatron(groups, distributed_optimizer=...); or hdet.integrations.megatron"
+            "with replicas=Replicas.from_megatron(groups, distributed_optimizer=...); or "
+            "hdet.integrations.megatron"
         )
 
 
@@ -142,14 +157,18 @@ def _check_dtensor(
     if replicas is None:
         if dist.get_world_size() > 1:
             raise ValueError(
-                f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of the world: say who is one, "
-                f"replicas=Replicas.from_mesh(mesh), with replicate=() where the whole mesh is. Several under FSDP2: {_HSDP}"
+                f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of "
+                "the world: say who is one, "
+                "replicas=Replicas.from_mesh(mesh), with replicate=() where the whole mesh is. "
+                f"Several under FSDP2: {_HSDP}"
             )
         return
     if replicas.members == 1 and replicas.count == 1 and decides and mesh.size() > 1:
         raise ValueError(
-            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: each would decide about its shards by its own "
-            "loss. Say that the mesh is one replica, replicas=Replicas.from_mesh(mesh, replicate=())"
+            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: "
+            "each would decide about its shards by its own "
+            "loss. Say that the mesh is one replica, replicas=Replicas.from_mesh(mesh, "
+            "replicate=())"
         )
     if replicas.count == 1 or not replicas.ranks:
         return
@@ -159,21 +178,28 @@ def _check_dtensor(
             continue
         if not placement.is_replicate():  # Shard, strided, Partial
             raise ValueError(
-                f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh {dims(mesh)}, but they are of several "
-                f"replicas (this one is ranks {brief(own)}): averaging would mix different shards. Replicas are copies: "
-                f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are replicated. For one replica, which is enough "
+                f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh "
+                f"{dims(mesh)}, but they are of several "
+                f"replicas (this one is ranks {brief(own)}): averaging would mix different shards. "
+                "Replicas are copies: "
+                f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are "
+                "replicated. For one replica, which is enough "
                 "for hdet.AutoLR(model), leave replicas out"
             )
         if gradients == "local":
             raise ValueError(
-                f"{name} is replicated by {dim} of the mesh {dims(mesh)} over ranks {brief(group)} of several replicas, over which its "
-                "gradients would be all-reduced, but gradients='local'. Shard inside a replica only: "
-                "fully_shard(module, mesh=mesh['dp_shard']), and keep replicas=Replicas.from_mesh(mesh)"
+                f"{name} is replicated by {dim} of the mesh {dims(mesh)} over ranks {brief(group)} "
+                "of several replicas, over which its "
+                "gradients would be all-reduced, but gradients='local'. Shard inside a replica "
+                "only: "
+                "fully_shard(module, mesh=mesh['dp_shard']), and keep "
+                "replicas=Replicas.from_mesh(mesh)"
             )
 
 
 def _spans(parameter: Any) -> Iterator[tuple[str, Any, set[int]]]:
-    """(dimension, placement, ranks over which it goes on this rank), for each dimension of the tensor's mesh."""
+    """(dimension, placement, ranks over which it goes on this rank), for each dimension of the
+    tensor's mesh."""
     mesh = parameter.device_mesh
     for k, placement in enumerate(parameter.placements):
         names = mesh.mesh_dim_names

@@ -1,4 +1,5 @@
-"""The replica group: index, count, and the process group that connects the same parameters of different replicas."""
+"""The replica group: index, count, and the process group that connects the same parameters of
+different replicas."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ class Replicas:
     Attributes:
         index: this replica's number, 0 .. count - 1.
         count: N.
-        ranks: [replica][member] -> rank of the default group; member m of every replica holds the same part of the model. Empty if
-            nothing is distributed.
+        ranks: [replica][member] -> rank of the default group; member m of every replica holds the
+            same part of the model. Empty if nothing is distributed.
         member: this process's place inside its replica.
-        peer_group: the ``torch.distributed`` group of the ranks with this ``member`` number, in the order of their replicas: it
-            averages parameters. None when there is one replica.
-        world_group: all ranks of all replicas: it adds up the losses. None when this process is alone.
+        peer_group: the ``torch.distributed`` group of the ranks with this ``member`` number, in the
+            order of their replicas: it averages parameters. None when there is one replica.
+        world_group: all ranks of all replicas: it adds up the losses. None when this process is
+            alone.
 
     Use `single`, `from_group`, `from_mesh`, `from_layout`, `from_megatron` or `default`.
     """
@@ -71,26 +73,32 @@ class Replicas:
     def from_group(
         cls, group: dist.ProcessGroup | Sequence[Sequence[int]] | None = None
     ) -> Replicas:
-        """Each rank of ``group`` is a replica, as under DDP. None means the world. Right only if nothing else is parallel.
+        """Each rank of ``group`` is a replica, as under DDP.
 
-        Or ``group`` is a list of lists: the ranks of each replica. They share a rate and average their gradients among themselves as plain
-        data parallelism does; HDET is between the lists. All ranks of the world call it with the same lists, which name each of them once.
+        None means the world. Right only if nothing else is parallel.
+
+        Or ``group`` is a list of lists: the ranks of each replica. They share a rate and average
+        their gradients among themselves as plain data parallelism does; HDET is between the lists.
+        All ranks of the world call it with the same lists, which name each of them once.
 
         Raises:
-            ValueError: no process group exists, this rank is not in ``group``, or the lists do not share out all ranks equally.
+            ValueError: no process group exists, this rank is not in ``group``, or the lists do not
+                share out all ranks equally.
             ReplicaDisagreement: on all ranks, if they give different lists.
         """
         if isinstance(group, Sequence):
             return build(cls, listed_table(group))
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                "from_group needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()"
+                "from_group needs a process group: call torch.distributed.init_process_group "
+                "first, or use Replicas.single()"
             )
         group = dist.group.WORLD if group is None else group
         index, count = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the group given to from_group: pass each rank the group it belongs to"
+                f"rank {dist.get_rank()} is not a member of the group given to from_group: pass "
+                "each rank the group it belongs to"
             )
         if count == 1:
             return cls(0, 1)
@@ -99,10 +107,12 @@ class Replicas:
 
     @classmethod
     def from_mesh(cls, mesh: Any, replicate: str | Sequence[str] = "dp_replicate") -> Replicas:
-        """Replicas are numbered along the dimensions ``replicate`` of a DeviceMesh; its other dimensions lie inside a replica.
+        """Replicas are numbered along the dimensions ``replicate`` of a DeviceMesh; its other
+        dimensions lie inside a replica.
 
-        HSDP and torchtitan's meshes are of this kind. The mesh may be a part of a larger one (``mesh["dp_replicate"]``), of which all ranks
-        count. All ranks of the world call it, also those that the mesh leaves out. ``replicate=()``: the whole mesh is one replica.
+        HSDP and torchtitan's meshes are of this kind. The mesh may be a part of a larger one
+        (``mesh["dp_replicate"]``), of which all ranks count. All ranks of the world call it, also
+        those that the mesh leaves out. ``replicate=()``: the whole mesh is one replica.
 
         Raises:
             ValueError: there is no such dimension; or this rank is not in the mesh.
@@ -122,7 +132,8 @@ class Replicas:
         etp: int | None = None,
         shard: int = 1,
     ) -> Replicas:
-        """From the sizes of a layout, for code that makes its groups by hand; `hdet.replicas.layout.Layout` explains them.
+        """From the sizes of a layout, for code that makes its groups by hand;
+        `hdet.replicas.layout.Layout` explains them.
 
         All ranks of the world call it with the same sizes.
 
@@ -138,12 +149,13 @@ class Replicas:
     def from_megatron(cls, groups: Any, *, distributed_optimizer: bool = False) -> Replicas:
         """From an object with the names of Megatron-Core's ProcessGroupCollection.
 
-        ``dp`` must be there; of tp, cp, pp, ep, expt_tp, embd, expt_dp what is missing or None is not parallel. With
-        ``distributed_optimizer`` each of its instances is a replica, told by inter_dist_opt and intra_dist_opt. All ranks of the world
-        call it.
+        ``dp`` must be there; of tp, cp, pp, ep, expt_tp, embd, expt_dp what is missing or None is
+        not parallel. With ``distributed_optimizer`` each of its instances is a replica, told by
+        inter_dist_opt and intra_dist_opt. All ranks of the world call it.
 
         Raises:
-            ValueError: a group is missing or does not fit the others; a distributed optimizer of one instance.
+            ValueError: a group is missing or does not fit the others; a distributed optimizer of
+                one instance.
             ReplicaDisagreement: on all ranks, if they ask for different things.
         """
         return build(cls, *megatron_table(groups, distributed_optimizer))
@@ -155,16 +167,18 @@ class Replicas:
 
     @classmethod
     def of_shards(cls, tensors: Iterable[torch.Tensor]) -> Replicas | None:
-        """All ranks of the world as one replica, where tensors are sharded over a mesh of one dimension that is the world, as under plain FSDP2;
+        """All ranks of the world as one replica, where tensors are sharded over a mesh of one
+        dimension that is the world, as under plain FSDP2;
         None where they are not. An Ensemble asks for it by itself."""
         mesh = mesh_of_the_world(tensors)
         return None if mesh is None else cls.from_mesh(mesh, replicate=())
 
-    # -- what this process holds: one replica here, several in a subclass ------------------------------------------------
+    # -- what this process holds: one replica here, several in a subclass --------------------------
 
     @property
     def local(self) -> Sequence[int]:
-        """Numbers of the replicas in this process, in the order in which the methods below take and give them."""
+        """Numbers of the replicas in this process, in the order in which the methods below take and
+        give them."""
         return (self.index,)
 
     def place(self, replica: int | None) -> int:
@@ -175,7 +189,8 @@ class Replicas:
         """
         if replica not in (None, self.index):
             raise ValueError(
-                f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out"
+                f"replica is {replica!r}, but this process holds replica {self.index} alone: leave "
+                "it out"
             )
         return 0
 
@@ -212,15 +227,17 @@ class Replicas:
                     dist.get_process_group_ranks(group)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise RuntimeError(
-                    f"the process group of replica {self.index} has been destroyed (destroy_process_group), but an Ensemble still averages over it: "
+                    f"the process group of replica {self.index} has been destroyed "
+                    "(destroy_process_group), but an Ensemble still averages over it: "
                     "close() the Ensemble before, and make a new one after init_process_group"
                 ) from error
 
     def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the stats of a cycle.
+        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes:
+        the stats of a cycle.
 
-        All ranks of a replica add to its row; one all_reduce of N * width numbers. A NaN stays in its own row, because the ranks of
-        other replicas add zeros there.
+        All ranks of a replica add to its row; one all_reduce of N * width numbers. A NaN stays in
+        its own row, because the ranks of other replicas add zeros there.
         """
         rows = row.new_zeros(self.count, row.numel())
         rows[self.index] = row
@@ -245,10 +262,12 @@ class Replicas:
             common: numbers below 2^63 by a name that users know, which must be equal on all ranks.
             by_member: the same, among peers, such as the shapes of a stage's parameters.
             device: where the collective runs.
-            orders: (things, order): the order must be equal among those peers that have the same things.
+            orders: (things, order): the order must be equal among those peers that have the same
+                things.
 
         Raises:
-            ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.
+            ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have
+                each value.
         """
         if self.world_group is not None:
             compare(

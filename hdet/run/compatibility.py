@@ -49,7 +49,8 @@ def check_arguments(
     seed: Any,
     log: Any,
 ) -> None:
-    """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
+    """Raises TypeError for an object of another kind, ValueError for a value that cannot be used;
+    both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
         inside = (
@@ -62,22 +63,26 @@ def check_arguments(
         )
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
-            "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first"
+            "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or "
+            "close() the other first"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller reacts to losses"
+            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
+            "the controller reacts to losses"
         )
     if scheduler is not None and not all(
         callable(getattr(scheduler, name, None))
         for name in ("step", "state_dict", "load_state_dict")
     ):
         raise TypeError(
-            f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}"
+            "scheduler must have step, state_dict and load_state_dict like torch's, got "
+            f"{type(scheduler).__name__}"
         )
     if scheduler is not None and (needed := _needed(scheduler.step)):
         raise ValueError(
-            f"scheduler is {type(scheduler).__name__}, whose step needs {needed!r} (timm's schedulers are told where they are): leave scheduler out, pass "
+            f"scheduler is {type(scheduler).__name__}, whose step needs {needed!r} (timm's "
+            "schedulers are told where they are): leave scheduler out, pass "
             "total_steps, and call it inside `with ensemble.rescheduling():` (docs/loop.md)"
         )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -94,28 +99,33 @@ def check_arguments(
         )
     if replicas is not None and not isinstance(replicas, Replicas):
         raise TypeError(
-            f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an hdet.CoresidentReplicas, got {type(replicas).__name__}"
+            "replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an "
+            f"hdet.CoresidentReplicas, got {type(replicas).__name__}"
         )
     if replicas is not None:
         replicas.check_optimizer(optimizer)
     if isinstance(controller, type) and issubclass(controller, Controller):
         raise TypeError(
-            f"controller must be an object, got the class {controller.__name__}: write {controller.__name__}(...)"
+            f"controller must be an object, got the class {controller.__name__}: write "
+            f"{controller.__name__}(...)"
         )
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
-            f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.AutoLR(model) or "
+            f"controller must be an object of a class from hdet.Controller, got {controller!r}: "
+            "pass hdet.AutoLR(model) or "
             "hdet.ProbeController(...)"
         )
     if not isinstance(sync, Sync):
         raise TypeError(f"sync must be an hdet.Sync, such as hdet.Sync(50), got {sync!r}")
     if sync.gradients == "local" and replicas is not None and len(replicas.local) > 1:
         raise ValueError(
-            "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
+            "gradients is 'local', but co-resident replicas step with one gradient and one set of "
+            "moments: pass gradients='shared'"
         )
     if replicas is not None and len(replicas.local) > 1 and sync.converge.needs_processes:
         raise ValueError(
-            f"converge is {sync.converge!r}, but co-resident replicas are averaged by their optimizer: leave it out"
+            f"converge is {sync.converge!r}, but co-resident replicas are averaged by their "
+            "optimizer: leave it out"
         )
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
@@ -144,8 +154,10 @@ def _needed(step: Any) -> str | None:
 def averaged_tensors(
     optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module
 ) -> ReplicaTensors:
-    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
-    Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of another kind."""
+    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an
+    average, whichever those are by then.
+    Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of
+    another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
@@ -159,7 +171,8 @@ def averaged_tensors(
         given: list[Any] = list(buffers) if listed else [buffers]
         if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
             raise TypeError(
-                f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}"
+                "buffers must be a module or a list of tensors, got "
+                f"{given if listed else type(given[0]).__name__!r}"
             )
         found = ReplicaTensors(tensors, given)
     for name, group in (("parameter", tensors), ("buffer", found.buffers)):
@@ -169,27 +182,34 @@ def averaged_tensors(
 
 
 def check_buffers_stay(model: nn.Module) -> None:
-    """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica 0's would be all there is."""
+    """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica
+    0's would be all there is."""
     for module in model.modules():
         if (
             isinstance(module, nn.parallel.DistributedDataParallel)
             and module.will_sync_module_buffers()
         ):
             warnings.warn(
-                "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, so running statistics (BatchNorm) follow "
-                "one replica, whatever is averaged: wrap with broadcast_buffers=False (forward_sync_buffers=False in newer torch)",
+                "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, "
+                "so running statistics (BatchNorm) follow "
+                "one replica, whatever is averaged: wrap with broadcast_buffers=False "
+                "(forward_sync_buffers=False in newer torch)",
                 stacklevel=5,
             )
 
 
 def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) -> str:
-    """The design that is used, and None's meaning. Raises ValueError for one that is unknown, or that has too few replicas."""
+    """The design that is used, and None's meaning.
+
+    Raises ValueError for one that is unknown, or that has too few replicas.
+    """
     if design not in (None, "permutation", "orthogonal"):
         raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
     enough = len(knobs) <= max(replicas.count - 1, 1)
     if design == "orthogonal" and not enough:
         raise ValueError(
-            f"design is 'orthogonal', but {replicas.count} replicas can tell at most {replicas.count - 1} knobs apart, got {len(knobs)}: "
+            f"design is 'orthogonal', but {replicas.count} replicas can tell at most "
+            f"{replicas.count - 1} knobs apart, got {len(knobs)}: "
             "use fewer knobs, more replicas, or design='permutation'"
         )
     return design or ("orthogonal" if len(knobs) > 1 and enough else "permutation")
@@ -204,27 +224,33 @@ def check_knobs(
     design: str,
     sync: Sync,
 ) -> None:
-    """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError names the knob, why not, and the way out."""
+    """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError
+    names the knob, why not, and the way out."""
     moments, shared, together = sync.moments, sync.gradients == "shared", len(replicas.local) > 1
     for knob in knobs:
         if together and knob.acts == "step" and knob.key != "lr":
             raise ValueError(
-                f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas share, at rates of their own only: "
+                f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas "
+                "share, at rates of their own only: "
                 "explore it with one process per replica"
             )
         if knob.key == "lr" and knob.scale.bounded and replicas.storage == "displacement":
             raise ValueError(
-                f"the knob {knob.name!r} has bounds, which change its multipliers within a cycle, and replicas with storage='displacement' need "
+                f"the knob {knob.name!r} has bounds, which change its multipliers within a cycle, "
+                "and replicas with storage='displacement' need "
                 "them to stay: leave out the bounds, or use storage='parameters'"
             )
         if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
             raise ValueError(
-                f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all replicas step with the same all-reduced "
-                "gradient, so nothing would differ between them: pass gradients='local' and a choice of moments"
+                f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
+                "replicas step with the same all-reduced "
+                "gradient, so nothing would differ between them: pass gradients='local' and a "
+                "choice of moments"
             )
         if together and knob.on_gradients:
             raise ValueError(
-                f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
+                f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have "
+                "one: explore it with one process per replica"
             )
         if (
             not knob.valid_on_train_loss
@@ -232,25 +258,31 @@ def check_knobs(
             and not controller.judges_held_out
         ):
             raise ValueError(
-                f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
-                f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
-                "not trained on and a loss_fn without regularisation; or controller=None. A controller of your own that learns from such "
+                f"the training loss is no honest judge of the knob {knob.name!r} (it always votes "
+                "for less), and the controller "
+                f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), "
+                "with mini-batches that are "
+                "not trained on and a loss_fn without regularisation; or controller=None. A "
+                "controller of your own that learns from such "
                 "mini-batches alone says judges_held_out = True"
             )
     if moments == "average" and keeps_codes(optimizer):
         raise ValueError(
-            "moments is 'average', but the optimizer keeps them in 8 bits, which have no mean: pass moments='keep' or 'reset', or construct the "
+            "moments is 'average', but the optimizer keeps them in 8 bits, which have no mean: "
+            "pass moments='keep' or 'reset', or construct the "
             "optimizer with another moment_dtype"
         )
     if keeps_weights(optimizer):
-        # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged.
+        # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state,
+        # so both have to be averaged.
         if (
             replicas.count > 1
             and (not shared or any(knob.spread > 0 for knob in knobs))
             and moments != "average"
         ):
             raise ValueError(
-                f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would "
+                f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own "
+                "beside the parameters, in which replicas would "
                 "stay apart: pass moments='average'"
             )
     elif shared:
@@ -262,54 +294,67 @@ def check_knobs(
 def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None, equal: bool) -> None:
     if moments is not None and equal and not any(knob.moments_diverge for knob in knobs):
         raise ValueError(
-            f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out"
+            f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
+            "leave it out"
         )
     parting = [knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0]
     if parting and moments not in ("average", "reset"):
         raise ValueError(
-            f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} differ in their moments, also with "
-            "gradients='shared', where a checkpoint holds one state for all: pass moments='average' or 'reset' (docs/local.md)"
+            f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} "
+            "differ in their moments, also with "
+            "gradients='shared', where a checkpoint holds one state for all: pass "
+            "moments='average' or 'reset' (docs/local.md)"
         )
 
 
 def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> None:
-    """ExactLocal's mean is the trajectory at the base values, if rates alone differ, and their multipliers add up to N."""
+    """ExactLocal's mean is the trajectory at the base values, if rates alone differ, and their
+    multipliers add up to N."""
     for knob in knobs:
         if knob.key != "lr" or knob.scale.bounded:
             raise ValueError(
-                f"converge is ExactLocal(), whose mean is that of replicas that differ in nothing but rates without bounds, but there is the "
+                "converge is ExactLocal(), whose mean is that of replicas that differ in nothing "
+                "but rates without bounds, but there is the "
                 f"knob {knob.name!r}: use Plain()"
             )
     if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
         raise ValueError(
-            f"converge is ExactLocal(), which needs multipliers that add up to the number of replicas, but no orthogonal design of {replicas} "
-            f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or another number of replicas"
+            "converge is ExactLocal(), which needs multipliers that add up to the number of "
+            f"replicas, but no orthogonal design of {replicas} "
+            f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or "
+            "another number of replicas"
         )
 
 
 def check_several(
     replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None
 ) -> None:
-    """Raises ValueError for one replica of several ranks where something is to be explored, or a controller needs more of them."""
+    """Raises ValueError for one replica of several ranks where something is to be explored, or a
+    controller needs more of them."""
     explores = (
         any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
     )
     if explores and replicas.count == 1 and replicas.members > 1:
         raise ValueError(
-            f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is nothing to explore with. Start more ranks, make tp, cp, "
-            "pp, ep or the shards smaller, or give the mesh a dimension over which parameters are replicated. hdet.AutoLR(model) needs one replica only"
+            f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
+            "nothing to explore with. Start more ranks, make tp, cp, "
+            "pp, ep or the shards smaller, or give the mesh a dimension over which parameters are "
+            "replicated. hdet.AutoLR(model) needs one replica only"
         )
 
 
 def check_controller(controller: Controller, run: Run) -> None:
-    """Is this run one the controller, which has started, can work in? Raises ValueError if not; warns where it can, and next to nothing comes
+    """Is this run one the controller, which has started, can work in? Raises ValueError if not;
+    warns where it can, and next to nothing comes
     of it."""
     total, length = run.total_steps, run.sync_interval
     decides_at_ends = controller.search is None or controller.needs_replicas
     if total is not None and total < 2 * length and decides_at_ends:
         warnings.warn(
-            f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): the controller {controller.name!r} decides where "
-            f"a cycle ends, so it will hardly do anything. Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})",
+            f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
+            f"the controller {controller.name!r} decides where "
+            "a cycle ends, so it will hardly do anything. Make cycles shorter, such as "
+            f"sync=hdet.Sync({max(1, total // 20)})",
             stacklevel=3,
         )
     if not controller.needs_replicas:
@@ -322,11 +367,13 @@ def check_controller(controller: Controller, run: Run) -> None:
         )
     elif controller.regresses and 0 < len(still) < knobs:
         raise ValueError(
-            f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from the others, and none would move: "
+            f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from "
+            "the others, and none would move: "
             "give it a spread, or leave it out"
         )
     elif controller.regresses and knobs > run.replicas - 1:
         raise ValueError(
             f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs} "
-            f"({', '.join(knob.name for knob in run.knobs)}): use more replicas or fewer knobs, for rates LearningRate(groups=None)"
+            f"({', '.join(knob.name for knob in run.knobs)}): use more replicas or fewer knobs, "
+            "for rates LearningRate(groups=None)"
         )

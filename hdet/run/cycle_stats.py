@@ -1,8 +1,11 @@
-"""Cycle statistics: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
+"""Cycle statistics: one row of numbers per replica, added up over its ranks, the same on every rank
+of all replicas.
 
-A row is (loss sum, weight, a mark of the schedule's values), with more columns only where more is compared: 3N numbers a cycle.
-All ranks of a replica add to its row: micro-batches, context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and
-ranks that see the same loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes the weight NaN, which no loss can.
+A row is (loss sum, weight, a mark of the schedule's values), with more columns only where more is
+compared: 3N numbers a cycle. All ranks of a replica add to its row: micro-batches, context-parallel
+ranks and pipeline stages add up (a stage without a loss adds nothing), and ranks that see the same
+loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes the weight NaN,
+which no loss can.
 """
 
 from __future__ import annotations
@@ -48,12 +51,15 @@ class LossMeter:
         self._weight = 0.0
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
-        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing. Raises ValueError
-        for a loss that is not one floating-point number, and a weight that is negative or NaN (of a tensor that would wait for the device)."""
+        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches,
+        tokens). Weight 0 counts nothing. Raises ValueError
+        for a loss that is not one floating-point number, and a weight that is negative or NaN (of a
+        tensor that would wait for the device)."""
         if isinstance(loss, torch.Tensor):
             if (loss.dim() and loss.numel() != 1) or not loss.dtype.is_floating_point:
                 raise ValueError(
-                    f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()"
+                    f"loss must be one floating-point number, got a {loss.dtype} tensor of shape "
+                    f"{tuple(loss.shape)}: pass loss.mean()"
                 )
             loss = loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
         elif not isinstance(loss, Real):  # numpy's scalars too
@@ -80,7 +86,10 @@ class LossMeter:
             self._sum.add_(loss if weight == 1.0 else loss * weight)
 
     def stats(self) -> torch.Tensor:
-        """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""
+        """(2,) float64 on the device: weighted sum and weight.
+
+        A weight that is NaN makes the sum NaN and is 0 itself.
+        """
         total, weight = self._total[0], self._total[1] + self._weight
         return torch.stack(
             [torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)]
@@ -98,7 +107,8 @@ class LocalReplica:
     parameters: Callable[[], Sequence[torch.Tensor]]
     """Gives its parameters and buffers, which may be others by now."""
     masters: Masters
-    """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
+    """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split
+    form, or None."""
     loss_meter: LossMeter
 
 
@@ -122,13 +132,19 @@ def _set_of(replicas: Replicas, tensors: Sequence[torch.Tensor], place: int) -> 
 
 
 def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
-    """For the local replica at that place. Only a fused optimizer's are known: what others call a master is not read."""
+    """For the local replica at that place.
+
+    Only a fused optimizer's are known: what others call a master is not read.
+    """
     ask = getattr(optimizer, "masters", None)
     return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
 class CycleStats(NamedTuple):
-    """What one replica contributes at the end of a cycle, and what follows from it. (Made by `parse`, a thousand at a time.)"""
+    """What one replica contributes at the end of a cycle, and what follows from it.
+
+    (Made by `parse`, a thousand at a time.)
+    """
 
     digest: tuple[float, ...]
     """Of its parameters, where replicas are to be compared; else empty."""
@@ -143,7 +159,8 @@ class CycleStats(NamedTuple):
     loss: float | None
     """Mean training loss over the cycle; None if it has none, or one that must not count."""
     votes: bool
-    """May its probe count? Not with broken parameters, nor with a training loss that was NaN or infinite."""
+    """May its probe count? Not with broken parameters, nor with a training loss that was NaN or
+    infinite."""
 
 
 def verdict_on(
@@ -152,7 +169,9 @@ def verdict_on(
     level: float | None,
     searching: bool = False,
 ) -> tuple[Verdict, list[float | None]]:
-    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. ``searching``: is an
+    """Who has diverged, and each replica's loss.
+
+    ``level``: `Verdict.level` of the last cycle that was not taken back. ``searching``: is an
     `AutoLR` in its first steps, which takes back what breaks in them?"""
     losses = [stat.loss for stat in stats]
     if searching:
@@ -174,8 +193,10 @@ def gather_stats(
     compare: bool,
     marks: Sequence[float | torch.Tensor] = (),
 ) -> list[CycleStats]:
-    """One small all_reduce, then one read by the host: the only place where a cycle waits for the device. ``probes``: the probe's row of each
-    member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``: whole numbers below 2^40 that are to be compared."""
+    """One small all_reduce, then one read by the host: the only place where a cycle waits for the
+    device. ``probes``: the probe's row of each
+    member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``:
+    whole numbers below 2^40 that are to be compared."""
     replicas.write_back()
     local = [
         _row(member, None if probes is None else probes[k], compare, marks)
@@ -210,7 +231,9 @@ def _row(
 
 
 def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[CycleStats]:
-    """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any device. Column by column: at a thousand
+    """The inverse of `_row`, of the sums over each replica's ranks:
+
+    (N, w) float64, on any device. Column by column: at a thousand
     replicas a look at each number by itself would be most of what a cycle costs the host."""
     sums, weights, *rest = table.cpu().T.tolist()
     digests = zip(rest.pop(0), rest.pop(0), strict=True) if compare else repeat(())

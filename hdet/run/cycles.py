@@ -27,7 +27,10 @@ Measured = Mapping[str, list[list[float]]]
 
 
 class ReplicasDiverged(RuntimeError):
-    """No replica has finite parameters, so there is nothing to average. Raised on every rank alike."""
+    """No replica has finite parameters, so there is nothing to average.
+
+    Raised on every rank alike.
+    """
 
 
 class Cycles:

@@ -19,8 +19,9 @@ __all__ = ["FanOut", "without_hooks"]
 
 
 class FanOut:
-    """Wraps ``optimizer.step`` of one instance. The wrapper asks whichever FanOut the optimizer has,
-    so it is put on once.
+    """Wraps ``optimizer.step`` of one instance.
+
+    The wrapper asks whichever FanOut the optimizer has, so it is put on once.
 
     Hooks would not do: torch skips post-hooks when a step raises, and the multiplied value would
     stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones),
@@ -155,7 +156,10 @@ class FanOut:
             self._is_stepping = before
 
     def _check_not_bypassed(self, *_: Any) -> None:
-        """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
+        """A step has ended.
+
+        Raises RuntimeError for one that came by another way than the wrapper.
+        """
         if not self._is_stepping and not self._is_of_a_library():
             raise RuntimeError(
                 "this step went past the Ensemble that drives this "
@@ -171,7 +175,8 @@ class FanOut:
     # -- a cycle -----------------------------------------------------------------------------------
 
     def assign(self, *replicas: Sequence[float]) -> None:
-        """rho for the cycle that begins, one per knob, of each set of parameters that this optimizer
+        """rho for the cycle that begins, one per knob, of each set of parameters that this
+        optimizer
         steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._is_first_step = True
@@ -196,7 +201,8 @@ class FanOut:
         self.moved, self._is_first_step = False, True
 
     def note_load(self, rewrite: Callable[[], None]) -> None:
-        """Parameters may have been loaded: nothing is known of them, and earlier steps do not count.
+        """Parameters may have been loaded: nothing is known of them, and earlier steps do not
+        count.
         If the optimizer's state is loaded later, ``rewrite`` puts this run's values back."""
         self.moved, self._is_first_step, self.stepped = True, True, False
         self._wait_for_state()
@@ -211,7 +217,8 @@ class FanOut:
             if self.explored != place:
                 other = self._first + self.explored
                 raise ValueError(
-                    f"explore() was called inside that of replica {other}: leave it before the next `use`"
+                    f"explore() was called inside that of replica {other}: leave it before the "
+                    "next `use`"
                 )
             yield
             return
@@ -226,7 +233,8 @@ class FanOut:
             self.explored = None
 
     def close(self) -> None:
-        """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn
+        """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in
+        turn
         it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self._check.remove()
@@ -251,7 +259,8 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _wrap(optimizer: Optimizer) -> None:
-    """Let ``optimizer.step`` ask the FanOut there is; once, however many come one after the other."""
+    """Let ``optimizer.step`` ask the FanOut there is; once, however many come one after the
+    other."""
     inner: Callable[..., Any] = optimizer.step
     if hasattr(inner, "_hdet_wrapper"):  # functools.wraps hands it on to whoever wraps ours in turn
         return
@@ -280,16 +289,19 @@ def _unwrap(optimizer: Optimizer) -> None:
 def _refuse_group(param_group: dict[str, Any]) -> None:
     """A group that is added later would not be averaged."""
     raise ValueError(
-        "add_param_group: this optimizer is driven by an Ensemble, which would not average the new group: add all groups before, "
+        "add_param_group: this optimizer is driven by an Ensemble, which would not average the new "
+        "group: add all groups before, "
         "or converge(), close() the Ensemble and make a new one"
     )
 
 
 def _check_dense_gradients(optimizer: Optimizer) -> None:
-    """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows they touch."""
+    """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows
+    they touch."""
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if p.grad is not None and p.grad.layout is not torch.strided:
                 raise ValueError(
-                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense gradients (Embedding(sparse=False))"
+                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense "
+                    "gradients (Embedding(sparse=False))"
                 )

@@ -1,7 +1,9 @@
-"""Lost replicas: an error of communication becomes one error that names replica, cycle and phase (docs/faults.md).
+"""Lost replicas: an error of communication becomes one error that names replica, cycle and phase
+(docs/faults.md).
 
-A collective that fails says which connection broke, not who is missing, and every survivor says something else. `during` catches
-it and calls the roll through the default store, which needs no collective.
+A collective that fails says which connection broke, not who is missing, and every survivor says
+something else. `during` catches it and calls the roll through the default store, which needs no
+collective.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from ..replicas.layout import brief
 __all__ = ["PATIENCE_S", "Guard", "ReplicaLost", "during", "is_communication_error"]
 
 PATIENCE_S = 3.0
-"""seconds for which a rank waits for the others in a roll call; it is over at most one second later, whatever the store does"""
+"""seconds for which a rank waits for the others in a roll call; it is over at most one second
+later, whatever the store does"""
 
 _MOST = 8
 """ranks and replicas named one by one"""
@@ -42,21 +45,27 @@ _WHILE = {
 }
 _REMEDY = (
     "This process group cannot be used any more, and parameters may be half averaged: "
-    "end this process and start all ranks again from the last checkpoint (torchrun --max-restarts does that)"
+    "end this process and start all ranks again from the last checkpoint (torchrun --max-restarts "
+    "does that)"
 )
 
 
 class ReplicaLost(RuntimeError):
-    """A collective failed or timed out because ranks are gone or late. Raised from the backend's own error.
+    """A collective failed or timed out because ranks are gone or late.
+
+    Raised from the backend's own error.
 
     Attributes:
         phase: what was under way, e.g. "average", "statistics", "training step", "checkpoint".
         cycle, step: of this rank when it failed.
-        lost: ranks of the default group that are gone, ascending: those whose processes have ended, and those on other hosts that
-            did not answer the roll call. Empty if there are none: then a rank was late, or a connection between two broke.
-        late: ranks known to run that answered late or not at all; among them may be some that still wait in the collective.
+        lost: ranks of the default group that are gone, ascending: those whose processes have ended,
+            and those on other hosts that did not answer the roll call. Empty if there are none:
+            then a rank was late, or a connection between two broke.
+        late: ranks known to run that answered late or not at all; among them may be some that still
+            wait in the collective.
 
-    Afterwards the process group must not be used: other ranks have left the collective at other places. An `Ensemble` refuses to.
+    Afterwards the process group must not be used: other ranks have left the collective at other
+    places. An `Ensemble` refuses to.
     """
 
     def __init__(
@@ -80,15 +89,17 @@ class ReplicaLost(RuntimeError):
 
 @contextmanager
 def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    """Turn an error of communication inside into `ReplicaLost`; every other error passes unchanged, a nested `ReplicaLost` too.
+    """Turn an error of communication inside into `ReplicaLost`; every other error passes unchanged,
+    a nested `ReplicaLost` too.
 
     Args:
         phase: what is done inside, for the message.
         replicas: who takes part. Where torch.distributed is not initialised nothing is caught.
         where: gives (cycle, step), asked when something has failed.
 
-    Guarantees: without an error the only cost is one small ``store.set`` per process group. With one, `ReplicaLost` is raised after
-    at most `PATIENCE_S` + 1 seconds, and nothing else: a store that is gone or does not answer is named in it.
+    Guarantees: without an error the only cost is one small ``store.set`` per process group. With
+    one, `ReplicaLost` is raised after at most `PATIENCE_S` + 1 seconds, and nothing else: a store
+    that is gone or does not answer is named in it.
     """
     _announce(replicas)
     try:
@@ -100,7 +111,10 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]])
 
 
 class Guard:
-    """`during` for one Ensemble, which refuses to go on after a `ReplicaLost`: ``with guard("average"): ...``."""
+    """`during` for one Ensemble, which refuses to go on after a `ReplicaLost`:
+
+    ``with guard("average"): ...``.
+    """
 
     def __init__(self, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> None:
         self._replicas, self._where = replicas, where
@@ -110,7 +124,8 @@ class Guard:
         """Raises RuntimeError if a replica was lost."""
         if self.lost is not None:
             raise RuntimeError(
-                f"this Ensemble has lost a replica in cycle {self.lost.cycle} (step {self.lost.step}); its parameters may be half averaged: "
+                f"this Ensemble has lost a replica in cycle {self.lost.cycle} (step "
+                f"{self.lost.step}); its parameters may be half averaged: "
                 "start all ranks again from the last checkpoint"
             ) from self.lost
 
@@ -126,13 +141,15 @@ class Guard:
             raise
 
 
-# -- which errors ------------------------------------------------------------------------------------------------------
+# -- which errors ----------------------------------------------------------------------------------
 
 _BROKEN = re.compile(
     r"gloo/.*(timed? ?out|connection|read error|write error|broken pipe|socket|closed|unreachable)"
-    r"|NCCL communicator (was|encountered)|NCCL error.*(remote|network|system)|Watchdog caught collective operation timeout"
+    r"|NCCL communicator (was|encountered)|NCCL error.*(remote|network|system)|Watchdog caught "
+    r"collective operation timeout"
     r"|connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|socket timeout"
-    r"|(collective|store|barrier|allreduce|allgather|broadcast).{0,80}(timed out|timeout)|wait timeout after|monitoredBarrier"
+    r"|(collective|store|barrier|allreduce|allgather|broadcast).{0,80}(timed out|timeout)|wait "
+    r"timeout after|monitoredBarrier"
     r"|pair closure|Connectivity to remote rank",
     re.IGNORECASE | re.DOTALL,
 )
@@ -144,9 +161,10 @@ _NOT_LOST = re.compile(
 def is_communication_error(error: BaseException) -> bool:
     """Does this error say that another rank cannot be reached?
 
-    True for torch's ``DistError`` family, and for a plain RuntimeError whose text is gloo's, NCCL's or a socket's complaint of a
-    broken connection or a timeout. False for memory, misuse (mismatched sizes, invalid arguments), subclasses of RuntimeError
-    from elsewhere, hdet's own errors, and OSError, which data loading raises and torch's collectives do not.
+    True for torch's ``DistError`` family, and for a plain RuntimeError whose text is gloo's, NCCL's
+    or a socket's complaint of a broken connection or a timeout. False for memory, misuse
+    (mismatched sizes, invalid arguments), subclasses of RuntimeError from elsewhere, hdet's own
+    errors, and OSError, which data loading raises and torch's collectives do not.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or _NOT_LOST.search(text):
@@ -156,7 +174,7 @@ def is_communication_error(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(_BROKEN.search(text))
 
 
-# -- the error ---------------------------------------------------------------------------------------------------------
+# -- the error -------------------------------------------------------------------------------------
 
 
 def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> ReplicaLost:
@@ -168,7 +186,10 @@ def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) 
         found = _call_roll(replicas, PATIENCE_S)
     text, lost, late = found
     doing = _WHILE.get(phase, f"in the phase {phase!r}")
-    text = f"cycle {cycle} (step {step}), {doing}: {text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
+    text = (
+        f"cycle {cycle} (step {step}), {doing}: {text}; this is "
+        f"{_named([dist.get_rank()], replicas)}. {_REMEDY}"
+    )
     return ReplicaLost(text, phase, cycle, step, lost, late)
 
 
@@ -232,7 +253,10 @@ def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason:
 
 
 def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:
-    """Nothing can be asked. By torch's convention rank 0 holds a TCP store, unless torchrun's agent does."""
+    """Nothing can be asked.
+
+    By torch's convention rank 0 holds a TCP store, unless torchrun's agent does.
+    """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     place = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
@@ -265,12 +289,15 @@ def _named(ranks: Iterable[int], replicas: Replicas) -> str:
     )
 
 
-# -- the roll call -----------------------------------------------------------------------------------------------------
+# -- the roll call ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Absent:
-    """A rank that has not answered. ``fate``: "ended", "running", or "unknown" where its process cannot be looked at from here."""
+    """A rank that has not answered.
+
+    ``fate``: "ended", "running", or "unknown" where its process cannot be looked at from here.
+    """
 
     rank: int
     fate: str = "unknown"
@@ -278,12 +305,15 @@ class _Absent:
 
 
 class RollCall:
-    """Each rank that has noticed writes a key and looks who else does. Runs in a thread of its own; attributes are the result.
+    """Each rank that has noticed writes a key and looks who else does.
+
+    Runs in a thread of its own; attributes are the result.
 
     Attributes:
         absent: ranks that did not answer in time.
         tardy: ranks that answered only in the second half of it.
-        behind: seconds for which all others had waited when this rank came, by the hosts' clocks; 0 if they had not.
+        behind: seconds for which all others had waited when this rank came, by the hosts' clocks; 0
+            if they had not.
         error: what the store raised, if anything.
     """
 
@@ -329,7 +359,8 @@ class RollCall:
         return []
 
     def _missing(self, ranks: list[int]) -> list[int]:
-        """By halves: with m of n missing about m log n messages; where that takes too long, whoever has not been asked for."""
+        """By halves: with m of n missing about m log n messages; where that takes too long, whoever
+        has not been asked for."""
         if time.monotonic() > self._last_question:
             return ranks
         if self.store.check(list(map(_answer, ranks))):
@@ -344,13 +375,14 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-# -- processes of this host --------------------------------------------------------------------------------------------
+# -- processes of this host ------------------------------------------------------------------------
 
 _announced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _announce(replicas: Replicas) -> None:
-    """Leave in the store where this rank's process is, so that others on this host can see later whether it still runs."""
+    """Leave in the store where this rank's process is, so that others on this host can see later
+    whether it still runs."""
     if not (replicas.ranks and _distributed()):
         return
     with suppress(Exception):  # an extra, never a reason to fail
@@ -370,7 +402,8 @@ def _here(rank: int) -> str:
 
 
 def _answer(rank: int) -> str:
-    """Nothing else is in the key: survivors may be a cycle apart, or in different Ensembles, and torchrun's agents count restarts each
+    """Nothing else is in the key: survivors may be a cycle apart, or in different Ensembles, and
+    torchrun's agents count restarts each
     for themselves."""
     return f"hdet/roll/{rank}"
 
@@ -385,7 +418,8 @@ def _fate(store: Any, rank: int) -> _Absent:
 
 
 def _host() -> list[str]:
-    """Two processes with equal values see each other's process ids: one kernel, one namespace of ids."""
+    """Two processes with equal values see each other's process ids: one kernel, one namespace of
+    ids."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -395,7 +429,8 @@ def _host() -> list[str]:
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in ticks of the kernel's clock; None if there is no such process, or only its exit status."""
+    """When the process began, in ticks of the kernel's clock; None if there is no such process, or
+    only its exit status."""
     with suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])

@@ -1,4 +1,5 @@
-"""What is said of a cycle: one record of plain data, the same on every rank but for its own times."""
+"""What is said of a cycle: one record of plain data, the same on every rank but for its own
+times."""
 
 from __future__ import annotations
 

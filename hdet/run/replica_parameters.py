@@ -1,4 +1,7 @@
-"""The parameters of the replicas on this rank: averaged, kept tied, taken back. Between these, the optimizer owns them."""
+"""The parameters of the replicas on this rank: averaged, kept tied, taken back.
+
+Between these, the optimizer owns them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class ReplicaWeights:
 
     Args:
         tensors: parameters, then buffers; DTensors stand for their shards.
-        sync: its ``converge`` is unused if one process holds all replicas, whose optimizer averages them.
+        sync: its ``converge`` is unused if one process holds all replicas, whose optimizer averages
+            them.
         modules: what is known to hold these parameters.
     """
 
@@ -70,7 +74,7 @@ class ReplicaWeights:
             else CycleStarts(self.tensors, optimizer, divergence.rollback)
         )
 
-    # -- what is known ---------------------------------------------------------------------------------------------------
+    # -- what is known -----------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +82,10 @@ class ReplicaWeights:
         return local_parts(self.tensors[:1])[0].device
 
     def marks(self) -> list[float | torch.Tensor]:
-        """What peers have to compare for this cycle's average, as whole numbers for the stats. Raises ValueError for moments without a mean."""
+        """What peers have to compare for this cycle's average, as whole numbers for the stats.
+
+        Raises ValueError for moments without a mean.
+        """
         found: list[float | torch.Tensor] = []
         moments, model = self.moments, self.tensors.model
         if moments.must_be_compared:
@@ -93,16 +100,22 @@ class ReplicaWeights:
         return found
 
     def check_marks(self, marks: Sequence[Sequence[float]]) -> None:
-        """Of all replicas, each of `marks`. Raises `ReplicaDisagreement`, on every rank alike, if what is to be averaged is not the same on all."""
+        """Of all replicas, each of `marks`.
+
+        Raises `ReplicaDisagreement`, on every rank alike, if what is to be averaged is not the same
+        on all.
+        """
         moments = self.moments
         if marks and len(set(marks[-1])) > 1:
             if not (moments.are_averaged or moments.must_be_compared):
                 raise ReplicaDisagreement(
-                    "the model's buffers differ in number, shape or dtype between replicas, so they have no average: make them alike on all, or "
+                    "the model's buffers differ in number, shape or dtype between replicas, so "
+                    "they have no average: make them alike on all, or "
                     "leave out buffers=model"
                 )
             raise ReplicaDisagreement(
-                "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
+                "the optimizer's moments differ in number or shape between replicas, because some "
+                "parameters have had a gradient on some "
                 "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
                 + (
                     ""
@@ -114,7 +127,7 @@ class ReplicaWeights:
             moments.differ = len(set(marks[0])) > 1
             moments.check()
 
-    # -- in the course of a cycle ----------------------------------------------------------------------------------------
+    # -- in the course of a cycle ------------------------------------------------------------------
 
     def on_cycle_start(self) -> None:
         """Before the first step of a cycle."""
@@ -134,7 +147,10 @@ class ReplicaWeights:
         return notes
 
     def end_cycle(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[str]:
-        """An average as `Sync.converge` says. ``losses``: of all replicas. Returns notes for the record."""
+        """An average as `Sync.converge` says.
+
+        ``losses``: of all replicas. Returns notes for the record.
+        """
         weights = self._weights(healthy, losses)
         notes = self.average.end_cycle(weights)
         self.moments.end_cycle(weights)
@@ -142,7 +158,11 @@ class ReplicaWeights:
         return notes
 
     def complete(self, healthy: Sequence[int], losses: Sequence[float | None]) -> None:
-        """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no end of a cycle."""
+        """Eq.
+
+        3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no
+        end of a cycle.
+        """
         weights = self._weights(healthy, losses)
         self.average.complete(weights)
         if self.moments.are_averaged:
@@ -150,7 +170,8 @@ class ReplicaWeights:
         self._publish()
 
     def roll_back(self, attempt: int) -> None:
-        """Parameters and the optimizer's state as they were before the cycle's first step (`CycleStarts.go_back`), and equal on all replicas.
+        """Parameters and the optimizer's state as they were before the cycle's first step
+        (`CycleStarts.go_back`), and equal on all replicas.
 
         They need not have been: after a noisy start, or where an average never makes them so.
         """
@@ -162,7 +183,10 @@ class ReplicaWeights:
         self._publish()
 
     def took_back(self) -> None:
-        """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
+        """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's.
+
+        They need not have been equal when it was taken.
+        """
         self.loaded()
         self.average.load_state([])
         if self.replicas.count > 1:
@@ -171,7 +195,10 @@ class ReplicaWeights:
             self._publish()
 
     def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
-        """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again where a healthy one has no loss)."""
+        """w_r of all replicas: uniform over the healthy ones, or Eq.
+
+        4 ("softmax"; uniform again where a healthy one has no loss).
+        """
         weights = [0.0] * len(losses)
         known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
         softmax = self._kind == "softmax" and len(known) == len(healthy)
@@ -206,7 +233,8 @@ class ReplicaWeights:
 
 
 def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its
+    group)."""
     if not isinstance(tied, (list, tuple)):
         raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
     for i, pair in enumerate(tied):
@@ -214,19 +242,23 @@ def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
             isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)
         ):
             raise TypeError(
-                f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy"
+                f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the "
+                "ranks with a copy"
             )
         if not any(pair[0] is p for p in parameters):
             raise ValueError(
-                f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself"
+                f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass "
+                "the parameter itself"
             )
         if pair[1] is None:
             raise ValueError(
-                f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy"
+                f"the group of tied[{i}] is None, which torch takes for the world: pass the group "
+                "of the ranks with a copy"
             )
         if not isinstance(pair[1], dist.ProcessGroup):
             raise ValueError(
-                f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}"
+                f"the group of tied[{i}] must be a process group that this rank is in, got "
+                f"{pair[1]!r}"
             )
 
 

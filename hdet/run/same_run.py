@@ -1,4 +1,5 @@
-"""Whether all ranks are in the same run, and have gradients of the kind that was said: else averages would be nonsense."""
+"""Whether all ranks are in the same run, and have gradients of the kind that was said: else
+averages would be nonsense."""
 
 from __future__ import annotations
 
@@ -58,8 +59,11 @@ class Agreement:
         scheduler = self.schedule.scheduler
         state = {} if scheduler is None else _comparable(scheduler.state_dict())
         state.pop(
-            "lr_lambdas", None
-        )  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
+            "lr_lambdas",
+            None,
+            # somebody's objects, which may know their rank; what they give is compared at each
+            # cycle's end
+        )
         # Lists are by parameter group, of which a pipeline's stages may have different ones.
         lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
         single = (
@@ -105,7 +109,8 @@ class Agreement:
     def _by_member(self, of_scheduler: object) -> dict[str, int]:
         """The same, among peers."""
         optimizer = self.optimizer
-        # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
+        # What other libraries' optimizers count in their groups may differ: the first step was
+        # taken at rates of its own.
         known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
         groups = [
             {
@@ -138,7 +143,8 @@ class Agreement:
 
 
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
+"""Of a parameter group, what changes nothing in its results; and names, which are compared by
+themselves."""
 _USUAL = (
     "lr",
     "weight_decay",
@@ -154,7 +160,10 @@ _OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_
 
 
 def _in_order(digests: torch.Tensor) -> tuple[int, int]:
-    """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
+    """(digest of what there is, digest of what there is in this order), of a row for each tensor.
+
+    Reads them from their device.
+    """
     rows = [digest(row) for row in digests.tolist()]
     return digest(sorted(rows)), digest(rows)
 
@@ -203,8 +212,9 @@ def _comparable(value: Any) -> Any:
 def check_gradients(
     replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device
 ) -> None:
-    """Raises ValueError if gradients are to be shared, and differ; warns if they are to be local, and are the same on all replicas. ``norm``: of
-    this rank's in the first step; None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One all_reduce,
+    """Raises ValueError if gradients are to be shared, and differ; warns if they are to be local,
+    and are the same on all replicas. ``norm``: of this rank's in the first step; None: it has left
+    that out, and nothing is said, nor of norms that are not finite or 0. One all_reduce,
     unless this process is alone."""
     if replicas.world_group is None:
         return
@@ -217,19 +227,22 @@ def check_gradients(
     if gradients == "shared" and max(norms) > 1.001 * min(norms):
         listed = ", ".join(f"{x:.6g}" for x in norms[:8])
         raise ValueError(
-            f"gradients='shared', but the first step's gradients differ between replicas (norms {listed}): wrap the model in "
+            "gradients='shared', but the first step's gradients differ between replicas (norms "
+            f"{listed}): wrap the model in "
             "DistributedDataParallel or all-reduce them, or pass gradients='local'"
         )
     if gradients == "local" and len(set(norms)) == 1:
         warnings.warn(
-            "gradients='local', but the first step's gradients are the same on all replicas: under DistributedDataParallel run the "
+            "gradients='local', but the first step's gradients are the same on all replicas: under "
+            "DistributedDataParallel run the "
             "backward pass inside no_sync(), and give each replica batches of its own",
             stacklevel=4,
         )
 
 
 def _settings(controller: Any) -> list[tuple[str, Any]]:
-    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on the step, which scalers skip rank by rank."""
+    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on
+    the step, which scalers skip rank by rank."""
     plain = [
         (name, value)
         for name, value in sorted(vars(controller).items())

@@ -1,4 +1,5 @@
-"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and in a trial."""
+"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged,
+and in a trial."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def is_known(optimizer: Optimizer) -> bool:
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those that it is made of, whatever the attribute is called: a wrapper's, SAM's base optimizer, a list of parts. Those
+    """An optimizer and those that it is made of, whatever the attribute is called: a wrapper's,
+    SAM's base optimizer, a list of parts. Those
     that hand on the state of another one count once."""
     found: list[Optimizer] = []
     waiting = [optimizer]
@@ -78,7 +80,8 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def keeps_weights(optimizer: Optimizer) -> bool:
-    """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their groups which of them are in place."""
+    """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their
+    groups which of them are in place."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
@@ -91,13 +94,17 @@ def keeps_codes(optimizer: Optimizer) -> bool:
 def reset_moments(optimizer: Optimizer) -> None:
     """The state as before the first step; masters and other replicas' parameters stay.
 
-    hdet's optimizers get zeros in place, because their plans hold the addresses. The state of others is dropped, and they make it again.
+    hdet's optimizers get zeros in place, because their plans hold the addresses. The state of
+    others is dropped, and they make it again.
     """
     _put_back(optimizer, {}, weights=False)
 
 
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
-    """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `WEIGHT_KEYS` too."""
+    """The state as it is in ``kept``, by number of the parameter.
+
+    What has been made since goes. ``weights``: the `WEIGHT_KEYS` too.
+    """
     fused, state = isinstance(inner_optimizer(optimizer), FusedOptimizer), optimizer.state
     for key, parameter, group in _owners(optimizer):
         before = kept.get(key)
@@ -120,7 +127,8 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
 def _renew(
     state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool
 ) -> None:
-    """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros, replicas and masters as the model."""
+    """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros,
+    replicas and masters as the model."""
     made = [key for key in state if key not in before]
     state.update({key: put(state.get(key), held) for key, held in before.items()})
     for key in made:
@@ -137,7 +145,8 @@ def _renew(
 
 
 def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
-    """(key, whose state it is, its group): parameters by number, which survives a state that is loaded anew; then what is no parameter."""
+    """(key, whose state it is, its group): parameters by number, which survives a state that is
+    loaded anew; then what is no parameter."""
     listed = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     own = {p for p, _ in listed}
     return [(n, p, group) for n, (p, group) in enumerate(listed)] + [
@@ -146,7 +155,8 @@ def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
 
 
 class GroupNumbers:
-    """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside settings: the steps counted there, or the distance
+    """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside
+    settings: the steps counted there, or the distance
     that it has found; as numbers, tensors or lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -174,11 +184,12 @@ class GroupNumbers:
 
 
 class Snapshot:
-    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of an optimizer's state, and that of optimizers
-    inside of it.
+    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of
+    an optimizer's state, and that of optimizers inside of it.
 
-    Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
-    host's, pinned for CUDA. `take` and `restore` are one pass over them each.
+    Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their
+    device or (``place`` "host") in the host's, pinned for CUDA. `take` and `restore` are one pass
+    over them each.
     """
 
     def __init__(
@@ -217,7 +228,10 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, keep_new_buffers: bool = False) -> None:
-        """Put it back, in place. State that was made since (an optimizer makes it in its first step) is as before the first step; buffers that
+        """Put it back, in place.
+
+        State that was made since (an optimizer makes it in its first step) is as before the first
+        step; buffers that
         were made since are gone, unless they are to be kept."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.put(tensor)
@@ -241,8 +255,8 @@ def _held(optimizer: Optimizer) -> dict[Any, Any]:
 class CycleStarts:
     """The beginnings of the running cycle and of the accepted one before it.
 
-    A cycle whose last steps have ruined it may be accepted, because its mean loss is still good. Then no rate helps from its end, and the
-    beginning before has to be restored.
+    A cycle whose last steps have ruined it may be accepted, because its mean loss is still good.
+    Then no rate helps from its end, and the beginning before has to be restored.
     """
 
     def __init__(self, tensors: ReplicaTensors, optimizer: Optimizer, place: str) -> None:
@@ -265,7 +279,8 @@ class CycleStarts:
         self._before.forget()
 
     def go_back(self, attempt: int) -> None:
-        """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle before. ``attempt`` counts from 0."""
+        """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle
+        before. ``attempt`` counts from 0."""
         if attempt >= 2 and self._before.taken:
             self._now = self._before
         assert self._now.taken, "nothing to go back to: no cycle has begun"

@@ -1,7 +1,7 @@
 """Buffers by module and name, tensors in nested values, and copies of them.
 
-A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and `model.double()` does. So buffers are looked up
-whenever they are needed.
+A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and
+`model.double()` does. So buffers are looked up whenever they are needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | No
 
 
 class ReplicaTensors(Sequence[torch.Tensor]):
-    """The tensors that are averaged: parameters, then buffers. Looked up whenever they are asked for, so it is not to be copied into a list.
+    """The tensors that are averaged: parameters, then buffers.
+
+    Looked up whenever they are asked for, so it is not to be copied into a list.
 
     Args:
         parameters: the optimizer's.
@@ -67,7 +69,8 @@ class ReplicaTensors(Sequence[torch.Tensor]):
         return [(b, 0 if b.is_inference() else b._version) for b in self.buffers]
 
     def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:
-        """Are the buffers those of then, and has nobody written to them? (Without looking at them.)"""
+        """Are the buffers those of then, and has nobody written to them? (Without looking at
+        them.)"""
         now = self.marks()
         return len(now) == len(marks) and all(
             a is b and x == y for (a, x), (b, y) in zip(now, marks, strict=True)
@@ -99,7 +102,8 @@ class Copy:
             ):  # a subclass knows how to copy itself, and may have no empty_like
                 room = own.detach().to("cpu", copy=True) if elsewhere else own.detach().clone()
             else:
-                # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours in memory
+                # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are
+                # neighbours in memory
                 room = (
                     torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
                     if elsewhere
@@ -109,7 +113,8 @@ class Copy:
         self.values.copy_(own, non_blocking=True)
 
     def put(self, current: Any) -> torch.Tensor:
-        """Into ``current``, in place, if it has this shape; else, and in place of None, into a new tensor. Returns which it was."""
+        """Into ``current``, in place, if it has this shape; else, and in place of None, into a new
+        tensor. Returns which it was."""
         if isinstance(current, torch.Tensor) and local(current).shape == self.values.shape:
             local_parts([current])[0].copy_(self.values, non_blocking=True)
             return current
@@ -127,7 +132,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
-    """A copy of the tensors in a value, however nested in dicts, lists and tuples; what else there is, as it is. ``before``: as of `Copy`."""
+    """A copy of the tensors in a value, however nested in dicts, lists and tuples; what else there
+    is, as it is. ``before``: as of `Copy`."""
     if isinstance(value, torch.Tensor):
         return Copy(value, on_host, before)
     if isinstance(value, dict):
@@ -144,7 +150,8 @@ def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
 
 
 def put(current: Any, kept: Any) -> Any:
-    """What is to stand where ``current`` does, so that it is what was kept: in place, as far as there are tensors, dicts and lists for it."""
+    """What is to stand where ``current`` does, so that it is what was kept: in place, as far as
+    there are tensors, dicts and lists for it."""
     if isinstance(kept, Copy):
         return kept.put(current)
     if isinstance(kept, dict):
@@ -168,7 +175,10 @@ def put(current: Any, kept: Any) -> Any:
 
 
 class BufferCopies:
-    """All buffers of a model at a moment, counters included, by module and name. Memory: as much as they have."""
+    """All buffers of a model at a moment, counters included, by module and name.
+
+    Memory: as much as they have.
+    """
 
     def __init__(self, model: nn.Module, on_host: bool = False) -> None:
         self._model, self._on_host = model, on_host
@@ -184,7 +194,10 @@ class BufferCopies:
 
     @torch.no_grad()
     def put_back(self, keep_new: bool = False) -> None:
-        """In place, whatever tensor is in a buffer's place by now. Buffers that were not there are gone, or with ``keep_new`` left alone."""
+        """In place, whatever tensor is in a buffer's place by now.
+
+        Buffers that were not there are gone, or with ``keep_new`` left alone.
+        """
         assert self._kept is not None, "take comes first"
         for module, name, buffer in places(self._model):
             if (module, name) in self._kept:

@@ -1,6 +1,8 @@
-"""Tensors that are laid over a device mesh (DTensor): the shard of this rank, and sums over all shards.
+"""Tensors that are laid over a device mesh (DTensor): the shard of this rank, and sums over all
+shards.
 
-torch.distributed.tensor is imported only where there is a DTensor, and so has been imported already.
+torch.distributed.tensor is imported only where there is a DTensor, and so has been imported
+already.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a DTensor its shard on this rank, which shares its memory and may be empty.
+    """The tensor itself; of a DTensor its shard on this rank, which shares its memory and may be
+    empty.
 
     Asked anew whenever it is needed: a shard may move.
     """
@@ -32,12 +35,18 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`local` of each, detached: for whoever reads and writes parameters behind autograd's back. Asked anew whenever it is needed."""
+    """`local` of each, detached: for whoever reads and writes parameters behind autograd's back.
+
+    Asked anew whenever it is needed.
+    """
     return [local(t).detach() for t in tensors]
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Of all gradients there are, or of their shards on this rank: 0-d float64; 0 without any. Does not wait for the device."""
+    """Of all gradients there are, or of their shards on this rank:
+
+    0-d float64; 0 without any. Does not wait for the device.
+    """
     gradients = local_parts([p.grad for p in parameters if p.grad is not None])
     dense = [g for g in gradients if g.numel()]
     if not dense:
@@ -52,7 +61,8 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def like(shard: Tensor, tensor: Tensor) -> Tensor:
-    """`shard` as part of a DTensor that is laid out as `tensor`, or the shard itself where `tensor` is plain. No communication."""
+    """`shard` as part of a DTensor that is laid out as `tensor`, or the shard itself where `tensor`
+    is plain. No communication."""
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor
@@ -76,7 +86,11 @@ def like(shard: Tensor, tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shards were written: FSDP2 may hold gathered parameters after a forward pass without a backward, and would go on with those."""
+    """Shards were written:
+
+    FSDP2 may hold gathered parameters after a forward pass without a backward, and would go on with
+    those.
+    """
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             given: Any = module
@@ -121,7 +135,8 @@ def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def is_plain(key: str) -> bool:
-    """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and the scales of this rank's own blocks of codes
+    """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and the
+    scales of this rank's own blocks of codes
     (hdet/kernels/spec/eight_bit.py), which no other sharding has."""
     return key == "step" or key.endswith("_scale")
 
@@ -145,8 +160,9 @@ def _mapped(value: Any, change: Any) -> Any:
 def gradient_on(gradient: Tensor, param: Tensor, name: str) -> Tensor:
     """The shard of a gradient that belongs to the parameter's shard.
 
-    A gradient that is still a sum to be taken (Partial, as sequence parallelism leaves those of norms) is reduced, as torch's optimizers
-    do: one collective. Raises ValueError for any other difference.
+    A gradient that is still a sum to be taken (Partial, as sequence parallelism leaves those of
+    norms) is reduced, as torch's optimizers do: one collective. Raises ValueError for any other
+    difference.
     """
     if alike(gradient, param):
         return local(gradient)
@@ -156,16 +172,19 @@ def gradient_on(gradient: Tensor, param: Tensor, name: str) -> Tensor:
         if all(one == other or one.is_partial() for one, other in pairs):
             return local(given.redistribute(placements=param.placements))  # type: ignore[attr-defined]
     raise ValueError(
-        f"{name} is {described(gradient)}, the parameter {described(param)}: a gradient must be laid out as its parameter; "
-        "use gradient.redistribute(mesh, placements), or parallelize the model before its optimizer is made"
+        f"{name} is {described(gradient)}, the parameter {described(param)}: a gradient must be "
+        "laid out as its parameter; "
+        "use gradient.redistribute(mesh, placements), or parallelize the model before its "
+        "optimizer is made"
     )
 
 
 class FullSums:
     """Adds up numbers that every rank has for its own shard of each of some tensors.
 
-    Each element of a full tensor counts once: sums run over the mesh dimensions that shard it, not over those that replicate it, or over
-    the group that is given for a plain tensor. One all_reduce for each mesh and sharding dimension, whatever the number of tensors.
+    Each element of a full tensor counts once: sums run over the mesh dimensions that shard it, not
+    over those that replicate it, or over the group that is given for a plain tensor. One all_reduce
+    for each mesh and sharding dimension, whatever the number of tensors.
     """
 
     def __init__(
@@ -181,7 +200,10 @@ class FullSums:
         self._places: list[Tensor] = []
 
     def __call__(self, values: Tensor) -> Tensor:
-        """(n,) -> (n,), the same on all ranks of a mesh. The host does not wait for the device, from the second call on."""
+        """(n,) -> (n,), the same on all ranks of a mesh.
+
+        The host does not wait for the device, from the second call on.
+        """
         if not self._places:
             self._places = [
                 torch.tensor(places, device=values.device) for places in self._together.values()
@@ -198,7 +220,10 @@ class FullSums:
 
 
 def part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """The part of `full`, which every rank has, that belongs to this rank's shard of `tensor`. No communication."""
+    """The part of `full`, which every rank has, that belongs to this rank's shard of `tensor`.
+
+    No communication.
+    """
     if not is_sharded(tensor):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -208,13 +233,17 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
 
 
 def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
-    """The dimensions of its mesh over which a tensor is split; () for a plain one. Raises ValueError for a Partial one."""
+    """The dimensions of its mesh over which a tensor is split; () for a plain one.
+
+    Raises ValueError for a Partial one.
+    """
     if not is_sharded(tensor):
         return ()
     given: Any = tensor
     if is_partial(tensor):
         raise ValueError(
-            f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to Replicate() or Shard() first"
+            f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to "
+            "Replicate() or Shard() first"
         )
     return tuple(
         dim for dim, placement in enumerate(given.placements) if not placement.is_replicate()

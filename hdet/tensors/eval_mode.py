@@ -1,4 +1,5 @@
-"""Forward passes in the middle of a run, after which the model and every random state are exactly as before."""
+"""Forward passes in the middle of a run, after which the model and every random state are exactly
+as before."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .buffers import BufferCopies, Copy, places
 
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of Python's ``random`` and, if it is loaded, of numpy are
+    """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of Python's
+    ``random`` and, if it is loaded, of numpy are
     what they were."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -44,10 +46,11 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; afterwards module modes, buffers and random states (`random_states_kept`) are exactly as before.
+    """Eval mode and no gradients inside; afterwards module modes, buffers and random states
+    (`random_states_kept`) are exactly as before.
 
-    A module with a ``train`` of its own may change its parameters (adapters merge into their weights in eval mode): these are copied and
-    restored, too.
+    A module with a ``train`` of its own may change its parameters (adapters merge into their
+    weights in eval mode): these are copied and restored, too.
     """
     modes = [(module, module.training) for module in model.modules()]
     # By name too: a module may put a new tensor in the place of a buffer.
@@ -77,7 +80,10 @@ def _trains_by_itself(module: nn.Module) -> bool:
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Parents before children, whose mode may be another. One that cannot keeps nobody else from it."""
+    """Parents before children, whose mode may be another.
+
+    One that cannot keeps nobody else from it.
+    """
     failed: Exception | None = None
     for module, training in modes:
         if module.training != training:

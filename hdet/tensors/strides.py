@@ -1,4 +1,6 @@
-"""Tensors whose memory has no gaps, but another order than their dimensions, such as channels_last. What works element by element does not
+"""Tensors whose memory has no gaps, but another order than their dimensions, such as channels_last.
+
+What works element by element does not
 care for the order, as long as all tensors of a parameter have the same one."""
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ Order = tuple[int, ...]
 
 
 def memory_order(tensor: Tensor) -> Order | None:
-    """None where the dimensions are in order, or the memory has gaps or holds an element twice: then nothing can be done."""
+    """None where the dimensions are in order, or the memory has gaps or holds an element twice:
+    then nothing can be done."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return None
     steps, sizes = tensor.stride(), tensor.shape
@@ -28,7 +31,8 @@ def laid(tensor: Tensor, order: Order | None) -> Tensor:
 
 
 def laid_columns(columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Equally long lists of what belongs to the same parameters, which the first one has: each as that lies. None stays None."""
+    """Equally long lists of what belongs to the same parameters, which the first one has: each as
+    that lies. None stays None."""
     orders = [memory_order(tensor) for tensor in columns[0]]
     return [
         [None if t is None else laid(t, order) for t, order in zip(column, orders, strict=True)]
@@ -37,7 +41,8 @@ def laid_columns(columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A parameter's state with all that is like the parameter in its memory's order, also in lists."""
+    """A parameter's state with all that is like the parameter in its memory's order, also in
+    lists."""
     order = memory_order(param)
 
     def change(value: Any) -> Any:
@@ -53,7 +58,8 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def alike(tensor: Tensor, like: Tensor) -> bool:
-    """Do tensors of one shape lie in the same order? Of another shape: does it lie in its own order?"""
+    """Do tensors of one shape lie in the same order? Of another shape: does it lie in its own
+    order?"""
     if tensor.shape != like.shape:
         return tensor.is_contiguous()
     return (

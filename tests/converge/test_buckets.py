@@ -52,7 +52,7 @@ def count_collectives(
             1,
         ),  # 12 MB of small tensors: one bucket, not 3 000 collectives
         ([(1 << 20,)] * 3, 32 << 20, 3),  # large ones go as they are, without memory
-        ([(1000,)] * 30, 1 << 16, 4),  # two halves of a small bucket are filled again and again
+        ([(1000,)] * 30, 1 << 15, 4),  # a small bucket is filled again and again
     ],
 )
 def test_collectives_and_extra_memory_are_bounded(

@@ -1,6 +1,7 @@
 """The problems that everything is measured on: a small transformer, a classifier, a recommender.
 
-A problem fixes model, data, batch and length of the run. What trains it, and with which rate, is the method's business.
+A problem fixes model, data, batch and length of the run. What trains it, and with which rate, is
+the method's business.
 """
 
 from __future__ import annotations

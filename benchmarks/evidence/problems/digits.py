@@ -1,4 +1,5 @@
-"""Handwritten digits (scikit-learn's, 8 x 8), each shifted and blurred by noise afresh in every batch; a small convolutional classifier."""
+"""Handwritten digits (scikit-learn's, 8 x 8), each shifted and blurred by noise afresh in every
+batch; a small convolutional classifier."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 
 @cache
 def held_out() -> Batch:
-    """The 500 other images, each disturbed four times: the task of training, on other handwriting."""
+    """The 500 other images, each disturbed four times: the task of training, on other
+    handwriting."""
     _, _, images, labels = data()
     return disturbed(images.repeat(4, 1, 1, 1), seeded("validation")), labels.repeat(4)
 

@@ -29,7 +29,8 @@ class Problem:
     batch: Callable[[int, int], Batch]
     """(seed, step) -> ``batch_size`` training examples."""
     spare: Callable[[int, int, int], Batch]
-    """(seed, step, number) -> ``batch_size`` more examples of the kind that there are at this step, which no step trains on."""
+    """(seed, step, number) -> ``batch_size`` more examples of the kind that there are at this step,
+    which no step trains on."""
     losses: Callable[[nn.Module, Batch], Tensor]
     """(examples,) training losses in nats."""
     validate: Callable[[nn.Module], float]

@@ -1,4 +1,5 @@
-"""The recommender of `benchmarks.recsys`: one pass through a year of interactions, judged by its last day."""
+"""The recommender of `benchmarks.recsys`: one pass through a year of interactions, judged by its
+last day."""
 
 from __future__ import annotations
 

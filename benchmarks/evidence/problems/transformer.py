@@ -1,4 +1,5 @@
-"""The byte-level transformer of the main job on the Python library's sources, small enough for hundreds of runs on a core."""
+"""The byte-level transformer of the main job on the Python library's sources, small enough for
+hundreds of runs on a core."""
 
 from __future__ import annotations
 

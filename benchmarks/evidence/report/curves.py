@@ -24,7 +24,8 @@ def score(record: Record) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A method on a problem, from several starts: exponents, which are log2 (start / the method's best rate)."""
+    """A method on a problem, from several starts: exponents, which are log2 (start / the method's
+    best rate)."""
 
     method: str
     runs: dict[int, dict[int, Record]]
@@ -69,9 +70,11 @@ class Curve:
         )
 
     def sensitivity(self, lowest: float) -> float:
-        """LR sensitivity E[min(l, l0)] - l* (Wortsman et al., arXiv 2309.14322), l0 an untrained model's loss, l* = ``lowest``; nats.
+        """LR sensitivity E[min(l, l0)] - l* (Wortsman et al., arXiv 2309.14322), l0 an untrained
+        model's loss, l* = ``lowest``; nats.
 
-        The expectation is over starts that are even in ln(rate): the trapezoid rule, so a grid that is denser somewhere weighs right.
+        The expectation is over starts that are even in ln(rate): the trapezoid rule, so a grid that
+        is denser somewhere weighs right.
         """
         if len(self.starts) == 1:
             return self.mean(self.starts[0]) - lowest
@@ -88,7 +91,11 @@ class Curve:
 def curves(
     records: Iterable[Record], rank: Callable[[str], Any] = str
 ) -> dict[str, dict[str, Curve]]:
-    """{problem: {method: Curve}}, methods in the order of ``rank``; of the longest runs, what is around the best rate of a method's last line."""
+    """{problem: {method:
+
+    Curve}}, methods in the order of ``rank``; of the longest runs, what is around the best rate of
+    a method's last line.
+    """
     found: dict[str, dict[str, Curve]] = {}
     for problem, lines in sorted(by(longest(records), "problem").items()):
         methods = by(lines, "method")
@@ -116,7 +123,8 @@ def longest(records: Iterable[Record]) -> list[Record]:
 
 
 def latest(lines: Sequence[Record], names: Sequence[str]) -> list[Record]:
-    """Without runs around a best rate that the last line has replaced; of lines in which all of ``names`` are the same the last one."""
+    """Without runs around a best rate that the last line has replaced; of lines in which all of
+    ``names`` are the same the last one."""
     around = [
         line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)
     ]
@@ -124,7 +132,8 @@ def latest(lines: Sequence[Record], names: Sequence[str]) -> list[Record]:
 
 
 def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, list[Record]]:
-    """{problem: the `latest` of the `longest` runs}, of benchmarks in which all methods count from one best rate."""
+    """{problem: the `latest` of the `longest` runs}, of benchmarks in which all methods count from
+    one best rate."""
     return {
         problem: latest(lines, names)
         for problem, lines in sorted(by(longest(records), "problem").items())
@@ -132,7 +141,8 @@ def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, li
 
 
 def by(lines: Iterable[Record], *names: str) -> dict[Any, list[Record]]:
-    """The lines by the value of ``names[0]``, or by the tuple of several; in the order in which they first come."""
+    """The lines by the value of ``names[0]``, or by the tuple of several; in the order in which
+    they first come."""
     found: dict[Any, list[Record]] = {}
     for line in lines:
         key = tuple(line[name] for name in names)

@@ -53,7 +53,7 @@ def _legend(figure: Figure, panels: Iterable[Axes], columns: int) -> None:
     )
 
 
-# -- hero ------------------------------------------------------------------------------------------------------------------
+# -- hero ------------------------------------------------------------------------------------------
 
 
 def hero_figure(records: Sequence[Record]) -> Figure:
@@ -108,11 +108,12 @@ def _style(method: str, methods: Methods) -> dict[str, Any]:
     return {"color": colour, "linewidth": 1.3, "linestyle": ":" if "-" in method else "-"}
 
 
-# -- horizon ---------------------------------------------------------------------------------------------------------------
+# -- horizon ---------------------------------------------------------------------------------------
 
 
 def horizon_figure(records: Sequence[Record]) -> Figure:
-    """A column for each problem: the final loss against the cycle, below it where the rate went; a colour for each start."""
+    """A column for each problem: the final loss against the cycle, below it where the rate went; a
+    colour for each start."""
     problems = of_one_kind(records, horizon.RUN)
     figure, panels = _panels(2, len(problems), 5.2 * len(problems) + 1.6, 6.8, sharex="col")
     for (above, below), (problem, lines) in zip(panels.T, problems.items(), strict=True):
@@ -135,9 +136,14 @@ def _draw_cycles(
         for method, style in ((horizon.AVERAGED, "-"), (horizon.LAST, "--")):
             cycles = sorted(by(methods.get(method, []), "interval").items())
             axes.plot(
-                [100 * interval for interval, _ in cycles], [value(own) for _, own in cycles], color=colour, linestyle=style,
-                marker="o", markersize=3, label=f"from {start(e)}, {horizon.NAMES[method]}",
-            )  # fmt: skip
+                [100 * interval for interval, _ in cycles],
+                [value(own) for _, own in cycles],
+                color=colour,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=f"from {start(e)}, {horizon.NAMES[method]}",
+            )
         if horizon.FIXED in methods:
             axes.axhline(value(methods[horizon.FIXED]), color=colour, linestyle=":", linewidth=0.9)
     axes.set_xscale("log")

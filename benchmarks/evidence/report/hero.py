@@ -16,7 +16,8 @@ STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 SEEDS = {"gpt-python": 3}
 """how many the whole figure has; five on the other problems"""
 METHODS = (ONE_CYCLE, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax")
-"""those that the figure has to have, in the order of tables and legends; others stand between the peers and HDET"""
+"""those that the figure has to have, in the order of tables and legends; others stand between the
+peers and HDET"""
 
 CAPTION = """
 The rate that a run starts from is 2^start times the best one of the method (hdet-softmax: of OneCycle, which it steers),
@@ -24,7 +25,7 @@ which was found on other seeds.
 Losses are held-out, in nats, means over seeds ± one standard error. A run that crashed, or ended above it, counts as an untrained model.
 LR sensitivity is E[min(l, l0)] - l* over starts even in ln(rate), l0 the untrained model's loss, l* the lowest mean of any method; beside
 it, with the method's own lowest as l*.
-"""
+"""  # noqa: E501
 
 
 Methods = Mapping[str, Curve]
@@ -80,15 +81,19 @@ def _overview(methods: Methods) -> str:
     for curve in methods.values():
         whole = curve.starts == starts
         copies = max(curve.of("copies"))
-        rows.append([
-            curve.method,
-            f"{best_rate(curve.records[-1]):.3g}",
-            *(f"{mean(curve.scores(e))} ({start(e)})" for e in (curve.best, curve.worst)),
-            f"{curve.sensitivity(lowest):.3f}" if whole else f"- ({len(curve.starts)} of {len(starts)} starts)",
-            f"{curve.sensitivity(curve.lowest):.3f}" if whole else "-",
-            f"{curve.failed} of {len(curve.records)}",
-            f"{copies:g}" if copies else "-",
-        ])  # fmt: skip
+        rows.append(
+            [
+                curve.method,
+                f"{best_rate(curve.records[-1]):.3g}",
+                *(f"{mean(curve.scores(e))} ({start(e)})" for e in (curve.best, curve.worst)),
+                f"{curve.sensitivity(lowest):.3f}"
+                if whole
+                else (f"- ({len(curve.starts)} of {len(starts)} starts)"),
+                f"{curve.sensitivity(curve.lowest):.3f}" if whole else "-",
+                f"{curve.failed} of {len(curve.records)}",
+                f"{copies:g}" if copies else "-",
+            ]
+        )
     heads = [
         "method",
         "best rate",
@@ -103,7 +108,8 @@ def _overview(methods: Methods) -> str:
 
 
 def _missing(problem: str, methods: Methods) -> str:
-    """What the whole figure has and these lines have not, in a line for each method; empty if nothing is missing."""
+    """What the whole figure has and these lines have not, in a line for each method; empty if
+    nothing is missing."""
     lines = []
     for name in sorted({*METHODS, *methods}, key=rank):
         if name not in methods:

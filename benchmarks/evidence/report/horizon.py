@@ -1,4 +1,5 @@
-"""The horizon: where the probe takes the rate, and how the run ends, by the length of the cycle and the weights that are scored."""
+"""The horizon: where the probe takes the rate, and how the run ends, by the length of the cycle and
+the weights that are scored."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CAPTION = """
 Held-out loss at the end in nats, mean over seeds ± one standard error, and where the rate went: 2^x times the best fixed rate, mean of x.
 *Higher : lower*: of the cycles near the schedule's peak, where votes count, those in which |t| > 2 said so. From the best rate neither should win.
 Starts are 2^start times the best fixed rate. A run that crashed, or ended above it, counts as an untrained model.
-"""
+"""  # noqa: E501
 
 
 def horizon_tables(records: Sequence[Record]) -> str:
@@ -49,7 +50,8 @@ def _cells(lines: Sequence[Record]) -> list[str]:
     """Loss, rate, and how often a higher and a lower one was significantly better."""
     votes = [t for line in lines for t in line["votes"]]
     said = (
-        f"{sum(t < -SIGNIFICANT for t in votes)} : {sum(t > SIGNIFICANT for t in votes)} of {len(votes)}"
+        f"{sum(t < -SIGNIFICANT for t in votes)} : {sum(t > SIGNIFICANT for t in votes)} of "
+        f"{len(votes)}"
         if votes
         else ""
     )

@@ -19,7 +19,8 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "paper": paper_tables,
     "horizon": horizon_tables,
 }
-"""benchmark -> its part of the page, in this order; it begins with a heading and shows the figure as ``<benchmark>.png``"""
+"""benchmark -> its part of the page, in this order; it begins with a heading and shows the figure
+as ``<benchmark>.png``"""
 SEARCH_FOR_BEST = "-find"
 """how benchmarks end whose lines only say where another one's starts are"""
 
@@ -39,7 +40,8 @@ def page(records: Sequence[Record]) -> str:
     parts = [tables(of(name, records)) for name, tables in TABLES.items() if name in count]
     if not parts:
         raise ValueError(
-            f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold some"
+            f"no line is of {' or '.join(TABLES)}: pass results of benchmarks.evidence that hold "
+            "some"
         )
     unknown = [name for name in count if name not in TABLES and not name.endswith(SEARCH_FOR_BEST)]
     return "\n".join(
@@ -51,7 +53,8 @@ def page(records: Sequence[Record]) -> str:
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """``evidence.md`` and the figures, into ``folder``, which is made if it is missing; returns the files."""
+    """``evidence.md`` and the figures, into ``folder``, which is made if it is missing; returns the
+    files."""
     from .figures import FIGURES
 
     folder.mkdir(exist_ok=True)

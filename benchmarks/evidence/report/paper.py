@@ -1,4 +1,5 @@
-"""The paper's table: losses and crashes of its configurations, and which group's rate decays first."""
+"""The paper's table: losses and crashes of its configurations, and which group's rate decays
+first."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ CAPTION = """
 Rates are multiples of the baseline's best one, which was found on other seeds. The paper's low and high rates are 9 times apart. Losses are
 in nats, means over seeds ± one standard error. A run has crashed, or learned nothing, if a loss is not finite, or if over its last tenth
 the training loss is above that of the best constant prediction for the same interactions; where it is not finite it is left out of the means.
-"""
+"""  # noqa: E501
 ORDER = """
 A group's rate against the geometric mean of the four, in %, halfway through the run (means over seeds ± one standard error; then floors
 interfere): the lowest has decayed fastest. Only where a controller steers the groups.
-"""
+"""  # noqa: E501
 
 
 def paper_tables(records: Sequence[Record]) -> str:
-    """Markdown: training loss, held-out loss and crashes by configuration and rate; then the groups' rates."""
+    """Markdown: training loss, held-out loss and crashes by configuration and rate; then the
+    groups' rates."""
     factors = {times(factor): factor for factor in sorted(by(records, "factor"))}
     methods = {method: by(own, "factor") for method, own in by(records, "method").items()}
 

@@ -27,7 +27,8 @@ def crossed(
     columns: Mapping[str, Any],
     cell: Callable[[Any, Any], str],
 ) -> str:
-    """A table of ``cell(row, column)``, from what each row and each column is called to what it is."""
+    """A table of ``cell(row, column)``, from what each row and each column is called to what it
+    is."""
     return table(
         [corner, *columns],
         [[name, *(cell(row, column) for column in columns.values())] for name, row in rows.items()],

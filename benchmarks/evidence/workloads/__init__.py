@@ -310,7 +310,10 @@ DEVELOPMENT = _named(
 )
 """Workloads on which rules and constants are found."""
 TEST = _named(*(Workload(*one) for one in unseen.UNSEEN))
-"""Workloads that no rule has been fitted to. Made by somebody who did not know the rule of `AutoLR`."""
+"""Workloads that no rule has been fitted to.
+
+Made by somebody who did not know the rule of `AutoLR`.
+"""
 NOT_TO_ZERO = _named(
     *(
         replace(

@@ -1,7 +1,7 @@
 """The compiled module, or the reason why it is not there; and the tables its kernels read.
 
-Tables are made in host memory. Where its kernels read them is a matter of the `Memory` of the device: on a CPU they lie
-there already.
+Tables are made in host memory. Where its kernels read them is a matter of the `Memory` of the
+device: on a CPU they lie there already.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
 INTERFACE = 10
-"""the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
+"""the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
+change"""
 
 try:
     from hdet import _C
 except ImportError as error:  # reported by name wherever a native backend is asked for
     missing: str | None = (
-        f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
+        f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with "
+        "a C++ compiler"
     )
 else:
-    # After an update without a new build, a missing function would otherwise surface in the middle of a run.
+    # After an update without a new build, a missing function would otherwise surface in the middle
+    # of a run.
     stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (
         CALL_SETTINGS,
         GROUP_SETTINGS,
@@ -44,7 +47,8 @@ MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 
 
 def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
-    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first and second moment are stored."""
+    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first
+    and second moment are stored."""
     packed = [int(stochastic) << 20] * count
     for place, column in enumerate(columns):
         codes = MASTERS if place == 2 else DTYPES
@@ -96,7 +100,10 @@ def address_table(*columns: Column) -> Tensor:
 
 
 class Memory:
-    """Where a plan's tables lie, and how its kernels are called: here in host memory. CUDA has its own (hdet/kernels/native/cuda.py)."""
+    """Where a plan's tables lie, and how its kernels are called: here in host memory.
+
+    CUDA has its own (hdet/kernels/native/cuda.py).
+    """
 
     carries = 0
     """words of settings that a kernel can bring along; here it reads them where they are"""
@@ -111,7 +118,8 @@ class Memory:
         return table
 
     def refresh(self, table: Tensor, placed: Tensor) -> None:
-        """`table` has changed in host memory: what place() returned for it follows, before the next kernel reads it."""
+        """`table` has changed in host memory: what place() returned for it follows, before the next
+        kernel reads it."""
 
     def differs(self, table: Tensor, placed: Tensor) -> bool:
         return False

@@ -1,4 +1,5 @@
-"""The native backends: one set of plans, on tables in the memory of a CPU or of a CUDA device, which also calls the kernels there."""
+"""The native backends: one set of plans, on tables in the memory of a CPU or of a CUDA device,
+which also calls the kernels there."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ class NativeBackend:
 
 
 class CpuBackend(NativeBackend):
-    """C++ loops over a chunk table, one parallel region for each phase, as many threads as torch uses."""
+    """C++ loops over a chunk table, one parallel region for each phase, as many threads as torch
+    uses."""
 
     name = "cpu"
     memory = native.Memory

@@ -182,7 +182,10 @@ class NativeStepPlan:
         self.memory.call(self.operation, self.plan, norm=self._takes_norm)
 
     def _take_gradients(self, gradients: Column) -> None:
-        """Writes where the gradients lie and how they are stored, if that has changed. Raises for gradients that cannot be used."""
+        """Writes where the gradients lie and how they are stored, if that has changed.
+
+        Raises for gradients that cannot be used.
+        """
         changes = self.gradients.read(gradients if isinstance(gradients, list) else list(gradients))
         if changes == 0:
             return

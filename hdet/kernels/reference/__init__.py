@@ -1,4 +1,7 @@
-"""The torch backend: every operation in torch's own calls, on any device. The others are compared with it."""
+"""The torch backend: every operation in torch's own calls, on any device.
+
+The others are compared with it.
+"""
 
 from __future__ import annotations
 

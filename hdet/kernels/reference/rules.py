@@ -1,6 +1,8 @@
-"""csrc/core/rules.h and numbers.h in torch: arithmetic on many tensors at once, the update rules, and what parameters stand for.
+"""csrc/core/rules.h and numbers.h in torch: arithmetic on many tensors at once, the update rules,
+and what parameters stand for.
 
-Each operation rounds once, as the native kernels do, so the results have their bits wherever torch's arithmetic on a device is IEEE's.
+Each operation rounds once, as the native kernels do, so the results have their bits wherever
+torch's arithmetic on a device is IEEE's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _COUNTER_BITS = 25  # float32 counts to 2^24
 
 
 class Many:
-    """Float32 tensors that go through the same arithmetic, in one multi-tensor call for each operation."""
+    """Float32 tensors that go through the same arithmetic, in one multi-tensor call for each
+    operation."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -62,13 +65,15 @@ def lerp(a: Many, b: Many, weight: Tensor, rest: Tensor) -> Many:
 
 
 def add_weighted(total: Many, weight: Tensor, x: Many) -> Many:
-    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN: a decay or a momentum that is off, a
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN:
+    a decay or a momentum that is off, a
     replica that is not in the mean."""
     return where(weight == 0, total, total + x * weight)
 
 
 class Row(NamedTuple):
-    """HyperRow of csrc/core/hyper.h for some tensors of a group: a number of the group, or a Many of numbers, one for each tensor."""
+    """HyperRow of csrc/core/hyper.h for some tensors of a group: a number of the group, or a Many
+    of numbers, one for each tensor."""
 
     gradient_scale: Tensor
     beta1: Tensor
@@ -101,7 +106,10 @@ def _lion(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 
 
 def direction(rule: str, row: Row, g: Many, p: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
-    """u, which all replicas share, and the new moments. `p` is read where decay is part of the gradient."""
+    """u, which all replicas share, and the new moments.
+
+    `p` is read where decay is part of the gradient.
+    """
     if rule in COUPLED:
         g = add_weighted(g, row.coupled_decay, p)
     return {"adamw": _adamw, "adam": _adamw, "sgd": _sgd, "lion": _lion}[rule](row, g, m, v)
@@ -128,7 +136,10 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The global norm, wide. A tensor's norm and the norm of the norms: no copy in a wider type is made."""
+    """The global norm, wide.
+
+    A tensor's norm and the norm of the norms: no copy in a wider type is made.
+    """
     wide = wide_dtype(tensors[0].device)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide)))
 

@@ -1,7 +1,7 @@
 """The optimizer step of the torch backend. Mirrors csrc/core/hyper.h, prepare.h and rank_one.h.
 
-Step counters and the verdict on gradients stay on the device, so a step does not wait for it; only where settings change does it wait,
-on CUDA, for the copy of their table.
+Step counters and the verdict on gradients stay on the device, so a step does not wait for it; only
+where settings change does it wait, on CUDA, for the copy of their table.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class TorchStepPlan:
     def _control(
         self, gradients: Sequence[Tensor], options: StepOptions
     ) -> tuple[Tensor | None, Tensor]:
-        """derive_control: whether to skip (None: for no reason there could be), and what gradients are multiplied by."""
+        """derive_control: whether to skip (None: for no reason there could be), and what gradients
+        are multiplied by."""
         one = torch.ones((), dtype=self.wide, device=self.device)
         inverse, clip = one, one
         skip = None
@@ -195,7 +196,10 @@ class TorchStepPlan:
     def _share(
         self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None
     ) -> Many:
-        """The direction u that all replicas share, from the new moments, which it stores. `params`: replica 0's, for coupled decay."""
+        """The direction u that all replicas share, from the new moments, which it stores.
+
+        `params`: replica 0's, for coupled decay.
+        """
         t = self.tensors
         kept = [
             list(zip(_pick(moments, members), _pick(scales, members), strict=True))

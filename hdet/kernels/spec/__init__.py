@@ -1,1 +1,2 @@
-"""What the operations are, whatever computes them: their arguments, their settings, and how they round."""
+"""What the operations are, whatever computes them: their arguments, their settings, and how they
+round."""

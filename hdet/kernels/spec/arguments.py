@@ -1,4 +1,5 @@
-"""Refusals of tensors: every check runs before anything is written, and its message names the tensor, what is wrong, and the remedy.
+"""Refusals of tensors: every check runs before anything is written, and its message names the
+tensor, what is wrong, and the remedy.
 
 What is refused in settings and options is in settings.py.
 """
@@ -27,12 +28,14 @@ MASTERS = {
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """What hyperparameters and sums of squares are computed in: float64 wherever the device has it."""
+    """What hyperparameters and sums of squares are computed in: float64 wherever the device has
+    it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class UnusualMemory(ValueError):
-    """A tensor that a copy of it could stand in for: its memory has gaps or another order, or holds the opposite of its values."""
+    """A tensor that a copy of it could stand in for: its memory has gaps or another order, or holds
+    the opposite of its values."""
 
 
 def check_tensor(
@@ -42,7 +45,8 @@ def check_tensor(
     dtypes: Sequence[torch.dtype] = FLOATS,
     any_strides: bool = False,
 ) -> None:
-    """Accepts a dense, contiguous tensor (or one of any strides) of one of the dtypes with memory on `device`."""
+    """Accepts a dense, contiguous tensor (or one of any strides) of one of the dtypes with memory
+    on `device`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if is_traceable_wrapper_subclass(tensor):
@@ -51,23 +55,28 @@ def check_tensor(
         )
     if tensor.layout != torch.strided:
         raise TypeError(
-            f"{name} has the layout {tensor.layout}; only dense (strided) tensors are supported: use .to_dense()"
+            f"{name} has the layout {tensor.layout}; only dense (strided) tensors are supported: "
+            "use .to_dense()"
         )
     if tensor.dtype not in dtypes:
         raise TypeError(
-            f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use .to({dtypes[0]})"
+            f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use "
+            f".to({dtypes[0]})"
         )
     if tensor.device != device:
         raise ValueError(
-            f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device"
+            f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on "
+            "one device"
         )
     if not (any_strides or tensor.is_contiguous()):
         raise UnusualMemory(
-            f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()"
+            f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): "
+            "use .contiguous()"
         )
     if tensor.is_neg():
         raise UnusualMemory(
-            f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()"
+            f"{name} is a negated view, whose memory holds the opposite of what it stands for: use "
+            ".resolve_neg()"
         )
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(
@@ -94,7 +103,8 @@ def check_same_shape(tensor: Tensor, like: Tensor, name: str, like_name: str) ->
 
 
 def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """No two of the named tensors share memory: what is written to one would be read again as the other."""
+    """No two of the named tensors share memory: what is written to one would be read again as the
+    other."""
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel()
     )
@@ -115,7 +125,8 @@ def check_step_tensors(tensors: StepTensors) -> None:
     count, replicas = len(t.params[0]), t.num_replicas
     if not 0 <= t.first_replica <= 65536 - replicas:
         raise ValueError(
-            f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to 65535"
+            f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to "
+            "65535"
         )
     if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
         raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
@@ -132,7 +143,8 @@ def check_step_tensors(tensors: StepTensors) -> None:
         elif name.startswith("scales of"):
             if tensor.shape != (count := count_scales(t.params[0][i].numel()),):
                 raise ValueError(
-                    f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for each block of codes"
+                    f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for "
+                    "each block of codes"
                 )
         else:
             check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
@@ -221,7 +233,8 @@ def _check_codes(t: StepTensors) -> None:
                 )
             if (i in coded) != (scales is not None and scales[i] is not None):
                 raise ValueError(
-                    f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, and none else"
+                    f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, "
+                    "and none else"
                 )
 
 
@@ -230,7 +243,8 @@ def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
     for i, (dtype, like) in enumerate(zip(_dtypes(column), _dtypes(first), strict=True)):
         if dtype != like:
             raise TypeError(
-                f"{prefix}tensor {i} of replica {k} has the dtype {dtype}, but that of replica 0 has {like}; replicas are alike"
+                f"{prefix}tensor {i} of replica {k} has the dtype {dtype}, but that of replica 0 "
+                f"has {like}; replicas are alike"
             )
 
 
@@ -247,12 +261,14 @@ def _check_masters(params: Sequence[Tensor], masters: Column, k: int, num_replic
                 else "None: the parameter is its own master"
             )
             raise TypeError(
-                f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype {master.dtype}; it must be {remedy}"
+                f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype "
+                f"{master.dtype}; it must be {remedy}"
             )
 
 
 def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
-    """For each parameter None, or a gradient: float32, bfloat16 or float16 of the parameter's shape, dense, contiguous, on its device."""
+    """For each parameter None, or a gradient: float32, bfloat16 or float16 of the parameter's
+    shape, dense, contiguous, on its device."""
     if len(gradients) != len(params):
         raise ValueError(f"{len(gradients)} gradients for {len(params)} parameters")
     for i, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
@@ -266,7 +282,8 @@ def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> No
 def check_replicas(
     params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None
 ) -> None:
-    """K equally long lists of tensors of equal shapes and dtypes at equal places, and their masters, none sharing memory."""
+    """K equally long lists of tensors of equal shapes and dtypes at equal places, and their
+    masters, none sharing memory."""
     first = params[0]
     if masters is not None and len(masters) != len(params):
         raise ValueError(f"masters has {len(masters)} lists for {len(params)} replicas")
@@ -311,7 +328,10 @@ def check_pairs(
     masters: Column | None,
     any_layout: bool,
 ) -> None:
-    """Pairs of equal shapes, no source overlapping a destination. `any_layout`: any floating dtypes and strides."""
+    """Pairs of equal shapes, no source overlapping a destination.
+
+    `any_layout`: any floating dtypes and strides.
+    """
     device = device_of(sources[0], "source 0")
     for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         for name, tensor in ((f"source {i}", source), (f"destination {i}", destination)):
@@ -323,7 +343,8 @@ def check_pairs(
                 or not tensor.is_floating_point()
             ):
                 raise TypeError(
-                    f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating point: use .to_dense()"
+                    f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating "
+                    "point: use .to_dense()"
                 )
         check_same_shape(destination, source, f"destination {i}", "its source")
     written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
@@ -335,7 +356,8 @@ def check_pairs(
         for i, lower in enumerate(source_lowers):
             if lower is not None and lower.dtype != torch.int16:
                 raise TypeError(
-                    f"lower half of source {i} has the dtype {lower.dtype}; it must be torch.int16: pass a float32 master as the source"
+                    f"lower half of source {i} has the dtype {lower.dtype}; it must be "
+                    "torch.int16: pass a float32 master as the source"
                 )
     if not any_layout:
         _check_sides_apart(read, written)
@@ -372,7 +394,8 @@ def check_swap(
     ):
         if source.dtype != destination.dtype or lower != master:
             raise TypeError(
-                f"source {i} ({source.dtype}, lower half {lower}) and destination {i} ({destination.dtype}, {master}) cannot change places: "
+                f"source {i} ({source.dtype}, lower half {lower}) and destination {i} "
+                f"({destination.dtype}, {master}) cannot change places: "
                 "both must be stored alike"
             )
 

@@ -1,11 +1,15 @@
-"""Moments in 8 bits: blocks of 256 numbers, each with a float32 scale, and codes from a table that is dense near 0.
+"""Moments in 8 bits: blocks of 256 numbers, each with a float32 scale, and codes from a table that
+is dense near 0.
 
-The table is dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861), computed here alone; kernels get it uploaded (`codebook`).
+The table is dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861), computed here
+alone; kernels get it uploaded (`codebook`).
 
-A block's scale is its largest magnitude, which therefore is stored exactly, at least LEAST_SCALE, or NaN where a number of the block is
-not finite. A number's code stands for the table's nearest to number * (1 / scale): a division for each block, and none for each number.
-So `encode` gives back scales and codes that `decode` was given, bit for bit. The largest number is the scale itself. The inverse and the products are
-each off by 2^-24 of their size. Neighbours in the table differ by 0.35 % at least.
+A block's scale is its largest magnitude, which therefore is stored exactly, at least LEAST_SCALE,
+or NaN where a number of the block is not finite. A number's code stands for the table's nearest to
+number * (1 / scale): a division for each block, and none for each number. So `encode` gives back
+scales and codes that `decode` was given, bit for bit. The largest number is the scale itself. The
+inverse and the products are each off by 2^-24 of their size. Neighbours in the table differ by 0.35
+% at least.
 """
 
 from __future__ import annotations
@@ -20,10 +24,14 @@ from torch import Tensor
 from hdet.tensors.strides import laid, memory_order
 
 BLOCK = 256
-"""Elements of a tensor that share a scale, counted from its first one as it lies on this rank. A chunk holds whole blocks."""
+"""Elements of a tensor that share a scale, counted from its first one as it lies on this rank.
+
+A chunk holds whole blocks.
+"""
 CODES = torch.uint8
 STARTS = 2704
-"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent: where a kernel's search for a code begins"""
+"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent: where a
+kernel's search for a code begins"""
 LEAST_SCALE = 2.0**-104
 """from here on scale * table is a normal float32, for every entry but 0"""
 
@@ -34,10 +42,13 @@ def count_scales(elements: int) -> int:
 
 @functools.cache
 def magnitudes(signed: bool) -> tuple[float, ...]:
-    """What codes stand for, ascending, in float32: 128 magnitudes, as one bit is the sign; or, unsigned, 256.
+    """What codes stand for, ascending, in float32:
 
-    The bits of a code of the tree are k zeros, a one, and a number j of those that are left: the middle of the j-th of n equal parts of
-    [0.1, 1] * 10^-k. Where none is left it is 1, and all zeros are 0. Codes here are numbered by what they stand for.
+    128 magnitudes, as one bit is the sign; or, unsigned, 256.
+
+    The bits of a code of the tree are k zeros, a one, and a number j of those that are left: the
+    middle of the j-th of n equal parts of [0.1, 1] * 10^-k. Where none is left it is 1, and all
+    zeros are 0. Codes here are numbered by what they stand for.
     """
     bits = 7 if signed else 8
     parts = [(k, 2 ** (bits - 1 - k)) for k in range(bits - 1)]
@@ -47,9 +58,11 @@ def magnitudes(signed: bool) -> tuple[float, ...]:
 
 @functools.cache
 def thresholds(signed: bool) -> tuple[float, ...]:
-    """Where one magnitude gives way to the next: a magnitude's place in the table is the number of thresholds below it.
+    """Where one magnitude gives way to the next: a magnitude's place in the table is the number of
+    thresholds below it.
 
-    Half-way, float32. Only an unsigned number that is not 0 never becomes 0: a second moment is what steps are divided by.
+    Half-way, float32. Only an unsigned number that is not 0 never becomes 0: a second moment is
+    what steps are divided by.
     """
     table = magnitudes(signed)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
@@ -95,7 +108,8 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     flat = _flat(values.detach())
     scales = _scales(flat)
     _, limits = _tables(signed, flat.device)
-    # The inverse of a large scale is not a normal number, and 0 where a user has subnormal numbers flushed.
+    # The inverse of a large scale is not a normal number, and 0 where a user has subnormal numbers
+    # flushed.
     unit = torch.where(scales > 1.0, 0.25, 1.0)
     share = flat * _spread(unit, flat.numel()) * _spread(1.0 / (unit * scales), flat.numel())
     codes = torch.bucketize(share.abs() if signed else share, limits)

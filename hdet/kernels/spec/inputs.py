@@ -1,4 +1,5 @@
-"""The one table that the host writes for a step: where the gradients lie, the settings, and where rates in device memory lie."""
+"""The one table that the host writes for a step: where the gradients lie, the settings, and where
+rates in device memory lie."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ class TableMemory(Protocol):
         """A kernel has brought what was changed."""
 
     def replayed(self, placed: Tensor) -> Tensor | None:
-        """A copy in host memory of a table that a CUDA graph has captured and that this step need not write to; None for any other."""
+        """A copy in host memory of a table that a CUDA graph has captured and that this step need
+        not write to; None for any other."""
 
 
 class Inputs:
-    """Gradients (int64), settings (float64, csrc/core/hyper.h) and addresses of rates (int64) of one plan, in one table: at most one copy
-    a step, and none where nothing has changed.
+    """Gradients (int64), settings (float64, csrc/core/hyper.h) and addresses of rates (int64) of
+    one plan, in one table: at most one copy a step, and none where nothing has changed.
 
-    A graph that has captured a step replays it with the gradients it was captured with: a later step with others gets a table of its own.
-    Settings go to all of them.
+    A graph that has captured a step replays it with the gradients it was captured with: a later
+    step with others gets a table of its own. Settings go to all of them.
     """
 
     def __init__(self, memory: TableMemory, tensors: StepTensors, words: int) -> None:
@@ -77,7 +79,8 @@ class Inputs:
         )
 
     def to_carry(self, most: int) -> Tensor | None:
-        """Settings, if nothing else has changed and they are at most so many words: a step may bring them along, and was_carried() follows."""
+        """Settings, if nothing else has changed and they are at most so many words: a step may
+        bring them along, and was_carried() follows."""
         words = self._sizes[1] + self._sizes[2]
         if (
             not self._changed
@@ -94,7 +97,10 @@ class Inputs:
         self._changed = False
 
     def refresh(self) -> bool:
-        """What has been written goes to the device. Returns whether that is another place than before."""
+        """What has been written goes to the device.
+
+        Returns whether that is another place than before.
+        """
         replayed = self.memory.replayed(self.placed) if self._moved else None
         if replayed is not None:
             self._replayed.append((replayed, self.placed))

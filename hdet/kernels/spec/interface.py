@@ -12,12 +12,15 @@ from .eight_bit import CODES
 
 
 class Rule(NamedTuple):
-    """What is known of an update rule outside of its kernels: what its struct in csrc/core/rules.h says."""
+    """What is known of an update rule outside of its kernels: what its struct in csrc/core/rules.h
+    says."""
 
     moments: tuple[str, ...]
     """the columns of StepTensors that it keeps; SGD without momentum keeps none"""
     decoupled: bool
-    """Decay acts on the parameter itself. Coupled decay is part of the gradient, so that replicas with different parameters could not
+    """Decay acts on the parameter itself.
+
+    Coupled decay is part of the gradient, so that replicas with different parameters could not
     share moments."""
 
 
@@ -37,19 +40,23 @@ Column = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The tensors one optimizer step works on: n tensors in one order, dense, contiguous, all on one device, K sets of parameters.
+    """The tensors one optimizer step works on: n tensors in one order, dense, contiguous, all on
+    one device, K sets of parameters.
 
-    params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all lists.
-    groups: which entry of the settings tensor i uses. Numbered from 0 without a gap.
-    steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step. Each speaks for its own tensor.
-    exp_avgs, exp_avg_sqs: float32, bfloat16, or the uint8 codes of eight_bit.py, then for both moments of a tensor. Rules with one moment
-        (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD without momentum has None there.
-    exp_avg_scales, exp_avg_sq_scales: of codes, float32, one for each block of 256 elements; None for other tensors.
-    masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
+    params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all
+    lists. groups: which entry of the settings tensor i uses. Numbered from 0 without a gap. steps:
+    torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
+    Each speaks for its own tensor. exp_avgs, exp_avg_sqs: float32, bfloat16, or the uint8 codes of
+    eight_bit.py, then for both moments of a tensor. Rules with one moment
+        (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD without momentum has None
+        there.
+    exp_avg_scales, exp_avg_sq_scales: of codes, float32, one for each block of 256 elements; None
+    for other tensors. masters: K lists. None for a parameter without one; float32: the parameter is
+    its rounded copy; int16: the lower half of a
         bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
     ids: numbers of the tensors for stochastic rounding, default their positions.
-    stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of bfloat16 second moments; None rounds
-        to nearest.
+    stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of
+        bfloat16 second moments; None rounds to nearest.
     first_replica: number of the first of the K replicas, for random numbers.
     """
 
@@ -85,12 +92,14 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class RankOneTensors:
-    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A for each tensor.
+    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A
+    for each tensor.
 
-    bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A * base.
-    outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters, written by each step, not read.
-    scales: A of each tensor, 0-d, float64 where the device has it: moved by steps, set to 1 by a converge. None: 1, kept by the plan.
-    The others are those of StepTensors; moments are no codes.
+    bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A *
+    base. outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters,
+    written by each step, not read. scales: A of each tensor, 0-d, float64 where the device has it:
+    moved by steps, set to 1 by a converge. None: 1, kept by the plan. The others are those of
+    StepTensors; moments are no codes.
     """
 
     rule: str
@@ -107,7 +116,8 @@ class RankOneTensors:
     scales: Sequence[Tensor] | None = None
 
     def as_step(self) -> StepTensors:
-        """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
+        """What a rank-one step shares with any other: gradients, moments and counters, with the
+        outputs for parameters."""
         shared = {
             field.name: getattr(self, field.name)
             for field in fields(StepTensors)
@@ -119,9 +129,10 @@ class RankOneTensors:
 class StepSettings(NamedTuple):
     """Hyperparameters of one group for one step, as the rule's torch optimizer understands them.
 
-    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (`DECOUPLED`) acts at the replica's rate, as stock AdamW
-    decays at the rate it steps with, or at lr where `decay_at_base` is set; coupled decay (`COUPLED`) is added to the gradient.
-    `lr` may be a one-element float32 tensor on the plan's device, which is read there, without waiting.
+    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (`DECOUPLED`) acts at the
+    replica's rate, as stock AdamW decays at the rate it steps with, or at lr where `decay_at_base`
+    is set; coupled decay (`COUPLED`) is added to the gradient. `lr` may be a one-element float32
+    tensor on the plan's device, which is read there, without waiting.
     """
 
     lr: float | Tensor
@@ -141,9 +152,10 @@ class StepSettings(NamedTuple):
 class StepOptions:
     """What is folded into one step.
 
-    grad_scale: one-element float32 tensor on the device: the gradients are that many times too large (torch's GradScaler).
-    found_inf: one-element float32 tensor on the device: anything but 0 skips the step and its counters.
-    max_norm: clip by the global norm of the unscaled gradients, as torch.nn.utils.clip_grad_norm_; a norm that is not finite skips
+    grad_scale: one-element float32 tensor on the device: the gradients are that many times too
+    large (torch's GradScaler). found_inf: one-element float32 tensor on the device: anything but 0
+    skips the step and its counters. max_norm: clip by the global norm of the unscaled gradients, as
+    torch.nn.utils.clip_grad_norm_; a norm that is not finite skips
         the step. math.inf measures and skips without clipping. 0: no norm is taken.
     zero_gradients: the gradients are zeros afterwards, also after a skipped step.
     """
@@ -161,50 +173,65 @@ class StepPlan(Protocol):
     """An optimizer step prepared for one set of tensors."""
 
     norm: Tensor
-    """0-d float32 on the device: the global norm that the last step found; of use only where max_norm was given"""
+    """0-d float32 on the device: the global norm that the last step found; of use only where
+    max_norm was given"""
     skipped: Tensor
     """0-d float32 on the device: 1 if the last step was skipped"""
 
     def step(
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
-        """Applies one update with one gradient for each tensor and one settings entry for each group, and counts the step.
+        """Applies one update with one gradient for each tensor and one settings entry for each
+        group, and counts the step.
 
-        Gradients are float32, bfloat16 or float16, each of its own type if need be; None leaves the tensor and its counter alone, and
-        costs no more than a gradient at another address. Raises ValueError or TypeError, before anything
-        is written, for a gradient or a hyperparameter that it cannot use.
+        Gradients are float32, bfloat16 or float16, each of its own type if need be; None leaves the
+        tensor and its counter alone, and costs no more than a gradient at another address. Raises
+        ValueError or TypeError, before anything is written, for a gradient or a hyperparameter that
+        it cannot use.
         """
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        """Writes the hyperparameters to the device without a step, for replays of a captured one."""
+        """Writes the hyperparameters to the device without a step, for replays of a captured
+        one."""
 
 
 class RankOnePlan(StepPlan, Protocol):
     """A step of K replicas on one line.
 
-    Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may change only when the replicas are
-    together, right after a converge, else ValueError. Between replays of a captured step nobody checks that.
+    Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may
+    change only when the replicas are together, right after a converge, else ValueError. Between
+    replays of a captured step nobody checks that.
     """
 
     def converge(self, weights: Sequence[float]) -> None:
-        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1."""
+        """All outputs and the base become the weighted mean of the replicas (Eq.
+
+        3), the displacement 0. The weights sum to 1.
+        """
 
 
 class AveragePlan(Protocol):
     """A weighted mean over K co-resident sets, prepared for one set of tensors."""
 
     def average(self, weights: Sequence[float]) -> None:
-        """Every set becomes sum_k weights[k] * set k (Eq. 3). The weights sum to 1; a set of weight 0 is not read."""
+        """Every set becomes sum_k weights[k] * set k (Eq.
+
+        3). The weights sum to 1; a set of weight 0 is not read.
+        """
 
 
 class PairPlan(Protocol):
     """Operations between two sets of tensors. Neither may overlap the other."""
 
     def copy(self, scale: float = 1.0) -> None:
-        """destination = scale * source, for each pair. Scale 0 writes zeros, also where a source holds NaN."""
+        """destination = scale * source, for each pair.
+
+        Scale 0 writes zeros, also where a source holds NaN.
+        """
 
     def lerp(self, weight: float) -> None:
-        """destination moves by `weight` of the way towards the source; 1 copies, whatever stood there."""
+        """destination moves by `weight` of the way towards the source; 1 copies, whatever stood
+        there."""
 
     def swap(self) -> None:
         """The contents change places, bit for bit. Both sides have equal dtypes."""
@@ -214,7 +241,8 @@ class NormPlan(Protocol):
     """The global norm of one set of tensors."""
 
     def norm(self) -> Tensor:
-        """sqrt(sum of squares), 0-d float32 on the device, summed in float64; not finite where an element is not. Does not wait."""
+        """sqrt(sum of squares), 0-d float32 on the device, summed in float64; not finite where an
+        element is not. Does not wait."""
 
 
 class Backend(Protocol):
@@ -237,6 +265,7 @@ class Backend(Protocol):
         source_lowers: Column | None,
         masters: Column | None,
     ) -> PairPlan:
-        """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of the destinations, written with them."""
+        """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of
+        the destinations, written with them."""
 
     def norm_plan(self, tensors: Sequence[Tensor]) -> NormPlan: ...

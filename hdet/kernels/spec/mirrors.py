@@ -1,4 +1,5 @@
-"""What a plan keeps on a device: nothing is copied twice, tables stay in memory for as long as a stream or a CUDA graph may read them, and
+"""What a plan keeps on a device: nothing is copied twice, tables stay in memory for as long as a
+stream or a CUDA graph may read them, and
 while a graph is captured nothing is copied and no kernel is launched for the first time."""
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from torch import Tensor
 from ...profiling import ranged
 
 captured: list[list[Tensor]] = []
-"""the tables of plans that a CUDA graph has captured: it holds their addresses, and may outlive the plan"""
+"""the tables of plans that a CUDA graph has captured: it holds their addresses, and may outlive the
+plan"""
 
 
-# What follows is all that a test replaces to run plans of the "cuda" backend against the kernels' host build (tests/kernels/shim).
+# What follows is all that a test replaces to run plans of the "cuda" backend against the kernels'
+# host build (tests/kernels/shim).
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """The device is torch's current one inside. Afterwards that is what it was, without a context on a GPU that nobody has used."""
+    """The device is torch's current one inside.
+
+    Afterwards that is what it was, without a context on a GPU that nobody has used.
+    """
     return torch.cuda.device(device)
 
 
@@ -43,17 +49,22 @@ def _placed(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_without_waiting(table: Tensor, placed: Tensor) -> None:
-    """Through pinned memory of torch's, which keeps it until the copy is done: `table` may change right away."""
+    """Through pinned memory of torch's, which keeps it until the copy is done:
+
+    `table` may change right away.
+    """
     placed.copy_(table.pin_memory() if placed.is_cuda else table, non_blocking=True)
 
 
 def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
-    """Keeps the table's memory, once it is dropped, until this stream has done all it was given before."""
+    """Keeps the table's memory, once it is dropped, until this stream has done all it was given
+    before."""
     table.record_stream(stream)
 
 
 class DeviceMemory:
-    """The tables of one plan in the memory of a device, with copies in host memory of what has been copied there."""
+    """The tables of one plan in the memory of a device, with copies in host memory of what has been
+    copied there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,10 +78,14 @@ class DeviceMemory:
         self._captured = 0  # so many of the first tables may be read by a CUDA graph
 
     def place(self, table: Tensor) -> Tensor:
-        """A table that a plan keeps, where kernels read it. Raises RuntimeError where a new one cannot be made."""
+        """A table that a plan keeps, where kernels read it.
+
+        Raises RuntimeError where a new one cannot be made.
+        """
         if _capturing(self.device):
             _refuse(
-                "hdet prepares an operation for its tensors at the first call, which cannot be captured"
+                "hdet prepares an operation for its tensors at the first call, which cannot be "
+                "captured"
             )
         placed = _placed(table, self.device)
         self._tables.append(placed)
@@ -83,14 +98,16 @@ class DeviceMemory:
 
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
-        """`table` may have changed in host memory: what place() returned for it follows on the current stream, without waiting, unless it
+        """`table` may have changed in host memory: what place() returned for it follows on the
+        current stream, without waiting, unless it
         is the same. Raises RuntimeError where it cannot be copied."""
         if self.differs(table, placed):
             _copy_without_waiting(table, placed)
             self.note(table, placed)
 
     def differs(self, table: Tensor, placed: Tensor) -> bool:
-        """Whether `table` may not be what place() returned for it, on the device: then it is to be brought there, and `note` follows. Raises
+        """Whether `table` may not be what place() returned for it, on the device: then it is to be
+        brought there, and `note` follows. Raises
         RuntimeError if so under capture, when nothing can be."""
         place = placed.data_ptr()
         mirror = None if place in self._unsure else self._bits.get(place)
@@ -111,24 +128,32 @@ class DeviceMemory:
         return any(table is placed for table in self._tables[: self._captured])
 
     def replayed(self, placed: Tensor) -> Tensor | None:
-        """A copy in host memory of what place() returned, if a CUDA graph has captured it and none is being captured now; else None."""
+        """A copy in host memory of what place() returned, if a CUDA graph has captured it and none
+        is being captured now; else None."""
         if not self.is_captured(placed) or _capturing(self.device):
             return None
         return self._bits[placed.data_ptr()].view(placed.dtype).clone()
 
     def check_launched(self, kernel: Hashable) -> None:
-        """Before each launch. Raises RuntimeError for the first launch of a kernel where it would be captured: compiling it or loading
+        """Before each launch.
+
+        Raises RuntimeError for the first launch of a kernel where it would be captured: compiling
+        it or loading
         its code is not allowed there."""
         if kernel in self._launched:
             return
         if _capturing(self.device):
             _refuse(
-                "this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients)"
+                "this step takes a norm, or ends, as no step before it did (max_grad_norm, "
+                "zero_gradients)"
             )
         self._launched.add(kernel)
 
     def stream(self) -> int:
-        """The current stream, to launch on. It may be another one at each call, and may be captured."""
+        """The current stream, to launch on.
+
+        It may be another one at each call, and may be captured.
+        """
         stream = _current_stream(self.device)
         if self._captured < len(self._tables) and _capturing(self.device):
             if not self._captured:
@@ -148,7 +173,10 @@ def _bits(table: Tensor) -> Tensor:
 
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
-        f"{what}. A CUDA graph replays what it captured, so its step must find everything on the device: before the capture run one step "
-        "with the same parameters as a warm-up, afterwards leave gradients where they are (zero_grad(set_to_none=False), or "
-        "zero_gradients=True), and after the last change of a hyperparameter call optimizer.write_hyperparameters()"
+        f"{what}. A CUDA graph replays what it captured, so its step must find everything on the "
+        "device: before the capture run one step "
+        "with the same parameters as a warm-up, afterwards leave gradients where they are "
+        "(zero_grad(set_to_none=False), or "
+        "zero_gradients=True), and after the last change of a hyperparameter call "
+        "optimizer.write_hyperparameters()"
     )

@@ -1,4 +1,5 @@
-"""What the host says in each step: the table of numbers that the kernels read, and what is refused in it."""
+"""What the host says in each step: the table of numbers that the kernels read, and what is refused
+in it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from .interface import COUPLED, DECOUPLED, StepOptions, StepSettings, StepTensor
 
 CALL_SETTINGS = 1
 GROUP_SETTINGS = len(StepSettings._fields) - 1
-"""in doubles, as in csrc/core/hyper.h: CallSettings, and GroupSettings with the fields of StepSettings but for the multipliers"""
+"""in doubles, as in csrc/core/hyper.h:
+
+CallSettings, and GroupSettings with the fields of StepSettings but for the multipliers
+"""
 
 
 def count_settings(num_groups: int, num_replicas: int) -> int:
@@ -22,7 +26,8 @@ def count_settings(num_groups: int, num_replicas: int) -> int:
 
 
 def settings_numbers(settings: Sequence[StepSettings], options: StepOptions) -> list[float]:
-    """The table, in the order of csrc/core/hyper.h: of the call, of each group, rho[groups][replicas] (Eq. 1).
+    """The table, in the order of csrc/core/hyper.h: of the call, of each group,
+    rho[groups][replicas] (Eq. 1).
 
     A rate in a tensor is 0 here: the kernels read it where it is. Nothing is checked.
     """
@@ -35,13 +40,15 @@ def settings_numbers(settings: Sequence[StepSettings], options: StepOptions) -> 
 
 
 Rate = tuple[int, torch.dtype | None, torch.Size | None]
-"""address, type and shape of a learning rate in device memory; address 0: it is a number of the table"""
+"""address, type and shape of a learning rate in device memory; address 0: it is a number of the
+table"""
 
 
 class SettingsTable:
     """What a plan's device has of settings: they are checked and written where they differ from it.
 
-    Another object for a rate in the same memory, like the `detach()` of each step, is the same rate.
+    Another object for a rate in the same memory, like the `detach()` of each step, is the same
+    rate.
     """
 
     def __init__(
@@ -79,7 +86,8 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
                 tensors.exp_avgs is None or tensors.exp_avgs[i] is None
             ):
                 raise ValueError(
-                    f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is missing: plan again with one"
+                    f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is "
+                    "missing: plan again with one"
                 )
 
 
@@ -93,7 +101,8 @@ def check_group(
         raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
     if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
         raise ValueError(
-            f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and {s.weight_decay}"
+            f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and "
+            f"{s.weight_decay}"
         )
     if len(s.multipliers) != num_replicas:
         raise ValueError(
@@ -107,11 +116,13 @@ def check_group(
     if rule == "sgd":
         if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
             raise ValueError(
-                f"momentum of {name} must be finite and not negative and dampening finite, got beta1={s.beta1}, dampening={s.dampening}"
+                f"momentum of {name} must be finite and not negative and dampening finite, got "
+                f"beta1={s.beta1}, dampening={s.dampening}"
             )
         if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
             raise ValueError(
-                f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, dampening={s.dampening}"
+                f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, "
+                f"dampening={s.dampening}"
             )
     elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
         raise ValueError(
@@ -119,7 +130,8 @@ def check_group(
         )
     if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
         raise ValueError(
-            f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so {num_replicas} replicas cannot share moments: "
+            f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so "
+            f"{num_replicas} replicas cannot share moments: "
             f"set it to 0 or use {' or '.join(DECOUPLED)}"
         )
 
@@ -139,7 +151,8 @@ def check_options(options: StepOptions, tensors: StepTensors) -> None:
             check_scalar(value, name, device)
     if not options.max_norm >= 0:
         raise ValueError(
-            f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip"
+            f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not "
+            "clip"
         )
 
 
@@ -149,5 +162,6 @@ def check_shares(weights: Sequence[float], num_replicas: int) -> None:
         raise ValueError(f"weights has {len(weights)} entries for {num_replicas} replicas")
     if not (all(0 <= w < math.inf for w in weights) and abs(math.fsum(weights) - 1) < 1e-6):
         raise ValueError(
-            f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them by their sum"
+            f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them "
+            "by their sum"
         )

@@ -1,4 +1,5 @@
-"""What is alike in every backend: the operations of pairs, and what would take replicas off their line (csrc/core/rank_one.h)."""
+"""What is alike in every backend: the operations of pairs, and what would take replicas off their
+line (csrc/core/rank_one.h)."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
     step = tensors.as_step()
     if coded := step.coded():
         raise TypeError(
-            f"moments of output {coded[0]} are codes of 8 bits, which replicas on one line do not have: use float32 or bfloat16"
+            f"moments of output {coded[0]} are codes of 8 bits, which replicas on one line do not "
+            "have: use float32 or bfloat16"
         )
     checks.check_step_tensors(step)
     count = len(step.params[0])
@@ -88,7 +90,10 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
 
 
 def mean_rho(multipliers: Sequence[float], weights: Sequence[float]) -> float:
-    """sum_k w_k rho_k, one term after the other: Python's sum() rounds in another way from 3.12 on."""
+    """sum_k w_k rho_k, one term after the other:
+
+    Python's sum() rounds in another way from 3.12 on.
+    """
     total = 0.0
     for weight, rho in zip(weights, multipliers, strict=True):
         total += weight * rho
@@ -96,7 +101,8 @@ def mean_rho(multipliers: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class OnLine:
-    """A RankOnePlan, for a backend whose step plan it comes before: that one's `step` and `upload` call `_take_settings`, and `_meet` does a converge.
+    """A RankOnePlan, for a backend whose step plan it comes before: that one's `step` and `upload`
+    call `_take_settings`, and `_meet` does a converge.
 
     While the replicas are apart, no other multipliers can describe them.
     """
@@ -126,13 +132,16 @@ class OnLine:
                     else "set decay_at_base, or weight_decay to 0"
                 )
                 raise ValueError(
-                    f"weight_decay={s.weight_decay} of group {group} takes replicas off their line (rank one): {remedy}"
+                    f"weight_decay={s.weight_decay} of group {group} takes replicas off their line "
+                    f"(rank one): {remedy}"
                 )
         multipliers = [tuple(s.multipliers) for s in settings]
         if self._apart and multipliers != self._multipliers:
             raise ValueError(
-                f"multipliers changed from {self._multipliers} to {multipliers} while the replicas are apart: "
-                "change them after converge() (the end of a cycle, or average_replicas of an optimizer)"
+                f"multipliers changed from {self._multipliers} to {multipliers} while the replicas "
+                "are apart: "
+                "change them after converge() (the end of a cycle, or average_replicas of an "
+                "optimizer)"
             )
 
     @ranged("hdet.converge")
@@ -142,5 +151,6 @@ class OnLine:
         self._apart = False
 
     def _meet(self, rhos: list[float]) -> None:
-        """Replicas, and the base, become the points of the line at these multipliers, one for each group."""
+        """Replicas, and the base, become the points of the line at these multipliers, one for each
+        group."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""The Triton backend: the kernels of hdet.triton_kernels on CUDA tensors, or in Triton's interpreter. Needs no build of hdet."""
+"""The Triton backend: the kernels of hdet.triton_kernels on CUDA tensors, or in Triton's
+interpreter. Needs no build of hdet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where a plan's tables lie and how its kernels are launched, on a CUDA device or in Triton's interpreter."""
+"""Where a plan's tables lie and how its kernels are launched, on a CUDA device or in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -12,29 +13,42 @@ from ...triton_kernels import tables as t
 from ..spec.mirrors import DeviceMemory
 
 BLOCK = 1024
-"""elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
+"""elements a program of 4 warps moves at a time:
+
+8 a thread, in two accesses of 16 bytes for float32
+"""
 TABLE_BLOCK = 2048
 """numbers of a table, or of a norm, that one program takes at a time"""
 DERIVED = 256
 """tensors whose hyperparameters one program derives"""
 REGISTERS, CODED_REGISTERS = 128, 168
-"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own. Blocks of codes
-stay in registers until their largest number is known: four, or three programs of 4 warps on a multiprocessor"""
+"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a
+threshold of its own. Blocks of codes
+stay in registers until their largest number is known: four, or three programs of 4 warps on a
+multiprocessor"""
 
 COMPILER = {"enable_fp_fusion": False}
 """for every kernel: no contraction, so that results have the bits of the native backends"""
 
 interpreted: bool = triton.knobs.runtime.interpret
-"""whether kernels run in Triton's interpreter, on CPU tensors: decided by TRITON_INTERPRET when Triton was imported"""
+"""whether kernels run in Triton's interpreter, on CPU tensors: decided by TRITON_INTERPRET when
+Triton was imported"""
 
 
 def block_for(longest: int) -> int:
-    """A program's elements at a time. The interpreter takes each operation as one numpy call, the larger the better: up to a chunk."""
+    """A program's elements at a time.
+
+    The interpreter takes each operation as one numpy call, the larger the better: up to a chunk.
+    """
     return max(16, triton.next_power_of_2(min(longest, t.CHUNK_ELEMENTS))) if interpreted else BLOCK
 
 
 def chunk_for(formats: Sequence[int]) -> int:
-    """A program's elements. Codes are looked up in tables, which a program reads anew; the interpreter takes each program in turn."""
+    """A program's elements.
+
+    Codes are looked up in tables, which a program reads anew; the interpreter takes each program in
+    turn.
+    """
     coded = t.FORMATS[torch.uint8] in formats
     return t.CHUNK_ELEMENTS if coded or interpreted else t.SHORT_CHUNK
 
@@ -54,7 +68,8 @@ class Memory(DeviceMemory):
     def __init__(self, device: torch.device) -> None:
         if interpreted and device.type != "cpu":
             raise ValueError(
-                f'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors on {device}: unset TRITON_INTERPRET'
+                'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors '
+                f"on {device}: unset TRITON_INTERPRET"
             )
         if not interpreted and device.type != "cuda":
             raise ValueError(
@@ -63,7 +78,8 @@ class Memory(DeviceMemory):
         super().__init__(device)
 
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
-        """One launch with as many programs on the current stream; none where there is nothing to do."""
+        """One launch with as many programs on the current stream; none where there is nothing to
+        do."""
         if programs == 0:
             return
         self.check_launched((kernel, *options.items()))
@@ -78,7 +94,8 @@ class Memory(DeviceMemory):
 def place_by_format(
     memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int]
 ) -> list[tuple[Any, int, torch.Tensor]]:
-    """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one combination."""
+    """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say:
+    kernels are compiled for one combination."""
     return [
         (
             formats,

@@ -1,4 +1,5 @@
-"""An optimizer step in Triton: at most one launch for the norm, one to derive, and one for each format of tensors."""
+"""An optimizer step in Triton: at most one launch for the norm, one to derive, and one for each
+format of tensors."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ class TritonStepPlan:
         self._settings.take(settings, options)
 
     def _check_gradients(self, gradients: Column) -> tuple[list[int], list[torch.dtype | None]]:
-        """The gradients' addresses, 0 where there is none, and their dtypes or the last ones there were, after a check that costs little.
+        """The gradients' addresses, 0 where there is none, and their dtypes or the last ones there
+        were, after a check that costs little.
         Anything unusual goes to the checks that can say what it is."""
         given = [g for g in gradients if g is not None]
         shapes = (

@@ -13,7 +13,8 @@ from .launch import Memory, interpreted
 
 TYPES = (torch.bfloat16, torch.float16)
 BLOCK, SMALL_BLOCK, DEPTH = 128, 64, 64
-"""rows of a tile; of matrices that would fill few tiles; elements of a row that are multiplied at a time"""
+"""rows of a tile; of matrices that would fill few tiles; elements of a row that are multiplied at a
+time"""
 _LARGE = 512
 _OPTIONS = {"num_warps": 4, "num_stages": 3}
 _SMALL_OPTIONS = {"num_warps": 4, "num_stages": 4}
@@ -25,10 +26,12 @@ def _memory(device: torch.device) -> Memory:
 
 
 def product(left: Tensor, right: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """beta * added + alpha * left @ right.mT, which the caller knows to be symmetric: (B, m, k), (B, m, k) -> (B, m, m).
+    """beta * added + alpha * left @ right.mT, which the caller knows to be symmetric:
 
-    bfloat16 or float16 on a CUDA device; sums are float32, and the result is rounded once. In Triton's interpreter on a CPU. float32, which
-    tensor cores would round, goes to torch.
+    (B, m, k), (B, m, k) -> (B, m, m).
+
+    bfloat16 or float16 on a CUDA device; sums are float32, and the result is rounded once. In
+    Triton's interpreter on a CPU. float32, which tensor cores would round, goes to torch.
     """
     if (
         interpreted and left.dtype == torch.bfloat16
