@@ -262,7 +262,7 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     by_best = gaps(records, "best")
     levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in by_best)]
     starts = sorted({start for _, start, _ in by_best})
-    yield "| try | " + " | ".join(f"{start:g} times the usual rate" for start in starts) + " |"
+    yield "| try | " + " | ".join(f"{start:g} times" for start in starts) + " |"
     yield "|---" * (1 + len(starts)) + "|"
     for name in dict.fromkeys(name for name, _, _ in by_best):
         cells = [
