@@ -18,10 +18,8 @@ from .compare import Options, Shapes, compare, free, main
 def average(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8
 ) -> dict[str, Any]:
-    """Every set is read and written once:
-
-    8K bytes. torch: the mean of a stack, copied back to all sets.
-    """
+    """Every set is read and written once: 8K bytes. torch: the mean of a stack, copied back to
+    all sets."""
     ours, theirs = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
     plan, weights = hk.average_plan(ours, None, options.backend), [1 / count] * count
 

@@ -54,10 +54,8 @@ def gpt2(width: int = 768, layers: int = 12) -> Shapes:
 
 
 def layer_of_7b(layers: int = 1) -> Shapes:
-    """Transformer layers of a 7B model (Llama 2: width 4096, 11008 inside):
-
-    202 million parameters in 9 tensors each.
-    """
+    """Transformer layers of a 7B model (Llama 2: width 4096, 11008 inside): 202 million
+    parameters in 9 tensors each."""
     return [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008), (4096,), (4096,)] * layers
 
 

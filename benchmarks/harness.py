@@ -63,10 +63,8 @@ def _rank(
 
 
 class Collective(NamedTuple):
-    """A call of this rank, as a ring does it:
-
-    ``messages`` that wait for each other, ``sent`` bytes in all.
-    """
+    """A call of this rank, as a ring does it: ``messages`` that wait for each other, ``sent``
+    bytes in all."""
 
     name: str
     messages: int

@@ -58,10 +58,8 @@ def separate_steps(
 def shared_moments(
     options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int
 ) -> dict[str, Any]:
-    """Gradient 4, moments 16, and each set read and written:
-
-    20 + 8K bytes, where separate steps move 28K.
-    """
+    """Gradient 4, moments 16, and each set read and written: 20 + 8K bytes, where separate steps
+    move 28K."""
     gradients = options.randn(shapes)
     plan, rows = (
         stored(options, shapes, [options.randn(shapes) for _ in range(count)]),

@@ -32,9 +32,7 @@ def fused(
 
 def adamw(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """float32 throughout: gradient, parameter and two moments are read, the last three written:
-
-    28 bytes.
-    """
+    28 bytes."""
     gradients = options.randn(shapes)
     ours, theirs = (
         fused(options, options.randn(shapes), gradients),
@@ -122,9 +120,8 @@ def coded(
     notes: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Moments in 8 bits: gradient 4, parameter 8, moments 4:
-
-    16 bytes, and 28 of the tensors that are too small for codes.
+    """Moments in 8 bits: gradient 4, parameter 8, moments 4: 16 bytes, and 28 of the tensors that
+    are too small for codes.
 
     In bfloat16, split, 14: gradient 2, parameter and its other half 8, moments 4. torch: float32
     moments.
@@ -161,11 +158,8 @@ def coded_split(
 
 
 def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 throughout, rounded stochastically:
-
-    14 bytes. 90 instructions an element, a quarter of a Philox call is 25 of them; see
-    docs/evidence/gpu.md.
-    """
+    """bfloat16 throughout, rounded stochastically: 14 bytes. 90 instructions an element, a
+    quarter of a Philox call is 25 of them; see docs/evidence/gpu.md."""
     gradients, low = options.randn(shapes, torch.bfloat16), torch.bfloat16
     ours = fused(
         options, options.randn(shapes, low), gradients, moment_dtype=low, stochastic_rounding=True

@@ -1,6 +1,6 @@
-"""Mean sentence length of README.md and of the pages of the site, in words:
+"""Mean sentence length of README.md and of the pages of the site, in words.
 
-`python docs/sentences.py`.
+    python docs/sentences.py
 
 Code blocks, tables, headings and images are left out; a piece of inline code is one word. A
 paragraph or list item ends a sentence. Exit status 1 if README or a page of the sections in `HELD`

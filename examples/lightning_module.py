@@ -1,6 +1,7 @@
-"""AutoLR as a callback of Lightning's Trainer:
+"""AutoLR as a callback of Lightning's Trainer.
 
-`python examples/lightning_module.py`, or with two processes: `... lightning_module.py 250 2`.
+    python examples/lightning_module.py
+    python examples/lightning_module.py 250 2    (two processes)
 
 A small regression with accumulation, clipping, validations and a schedule, from a thirtieth of a
 good rate.

@@ -1,7 +1,7 @@
-"""AutoLR with Megatron-Core:
+"""AutoLR with Megatron-Core.
 
-`torchrun --nproc-per-node 2 examples/megatron_gpt.py`, or with parameters in two stages of a
-pipeline: `... 250 1 2`.
+    torchrun --nproc-per-node 2 examples/megatron_gpt.py
+    torchrun --nproc-per-node 2 examples/megatron_gpt.py 250 1 2    (two stages of a pipeline)
 
 A tiny GPT, from a hundredth of a good rate; arguments are steps, tensor and pipeline parallel size.
 Its model and data are in megatron_tiny.py.

@@ -1,6 +1,6 @@
-"""A scheduler of timm's, which is none of torch's, in a loop as timm's train.py has it:
+"""A scheduler of timm's, which is none of torch's, in a loop as timm's train.py has it.
 
-`python examples/timm_scheduler.py`, with `pip install timm`.
+    python examples/timm_scheduler.py    (after pip install timm)
 
 A small regression, from a thirtieth of a good rate.
 """

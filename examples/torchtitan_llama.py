@@ -1,6 +1,6 @@
-"""AutoLR in torchtitan:
+"""AutoLR in torchtitan. One process, or any number of them.
 
-`torchrun --nproc-per-node 2 examples/torchtitan_llama.py`. One process, or any number of them.
+    torchrun --nproc-per-node 2 examples/torchtitan_llama.py
 
 A tiny Llama, from a hundredth of a good rate. Several processes are HSDP of two replicas. Its model
 and data are in torchtitan_tiny.py.

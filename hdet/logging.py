@@ -1,7 +1,5 @@
-"""Where records of cycles go:
-
-``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`, or `History`.
-"""
+"""Where records of cycles go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`,
+or `History`."""
 
 from __future__ import annotations
 
@@ -16,11 +14,9 @@ __all__ = ["History", "TensorBoard", "WandB", "scalars"]
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
-    """The numbers of a record (`Ensemble.history`), by its own keys:
-
-    ``hdet/values/lr``, ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``.
-    ``left_out`` is how many replicas were. What is None, text, or there for `hdet.replay` alone is
-    missing."""
+    """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``,
+    ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``. ``left_out`` is how many replicas were.
+    What is None, text, or there for `hdet.replay` alone is missing."""
     told = {
         key: len(value) if key == "left_out" else value
         for key, value in record.items()

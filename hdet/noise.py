@@ -56,10 +56,8 @@ def warm_noise_(
     replicas: Replicas | None = None,
     slices: Mapping[torch.Tensor, Slice] | None = None,
 ) -> None:
-    """Eq.
-
-    9, per tensor and in place: theta_r <- theta_0 + eps_r, eps ~ N(0, nu^2 ||theta_0||^2 / d), d =
-    elements of the tensor.
+    """Eq. 9, per tensor and in place: theta_r <- theta_0 + eps_r, eps ~ N(0, nu^2 ||theta_0||^2 /
+    d), d = elements of the tensor.
 
     So the noise has nu times the tensor's own norm. It is a function of (seed, replica, tensor,
     element of the full tensor): torch's generators are not touched, and a run repeated with the

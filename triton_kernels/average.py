@@ -1,7 +1,5 @@
-"""The weighted mean of K co-resident replicas, in place (Eq.
-
-3): each set is read once and written once.
-"""
+"""The weighted mean of K co-resident replicas, in place (Eq. 3): each set is read once and
+written once."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,5 @@
-"""Batches of products that are symmetric:
-
-X X^T, and products of polynomials of one matrix (Newton-Schulz). Half of the tiles are computed.
+"""Batches of products that are symmetric: X X^T, and products of polynomials of one matrix
+(Newton-Schulz). Half of the tiles are computed.
 
 The only kernel here that multiplies matrices, on tensor cores: sums are float32, in an order of the
 hardware's own.

@@ -85,8 +85,6 @@ def chunk_table(
 
 
 def vector(formats: Sequence[int], aligned: bool) -> int:
-    """Elements a thread moves at a time (numbers.py):
-
-    16 bytes of the widest stream, if every address is a multiple of 16.
-    """
+    """Elements a thread moves at a time (numbers.py): 16 bytes of the widest stream, if every
+    address is a multiple of 16."""
     return (4 if 1 in formats else 8) if aligned else 1

@@ -14,10 +14,8 @@ from .runs import Record, Task, read, run_missing
 def parser(
     doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``:
-
-    None, as many as the hero figure has;
-    ``problems``: the default, without which there is no choice."""
+    """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``: None, as many
+    as the hero figure has; ``problems``: the default, without which there is no choice."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -58,10 +58,8 @@ class Setup:
     sigma: float | None = None
     """of the softmax controller; None: OneCycle as it is"""
     decay: str | None = "floor"
-    """of that controller:
-
-    Eq. 7, corrected, which replaces OneCycle; or None, and it multiplies OneCycle
-    """
+    """of that controller: Eq. 7, corrected, which replaces OneCycle; or None, and it multiplies
+    OneCycle"""
     local: bool = False
 
 

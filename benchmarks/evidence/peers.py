@@ -84,9 +84,8 @@ def dadapt_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Par
 def dog(
     problem: Problem, model: nn.Module, rate: float, seed: int, movement: float = 1e-4
 ) -> Parts:
-    """L-DoG:
-
-    SGD whose step is distance over gradients, tensor by tensor; the averaged weights are evaluated.
+    """L-DoG: SGD whose step is distance over gradients, tensor by tensor; the averaged weights are
+    evaluated.
 
     The first movement is its README's remedy, a hundred times the default, for steps that do not
     grow early: runs are short here, and from 1e-6 it had not arrived anywhere on digits (1.99,

@@ -91,10 +91,8 @@ class Method:
     start: float
     """A rate near which the best one is looked for, in powers of 2."""
     search: tuple[int, int] | None
-    """Exponents between which every second one is tried; None:
-
-    ``start`` is the best rate by definition.
-    """
+    """Exponents between which every second one is tried; None: ``start`` is the best rate by
+    definition."""
     copies: float = 0.0
     borrows: str | None = None
     """The method whose best rate this one starts from."""

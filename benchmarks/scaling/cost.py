@@ -60,10 +60,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Link:
-    """``bandwidth``:
-
-    B, bytes per second that each rank can send while all do; ``latency``: alpha, seconds a message.
-    """
+    """``bandwidth``: B, bytes per second that each rank can send while all do; ``latency``:
+    alpha, seconds a message."""
 
     bandwidth: float
     latency: float
@@ -97,18 +95,14 @@ all_to_all = reduce_scatter
 
 
 def ring_all_reduce(size: float, ranks: int) -> Traffic:
-    """Reduce-scatter, then all-gather:
-
-    2 (p - 1) messages, 2 (p - 1) / p of the bytes, which no all-reduce can undercut.
-    """
+    """Reduce-scatter, then all-gather: 2 (p - 1) messages, 2 (p - 1) / p of the bytes, which no
+    all-reduce can undercut."""
     return reduce_scatter(size, ranks) + all_gather(size, ranks)
 
 
 def tree_all_reduce(size: float, ranks: int) -> Traffic:
-    """Up and down two complementary binary trees, pipelined:
-
-    2 ceil(log2 p) messages, twice the bytes.
-    """
+    """Up and down two complementary binary trees, pipelined: 2 ceil(log2 p) messages, twice the
+    bytes."""
     return Traffic(2 * math.ceil(math.log2(ranks)), 2 * size) if ranks > 1 else Traffic()
 
 

@@ -1,6 +1,5 @@
-"""One interface to the kernels, four backends:
-
-"cpu" and "cuda" (native), "triton", and "torch" (the reference).
+"""One interface to the kernels, four backends: "cpu" and "cuda" (native), "triton", and "torch"
+(the reference).
 
 A backend asked for by name that is missing raises and says why. "auto" takes the native backend of
 the tensors' device. There is one exception: CUDA tensors under an hdet that was built without CUDA
@@ -208,9 +207,8 @@ def average_plan(
     masters: Sequence[Column] | None = None,
     backend: str = "auto",
 ) -> AveragePlan:
-    """Prepares the weighted mean of K co-resident sets:
-
-    K lists of tensors of equal shapes and dtypes, contiguous, on one device, apart.
+    """Prepares the weighted mean of K co-resident sets: K lists of tensors of equal shapes and
+    dtypes, contiguous, on one device, apart.
 
     Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean
     is of the masters and both are written. Raises ValueError or TypeError for anything else.
@@ -265,9 +263,8 @@ def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
 def average_(
     replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto"
 ) -> None:
-    """Replaces K co-resident replicas by their weighted mean, in place (Eq.
-
-    3). Prepares a plan for this one call.
+    """Replaces K co-resident replicas by their weighted mean, in place (Eq. 3). Prepares a plan for
+    this one call.
 
     `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n);
     contiguous, on one device, not overlapping. `weights` are K numbers >= 0; they are divided by

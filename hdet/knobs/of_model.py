@@ -120,10 +120,8 @@ class Scalar:
 
 
 ModuleValue = Scalar
-"""The same by another name, under which a scalar of a module is looked for:
-
-``ModuleValue(name, get, set, spread)``.
-"""
+"""The same by another name, under which a scalar of a module is looked for: ``ModuleValue(name,
+get, set, spread)``."""
 
 
 @dataclass(frozen=True)

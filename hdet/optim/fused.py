@@ -647,11 +647,9 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def average_replicas(self, weights: Sequence[float]) -> None:
-        """Every replica becomes sum_k weights[k] * replica k (Eq.
-
-        3), masters and parameters. The weights are divided by their sum; a
-        replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters
-        are left alone."""
+        """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters.
+        The weights are divided by their sum; a replica of weight 0 is not read. Moments and
+        counters are shared and stay. Frozen parameters are left alone."""
         shares = normalised(weights, self.num_replicas)
         self._take_over()
         if self.num_replicas == 1:

@@ -14,9 +14,8 @@ from .step_plans import Hyper
 
 
 class FusedLion(FusedOptimizer):
-    """Lion (Chen et al.
-
-    2023, Algorithm 2). One moment, and every element moves by the rate or not at all.
+    """Lion (Chen et al. 2023, Algorithm 2). One moment, and every element moves by the rate or not
+    at all.
 
     With gradient g and rate r = lr * multiplier (Eq. 2)::
 

@@ -27,10 +27,8 @@ from .moment_storage import values_of as values_of_moment
 from .newton_schulz import Iteration, orthogonalise
 
 _BATCH_ELEMENTS = 1 << 26
-"""of the matrices that go through Newton-Schulz together:
-
-256 MB for each float32 copy. More gains nothing.
-"""
+"""of the matrices that go through Newton-Schulz together: 256 MB for each float32 copy. More
+gains nothing."""
 
 
 class Row(NamedTuple):

@@ -47,9 +47,8 @@ _KEYS = {
 
 
 class FusedMuon(FusedOptimizer):
-    """Muon (Jordan et al.
-
-    2024) for matrices, as torch.optim.Muon computes it, and AdamW for every other parameter.
+    """Muon (Jordan et al. 2024) for matrices, as torch.optim.Muon computes it, and AdamW for every
+    other parameter.
 
     With gradient g, rate r = lr * multiplier (Eq. 2) and NS the Newton-Schulz iteration
     (newton_schulz.py)::

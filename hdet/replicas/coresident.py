@@ -1,7 +1,5 @@
-"""Several replicas of one model on one device:
-
-K sets of parameters, one gradient, one set of moments.
-"""
+"""Several replicas of one model on one device: K sets of parameters, one gradient, one set of
+moments."""
 
 from __future__ import annotations
 

@@ -231,10 +231,9 @@ def _row(
 
 
 def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[CycleStats]:
-    """The inverse of `_row`, of the sums over each replica's ranks:
-
-    (N, w) float64, on any device. Column by column: at a thousand
-    replicas a look at each number by itself would be most of what a cycle costs the host."""
+    """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any
+    device. Column by column: at a thousand replicas a look at each number by itself would be
+    most of what a cycle costs the host."""
     sums, weights, *rest = table.cpu().T.tolist()
     digests = zip(rest.pop(0), rest.pop(0), strict=True) if compare else repeat(())
     marked = zip(*(rest.pop(0) for _ in range(marks)), strict=True) if marks else repeat(())

@@ -111,10 +111,8 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]])
 
 
 class Guard:
-    """`during` for one Ensemble, which refuses to go on after a `ReplicaLost`:
-
-    ``with guard("average"): ...``.
-    """
+    """`during` for one Ensemble, which refuses to go on after a `ReplicaLost`: ``with
+    guard("average"): ...``."""
 
     def __init__(self, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> None:
         self._replicas, self._where = replicas, where

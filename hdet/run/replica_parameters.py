@@ -158,11 +158,8 @@ class ReplicaWeights:
         return notes
 
     def complete(self, healthy: Sequence[int], losses: Sequence[float | None]) -> None:
-        """Eq.
-
-        3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no
-        end of a cycle.
-        """
+        """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged:
+        it is no end of a cycle."""
         weights = self._weights(healthy, losses)
         self.average.complete(weights)
         if self.moments.are_averaged:
@@ -195,10 +192,8 @@ class ReplicaWeights:
             self._publish()
 
     def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
-        """w_r of all replicas: uniform over the healthy ones, or Eq.
-
-        4 ("softmax"; uniform again where a healthy one has no loss).
-        """
+        """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again
+        where a healthy one has no loss)."""
         weights = [0.0] * len(losses)
         known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
         softmax = self._kind == "softmax" and len(known) == len(healthy)

@@ -43,10 +43,8 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Of all gradients there are, or of their shards on this rank:
-
-    0-d float64; 0 without any. Does not wait for the device.
-    """
+    """Of all gradients there are, or of their shards on this rank: 0-d float64; 0 without any.
+    Does not wait for the device."""
     gradients = local_parts([p.grad for p in parameters if p.grad is not None])
     dense = [g for g in gradients if g.numel()]
     if not dense:
@@ -86,11 +84,8 @@ def like(shard: Tensor, tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shards were written:
-
-    FSDP2 may hold gathered parameters after a forward pass without a backward, and would go on with
-    those.
-    """
+    """Shards were written: FSDP2 may hold gathered parameters after a forward pass without a
+    backward, and would go on with those."""
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             given: Any = module

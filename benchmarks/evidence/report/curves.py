@@ -91,11 +91,8 @@ class Curve:
 def curves(
     records: Iterable[Record], rank: Callable[[str], Any] = str
 ) -> dict[str, dict[str, Curve]]:
-    """{problem: {method:
-
-    Curve}}, methods in the order of ``rank``; of the longest runs, what is around the best rate of
-    a method's last line.
-    """
+    """{problem: {method: Curve}}, methods in the order of ``rank``; of the longest runs, what is
+    around the best rate of a method's last line."""
     found: dict[str, dict[str, Curve]] = {}
     for problem, lines in sorted(by(longest(records), "problem").items()):
         methods = by(lines, "method")

@@ -42,9 +42,8 @@ def count_scales(elements: int) -> int:
 
 @functools.cache
 def magnitudes(signed: bool) -> tuple[float, ...]:
-    """What codes stand for, ascending, in float32:
-
-    128 magnitudes, as one bit is the sign; or, unsigned, 256.
+    """What codes stand for, ascending, in float32: 128 magnitudes, as one bit is the sign; or,
+    unsigned, 256.
 
     The bits of a code of the tree are k zeros, a one, and a number j of those that are left: the
     middle of the j-th of n equal parts of [0.1, 1] * 10^-k. Where none is left it is 1, and all

@@ -204,20 +204,16 @@ class RankOnePlan(StepPlan, Protocol):
     """
 
     def converge(self, weights: Sequence[float]) -> None:
-        """All outputs and the base become the weighted mean of the replicas (Eq.
-
-        3), the displacement 0. The weights sum to 1.
-        """
+        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the
+        displacement 0. The weights sum to 1."""
 
 
 class AveragePlan(Protocol):
     """A weighted mean over K co-resident sets, prepared for one set of tensors."""
 
     def average(self, weights: Sequence[float]) -> None:
-        """Every set becomes sum_k weights[k] * set k (Eq.
-
-        3). The weights sum to 1; a set of weight 0 is not read.
-        """
+        """Every set becomes sum_k weights[k] * set k (Eq. 3). The weights sum to 1; a set of
+        weight 0 is not read."""
 
 
 class PairPlan(Protocol):

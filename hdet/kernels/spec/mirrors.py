@@ -49,10 +49,8 @@ def _placed(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_without_waiting(table: Tensor, placed: Tensor) -> None:
-    """Through pinned memory of torch's, which keeps it until the copy is done:
-
-    `table` may change right away.
-    """
+    """Through pinned memory of torch's, which keeps it until the copy is done: `table` may
+    change right away."""
     placed.copy_(table.pin_memory() if placed.is_cuda else table, non_blocking=True)
 
 

@@ -14,10 +14,8 @@ from .interface import COUPLED, DECOUPLED, StepOptions, StepSettings, StepTensor
 
 CALL_SETTINGS = 1
 GROUP_SETTINGS = len(StepSettings._fields) - 1
-"""in doubles, as in csrc/core/hyper.h:
-
-CallSettings, and GroupSettings with the fields of StepSettings but for the multipliers
-"""
+"""in doubles, as in csrc/core/hyper.h: CallSettings, and GroupSettings with the fields of
+StepSettings but for the multipliers"""
 
 
 def count_settings(num_groups: int, num_replicas: int) -> int:

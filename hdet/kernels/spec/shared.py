@@ -90,10 +90,8 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
 
 
 def mean_rho(multipliers: Sequence[float], weights: Sequence[float]) -> float:
-    """sum_k w_k rho_k, one term after the other:
-
-    Python's sum() rounds in another way from 3.12 on.
-    """
+    """sum_k w_k rho_k, one term after the other: Python's sum() rounds in another way from 3.12
+    on."""
     total = 0.0
     for weight, rho in zip(weights, multipliers, strict=True):
         total += weight * rho

@@ -13,10 +13,8 @@ from ...triton_kernels import tables as t
 from ..spec.mirrors import DeviceMemory
 
 BLOCK = 1024
-"""elements a program of 4 warps moves at a time:
-
-8 a thread, in two accesses of 16 bytes for float32
-"""
+"""elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for
+float32"""
 TABLE_BLOCK = 2048
 """numbers of a table, or of a norm, that one program takes at a time"""
 DERIVED = 256

@@ -26,9 +26,8 @@ def _memory(device: torch.device) -> Memory:
 
 
 def product(left: Tensor, right: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """beta * added + alpha * left @ right.mT, which the caller knows to be symmetric:
-
-    (B, m, k), (B, m, k) -> (B, m, m).
+    """beta * added + alpha * left @ right.mT, which the caller knows to be symmetric: (B, m, k),
+    (B, m, k) -> (B, m, m).
 
     bfloat16 or float16 on a CUDA device; sums are float32, and the result is rounded once. In
     Triton's interpreter on a CPU. float32, which tensor cores would round, goes to torch.
