@@ -38,7 +38,7 @@ def operations(records: Sequence[dict[str, Any]]) -> str:
             f"{r['of_copy']:.2f}" if "of_copy" in r and "cache" not in r else "",
         ]
         for r in records
-        if "hdet_ms" in r and not r["operation"].startswith("adamw")
+        if "hdet_ms" in r and not re.search("^adamw|rank one|displacement", r["operation"])
     ]
     return table(
         [

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "core/plan.h"
-#include "core/rank_one.h"
 #include "cpu/kernels.h"
 #include "gradients.h"
 #include "lists.h"
@@ -30,9 +29,9 @@ T* at(Address address) {
 }
 
 // A plan as Python sees it: fields named as in plan.h; pointers and enumerations are integers.
-template <class Plan, class... Base>
-struct PlanClass : py::class_<Plan, Base...> {
-  PlanClass(py::module_& m, const char* name) : py::class_<Plan, Base...>(m, name) {
+template <class Plan>
+struct PlanClass : py::class_<Plan> {
+  PlanClass(py::module_& m, const char* name) : py::class_<Plan>(m, name) {
     this->def(py::init([] { return Plan{}; }));
   }
 
@@ -57,12 +56,6 @@ void define_step_plan(py::module_& m) {
       HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
       HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
       HDET_FIELD(grad_scale) HDET_FIELD(found_inf) HDET_FIELD(carried) HDET_FIELD(num_carried);
-}
-
-void define_rank_one_plan(py::module_& m) {
-  using Plan = hdet::RankOnePlan;
-  PlanClass<Plan, hdet::StepPlan>(m, "RankOnePlan")
-      HDET_FIELD(bases) HDET_FIELD(displacements) HDET_FIELD(scales) HDET_FIELD(lines) HDET_FIELD(mean_rho);
 }
 
 void define_average_plan(py::module_& m) {
@@ -116,8 +109,6 @@ void write_addresses(Address out, const std::vector<Address>& addresses) {
 
 void define_cpu(py::module_& m) {
   m.def("cpu_step", &hdet::cpu::step, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def("cpu_rank_one", &hdet::cpu::rank_one, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def("cpu_converge", &hdet::cpu::converge, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
   m.def("cpu_average", &hdet::cpu::average, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
   m.def("cpu_pair", &hdet::cpu::pair, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
   m.def(
@@ -133,8 +124,6 @@ void define_cpu(py::module_& m) {
 #ifdef HDET_CUDA
 void define_cuda(py::module_& m) {
   m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_rank_one", &hdet::cuda::rank_one, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_converge", &hdet::cuda::converge, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_pair", &hdet::cuda::pair, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def(
@@ -174,7 +163,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 10;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 11;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
@@ -187,7 +176,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
 
   define_step_plan(m);
-  define_rank_one_plan(m);
   define_average_plan(m);
   define_pair_plan(m);
   define_gradients(m);

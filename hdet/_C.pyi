@@ -40,8 +40,7 @@ CONTROL_BYTES: int
 
 def build_info() -> BuildInfo: ...
 
-# The structures of csrc/core/plan.h and rank_one.h: addresses and enumerations are integers,
-# everything starts as 0.
+# The structures of csrc/core/plan.h: addresses and enumerations are integers, all starts as 0.
 class StepPlan:
     chunks: int
     num_chunks: int
@@ -75,13 +74,6 @@ class StepPlan:
     found_inf: int
     carried: int
     num_carried: int
-
-class RankOnePlan(StepPlan):
-    bases: int
-    displacements: int
-    scales: int
-    lines: int
-    mean_rho: int
 
 class AveragePlan:
     chunks: int
@@ -143,8 +135,6 @@ class Addresses:
 
 # isa: one of build_info()["isa"]; "" takes the environment's HDET_ISA, else the best
 def cpu_step(plan: StepPlan, threads: int, isa: str = "") -> None: ...
-def cpu_rank_one(plan: RankOnePlan, threads: int, isa: str = "") -> None: ...
-def cpu_converge(plan: RankOnePlan, threads: int, isa: str = "") -> None: ...
 def cpu_average(plan: AveragePlan, threads: int, isa: str = "") -> None: ...
 def cpu_pair(plan: PairPlan, threads: int, isa: str = "") -> None: ...
 def cpu_norm(
@@ -159,8 +149,6 @@ def cpu_norm(
 
 # only where `cuda` is true
 def cuda_step(plan: StepPlan, device: int, stream: int) -> None: ...
-def cuda_rank_one(plan: RankOnePlan, device: int, stream: int) -> None: ...
-def cuda_converge(plan: RankOnePlan, device: int, stream: int) -> None: ...
 def cuda_average(plan: AveragePlan, device: int, stream: int) -> None: ...
 def cuda_pair(plan: PairPlan, device: int, stream: int) -> None: ...
 def cuda_norm(

@@ -39,10 +39,6 @@ LAZY = "__init__"  # hdet/__init__.py loads a name's module when the name is ask
 TWINS: dict[str, set[str]] = {
     "step": {"kernels.native", "kernels.triton", "kernels.reference", "triton_kernels"},
     "rules": {"kernels.reference", "triton_kernels"},
-    "displacement": {
-        "optim",
-        "trial",
-    },  # from where weights were: of a replica that is kept so, and of a run
 }
 
 

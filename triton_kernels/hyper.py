@@ -166,15 +166,11 @@ def derive(
     rows,
     replica_rows,
     control,
-    # [tensor] addresses, of replicas on one line (rank_one.py); else any pointer, as the next
-    scales,
-    lines,
     num_partials,
     num_tensors,
     num_groups,
     num_replicas,
     RULE: tl.constexpr,
-    ON_LINE: tl.constexpr,
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -195,24 +191,14 @@ def derive(
     store_rows(rows + tensor * HYPER_ROW, s, gradient_scale, live, RULE)
     correction = correction1(s, RULE)
     rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
-    scale = s.lr * 0
-    if ON_LINE:
-        decay = tl.where(skip, s.lr * 0 + 1, derive_decay(s, s.lr, RULE))
-        address = tl.load(scales + tensor, mask=live, other=0).to(tl.pointer_type(tl.float64))
-        scale = tl.load(address, mask=live, other=0) * decay
-        tl.store(address, scale, mask=live)
-        store_pair(lines + tensor * 2, s.lr / correction, decay, live)
     for k in range(num_replicas):
         target = replica_rows + (tensor * num_replicas + k) * 2
         rho_k = tl.load(rho + k, mask=live, other=0)
-        if ON_LINE:
-            store_pair(target, rho_k, scale, live)
-        else:
-            rate = s.lr * rho_k  # Eq. 2
-            store_pair(
-                target,
-                rate / correction,
-                derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE),
-                live,
-            )
+        rate = s.lr * rho_k  # Eq. 2
+        store_pair(
+            target,
+            rate / correction,
+            derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE),
+            live,
+        )
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

@@ -34,7 +34,7 @@ struct Prepared {
   uint32_t step;
 };
 
-HDET_HD void prepare_replicas(const StepPlan& plan, const Control& /*control*/, const Prepared& at) {
+HDET_HD void prepare_replicas(const StepPlan& plan, const Prepared& at) {
   const GroupSettings& s = group_settings(plan, at.group);
   ReplicaRow* const rows = plan.replica_rows + at.tensor * plan.num_replicas;
   const double lr = rate_of(plan, at.group), correction1 = at.like < 0 ? derive_correction1(plan.rule, s, at.step) : 1.0;
@@ -47,8 +47,7 @@ HDET_HD void prepare_replicas(const StepPlan& plan, const Control& /*control*/, 
 
 // All that the chunks of this tensor read, and its counter. `before`: the tensor that was prepared before it, if one was; else -1.
 // Returns the tensor, or `before` where it has no gradient.
-template <class Plan>
-HDET_HD int64_t prepare_tensor(const Plan& plan, const Control& control, int64_t tensor, int64_t before) {
+HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int64_t tensor, int64_t before) {
   if (plan.gradients[tensor] == nullptr) return before;
   float* const counter = plan.counters[tensor];
   const int32_t group = plan.groups[tensor];
@@ -56,7 +55,7 @@ HDET_HD int64_t prepare_tensor(const Plan& plan, const Control& control, int64_t
   const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;
   const Prepared at{tensor, alike ? before : -1, group, step};
   plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, group_settings(plan, group), step, control.gradient_scale);
-  prepare_replicas(plan, control, at);
+  prepare_replicas(plan, at);
   if (control.skip == 0.0f) *counter += 1.0f;
   return tensor;
 }

@@ -16,7 +16,7 @@
 #include <omp.h>
 #endif
 
-#include "../core/rank_one.h"
+#include "../core/prepare.h"
 #include "kernels.h"
 
 namespace hdet::cpu {
@@ -25,8 +25,6 @@ namespace hdet::cpu {
   void step_##isa(const StepPlan&, int64_t, int64_t);         \
   void average_##isa(const AveragePlan&, int64_t, int64_t);   \
   void pair_##isa(const PairPlan&, int64_t, int64_t);         \
-  void rank_one_##isa(const RankOnePlan&, int64_t, int64_t);  \
-  void converge_##isa(const RankOnePlan&, int64_t, int64_t);  \
   void norm_##isa(const Chunk*, void* const*, double*, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
@@ -43,11 +41,9 @@ struct Variant {
   void (*step)(const StepPlan& plan, int64_t first, int64_t last);
   void (*average)(const AveragePlan& plan, int64_t first, int64_t last);
   void (*pair)(const PairPlan& plan, int64_t first, int64_t last);
-  void (*rank_one)(const RankOnePlan& plan, int64_t first, int64_t last);
-  void (*converge)(const RankOnePlan& plan, int64_t first, int64_t last);
   void (*norm)(const Chunk* chunks, void* const* tensors, double* partials, int64_t first, int64_t last);
 };
-#define HDET_LOOPS(isa) step_##isa, average_##isa, pair_##isa, rank_one_##isa, converge_##isa, norm_##isa
+#define HDET_LOOPS(isa) step_##isa, average_##isa, pair_##isa, norm_##isa
 
 // Below this many elements a region costs more than a second thread saves.
 constexpr int64_t kParallelElements = 65536;
@@ -115,8 +111,7 @@ double sum_in_order(const double* partials, int64_t count) {
 }
 
 // The derive phase. Neighbours mostly have one group and one count, and powers and roots are what it costs.
-template <class Plan>
-void prepare(const Plan& plan) {
+void prepare(const StepPlan& plan) {
   *plan.control = prepare_control(plan, plan.partials != nullptr ? sum_in_order(plan.partials, plan.num_chunks) : 0.0);
   int64_t before = -1;
   for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) before = prepare_tensor(plan, *plan.control, tensor, before);
@@ -145,19 +140,6 @@ void step(const StepPlan& plan, int threads, const std::string& isa) {
   const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
   if (nothing) return;
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
-}
-
-void rank_one(const RankOnePlan& plan, int threads, const std::string& isa) {
-  const Variant& loops = choose(isa);
-  if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
-  prepare(plan);
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.rank_one(plan, first, last); });
-}
-
-void converge(const RankOnePlan& plan, int threads, const std::string& isa) {
-  const Variant& loops = choose(isa);
-  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) prepare_converge(plan, tensor);
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.converge(plan, first, last); });
 }
 
 void average(const AveragePlan& plan, int threads, const std::string& isa) {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "../core/plan.h"
-#include "../core/rank_one.h"
 
 // HDET_ISA names the variant being compiled (x86_64_v3, baseline, ...) and ends its symbols.
 #define HDET_JOIN_(a, b) a##b
@@ -25,8 +24,6 @@ bool has_openmp();
 // takes the environment's HDET_ISA, else the best. Throws std::invalid_argument, before anything is written, for a variant that
 // this processor or this build does not have.
 void step(const StepPlan& plan, int threads, const std::string& isa);
-void rank_one(const RankOnePlan& plan, int threads, const std::string& isa);
-void converge(const RankOnePlan& plan, int threads, const std::string& isa);
 void average(const AveragePlan& plan, int threads, const std::string& isa);
 void pair(const PairPlan& plan, int threads, const std::string& isa);
 

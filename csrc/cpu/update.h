@@ -1,4 +1,4 @@
-// What the updates of step.cpp and rank_one.cpp have in common: the rule on a block, its moments and its random numbers. For
+// What the updates of step.cpp and fused.h have in common: the rule on a block, its moments and its random numbers. For
 // sources that are compiled once per instruction set, like blocks.h.
 #pragma once
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "../core/prepare.h"
-#include "../core/rank_one.h"
 #include "block.cuh"
 #include "launch.cuh"
 #include "phases.cuh"
@@ -38,8 +37,7 @@ struct Carried {
 
 // A thread for each tensor. Every block adds up all partials, in the same order, so that none waits for another; and writes all that has
 // been carried, of which another may not have written anything yet.
-template <class Plan>
-__global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_constant__ Plan plan, const __grid_constant__ Carried carried) {
+__global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_constant__ StepPlan plan, const __grid_constant__ Carried carried) {
   __shared__ double sums[kDeriveThreads];
   let_the_next_kernel_come();
   after_the_kernel_before();
@@ -57,35 +55,15 @@ __global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_con
   });
 }
 
-__global__ void __launch_bounds__(kDeriveThreads) derive_converge_kernel(const __grid_constant__ RankOnePlan plan) {
-  let_the_next_kernel_come();
-  threads([&](int thread) {
-    const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kDeriveThreads + thread;
-    if (tensor < plan.num_tensors) prepare_converge(plan, tensor);
-  });
-}
+}  // namespace
 
-Grid grid_of(const StepPlan& plan, bool early) {
-  return {(plan.num_tensors + kDeriveThreads - 1) / kDeriveThreads, kDeriveThreads, 0, early};
-}
-
-template <class Plan>
-void launch_any(const Plan& plan, std::uintptr_t stream) {
+void launch_derive(const StepPlan& plan, std::uintptr_t stream) {
   Carried carried;
   if (plan.num_carried > kCarried) throw std::runtime_error("hdet: too many settings for a kernel's arguments");
   std::copy_n(plan.carried, plan.num_carried, carried.words);
   // early where the norm is the kernel before it; what torch has launched is waited for
-  launch("cudaLaunchKernelEx(derive)", derive_kernel<Plan>, grid_of(plan, plan.partials != nullptr), stream, plan, carried);
-}
-
-}  // namespace
-
-void launch_derive(const StepPlan& plan, std::uintptr_t stream) { launch_any(plan, stream); }
-
-void launch_derive(const RankOnePlan& plan, std::uintptr_t stream) { launch_any(plan, stream); }
-
-void launch_derive_converge(const RankOnePlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive_converge)", derive_converge_kernel, grid_of(plan, false), stream, plan);
+  const Grid grid{(plan.num_tensors + kDeriveThreads - 1) / kDeriveThreads, kDeriveThreads, 0, plan.partials != nullptr};
+  launch("cudaLaunchKernelEx(derive)", derive_kernel, grid, stream, plan, carried);
 }
 
 }  // namespace hdet::cuda

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../core/rank_one.h"
+#include "../core/plan.h"
 
 namespace hdet::cuda {
 
@@ -13,10 +13,6 @@ namespace hdet::cuda {
 
 // Two launches, derive and update; with a norm before them three.
 void step(const StepPlan& plan, int device, std::uintptr_t stream);
-
-// The same for replicas on one line (core/rank_one.h); and their converge, two launches.
-void rank_one(const RankOnePlan& plan, int device, std::uintptr_t stream);
-void converge(const RankOnePlan& plan, int device, std::uintptr_t stream);
 
 void average(const AveragePlan& plan, int device, std::uintptr_t stream);
 void pair(const PairPlan& plan, int device, std::uintptr_t stream);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../core/rank_one.h"
+#include "../core/plan.h"
 #include "launch.cuh"
 
 namespace hdet::cuda {
@@ -13,12 +13,8 @@ void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, 
 
 // Settings, norm, scaler and step counters -> control, rows and replica rows.
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);
-void launch_derive(const RankOnePlan& plan, std::uintptr_t stream);
 
 // The update where the moments of some tensors are codes: one launch for all tensors, too.
 void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream);
-
-// What a converge of replicas on one line reads.
-void launch_derive_converge(const RankOnePlan& plan, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

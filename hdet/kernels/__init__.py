@@ -21,15 +21,12 @@ from torch import Tensor
 
 from . import native
 from .spec import arguments as checks
-from .spec import shared
 from .spec.interface import (
     AveragePlan,
     Backend,
     Column,
     NormPlan,
     PairPlan,
-    RankOnePlan,
-    RankOneTensors,
     StepOptions,
     StepPlan,
     StepSettings,
@@ -41,8 +38,6 @@ __all__ = [
     "Backend",
     "NormPlan",
     "PairPlan",
-    "RankOnePlan",
-    "RankOneTensors",
     "StepOptions",
     "StepPlan",
     "StepSettings",
@@ -53,7 +48,6 @@ __all__ = [
     "check_name",
     "norm_plan",
     "pair_plan",
-    "rank_one_plan",
     "select",
     "step_plan",
 ]
@@ -185,21 +179,6 @@ def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
     chosen = select(backend, checks.device_of(tensors.params[0][0], "parameter 0"))
     checks.check_step_tensors(tensors)
     return chosen.step_plan(tensors)
-
-
-def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan:
-    """Prepares a step of K replicas that share gradients and moments and are kept as a base and one
-    displacement: see RankOneTensors.
-
-    With AdamW and float32 gradients a step moves 32 bytes a parameter for all of them together (30
-    with gradients of 16 bits), and writes the K outputs. Raises ValueError or TypeError, by name,
-    for what cannot be stepped.
-    """
-    if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
-        raise ValueError("there are no outputs to plan for")
-    chosen = select(backend, checks.device_of(tensors.outputs[0][0], "output 0"))
-    shared.check_rank_one_tensors(tensors)
-    return chosen.rank_one_plan(tensors)
 
 
 def average_plan(

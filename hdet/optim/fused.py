@@ -14,21 +14,19 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
-from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
+from hdet.kernels import StepOptions, StepTensors
 from hdet.kernels.spec.arguments import UnusualMemory, normalised
 from hdet.kernels.spec.interface import COUPLED
-from hdet.kernels.spec.shared import mean_rho
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
-from . import displacement, lists
 from . import group_checks as groups
+from . import lists
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies
-from .moment_storage import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
+from .moment_storage import Dtype, are_coded, dtype_for, scale_key
 from .state import (
-    LINE_KEYS,
     MASTER_KEYS,
     REPLICA_KEYS,
     Layout,
@@ -51,7 +49,6 @@ _OWN = (
     "num_replicas",
     "seed",
     "stochastic_rounding",
-    "storage",
     "zero_gradients",
     "_max_grad_norm",
     "_sets",
@@ -129,7 +126,7 @@ class FusedOptimizer(Optimizer):
     torch.distributed.checkpoint reshards it, and float32 states load here. Values that were codes
     become the same codes again: a resume with the same shards is exact. Blocks begin anew in each
     shard. If a number of a block is not finite, its block of 256 is NaN; a step with max_grad_norm,
-    or under a GradScaler, is skipped before. Refused with storage="displacement" (`set_replicas`).
+    or under a GradScaler, is skipped before.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in
     place later (load_state_dict of the model, an initialisation, a broadcast) is noticed by the
@@ -208,8 +205,6 @@ class FusedOptimizer(Optimizer):
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
-        self.storage = "parameters"
-        """how several replicas are kept; see set_replicas"""
         self.first_replica = 0
         """number of replica 0 among all replicas of the run, for stochastic rounding"""
         self.multipliers = [[]]
@@ -359,10 +354,8 @@ class FusedOptimizer(Optimizer):
                 continue
             layout = self._layout(param)
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= (
-                layout.master_key(param) is None
-                and not layout.on_line
-                and any(name in entries for name in MASTER_KEYS)
+            dropped |= layout.master_key(param) is None and any(
+                name in entries for name in MASTER_KEYS
             )
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
@@ -494,12 +487,8 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters (or bases) become exactly what the parameters are: after writing to them in a way
-        that is not noticed (see the class).
-        With storage="displacement" between averages nothing is written to, so nothing changes; what
-        is, is refused as in a step."""
-        if self._on_line:
-            displacement.take_over(self._lines(), self._rho_of, exactly=True)
+        """Masters become exactly what the parameters are: after writing to them in a way that is
+        not noticed (see the class)."""
         for param, state in self.state.items():
             for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
                 reset_master(tensor, master)
@@ -507,20 +496,12 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
         """The master of each of these parameters in that replica: float32, or int16 (the lower half
-        of a split one), or None. Of replicas kept as base and displacement: a float32 copy of the
-        value that a 16-bit parameter is rounded from.
+        of a split one), or None.
 
         What has been written to parameters in place is taken over first, so that masters say what
         the model is now. Tensors that the optimizer does not step, and states before their first
         step, have None. Of a DTensor: the shard of its master on this rank.
         """
-        if self._on_line:
-            self._take_over()
-            known = {param: state for param, state in self._lines() if param.dtype != torch.float32}
-            return [
-                displacement.at(known[p], self._rho_of(p)[replica]) if p in known else None
-                for p in params
-            ]
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
@@ -533,42 +514,31 @@ class FusedOptimizer(Optimizer):
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            self._watch(
+            plans.Watch(
                 [(param, self.state[param]) for param in self._listed() if param in self.state]
             ).check()
-
-    def _lines(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [
-            (param, self.state[param])
-            for param in self._listed()
-            if "base" in self.state.get(param, {})
-        ]
 
     # -- replicas on one device --------------------------------------------------------------------
 
     @torch.no_grad()
-    def set_replicas(
-        self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters"
-    ) -> None:
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
         """Steps K = `count` replicas that share gradients and moments from now on; multipliers are
         1.
 
         copies: gives for a parameter its K tensors, of which the first is the parameter itself;
-        alike, on one device, apart in memory. storage: "parameters": each replica is what its
-        tensors (and masters) hold. "displacement": see `check_storage`.
+        alike, on one device, apart in memory.
 
         Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
         """
         sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
-        self.check_storage(storage, count)
-        self.num_replicas, self._sets, self.storage = count, sets if count > 1 else {}, storage
+        self.num_replicas, self._sets = count, sets if count > 1 else {}
         for param in sets:
             state = (
                 self.state[param]
                 if param in self.state or (count > 1 and param.requires_grad)
                 else {}
             )
-            for key in (*REPLICA_KEYS, *LINE_KEYS):
+            for key in REPLICA_KEYS:
                 state.pop(key, None)
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
@@ -580,61 +550,6 @@ class FusedOptimizer(Optimizer):
                     state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
-
-    def check_storage(self, storage: str, count: int) -> None:
-        """Can this optimizer keep `count` replicas so?
-
-        storage "displacement": replica k is at A * base - rho_k * displacement, both float32, A one
-        number, rho_k its multiplier, and its tensors are that point, rounded. Needs several
-        replicas, no masters (the base is what a master is), and decay that is 0 or acts at the base
-        rate. A step moves 32 bytes for each parameter with AdamW (30 with 16-bit gradients) and
-        writes the K sets. Multipliers may change while the replicas are together only: after
-        `average_replicas`, or before a step. What is written to the parameters must be written to
-        all replicas alike. Both are refused by ValueError in the next step, before it changes
-        anything.
-
-        Raises ValueError, by name, for what would take replicas off their line.
-        """
-        if storage not in ("parameters", "displacement"):
-            raise ValueError(
-                f'storage={storage!r} is unknown; choose "parameters" or "displacement"'
-            )
-        if storage == "parameters":
-            return
-        if count < 2:
-            raise ValueError(
-                f'storage="displacement" is for several replicas, not {count}: use '
-                'storage="parameters"'
-            )
-        if self.master_weights is not None:
-            raise ValueError(
-                'storage="displacement" keeps a float32 base, of which all replicas are rounded: '
-                "construct the optimizer without "
-                f"master_weights={self.master_weights!r}"
-            )
-        if self.moment_dtype == EIGHT_BIT:
-            raise ValueError(
-                'storage="displacement" keeps no moments in 8 bits: use '
-                'moment_dtype=torch.bfloat16, or storage="parameters"'
-            )
-        if any(map(shards.is_sharded, self._listed())):
-            raise ValueError(
-                'storage="displacement" is for parameters of one device, not DTensors: use '
-                'storage="parameters"'
-            )
-        for g, group in enumerate(self.param_groups):
-            if (decay := float(group["weight_decay"])) != 0 and (
-                self.rule in COUPLED or self.decay_at != "base"
-            ):
-                remedy = (
-                    "set it to 0"
-                    if self.rule in COUPLED
-                    else "construct the optimizer with decay_at='base'"
-                )
-                raise ValueError(
-                    f"weight_decay={decay:g} of group {g} takes replicas off the line of "
-                    f'storage="displacement": {remedy}'
-                )
 
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the
@@ -654,13 +569,11 @@ class FusedOptimizer(Optimizer):
         self._take_over()
         if self.num_replicas == 1:
             return
-        met = self._meet(shares) if self._on_line else set()
-        moving = [
+        params = [
             param
             for param in self._listed()
             if param.requires_grad or "step" in self.state.get(param, {})
         ]
-        params = [param for param in moving if param not in met]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
             sets = [
@@ -671,24 +584,6 @@ class FusedOptimizer(Optimizer):
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()
-
-    def _meet(self, shares: Sequence[float]) -> set[Tensor]:
-        """Replicas on a line meet at their mean: by the kernels where a step has been planned.
-
-        Returns the parameters.
-        """
-        planned, lines = self._planned, self._lines()
-        stepped = set() if planned is None else {planned.params[i] for i in planned.places}
-        if planned is not None:
-            for part in planned.parts:
-                part.plan.converge(shares)  # type: ignore[attr-defined]
-            torch.autograd.graph.increment_version(planned.writes)
-        for param, state in lines:
-            if param not in stepped:
-                displacement.meet(
-                    param, state, displacement.at(state, mean_rho(self._rho_of(param), shares))
-                )
-        return {param for param, _ in lines}
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -710,7 +605,6 @@ class FusedOptimizer(Optimizer):
             self._required,
             dtype_for(self.moment_dtype, param),
             self.master_weights,
-            self._on_line,
         )
 
     def _hypers(self) -> list[Hyper]:
@@ -805,7 +699,7 @@ class FusedOptimizer(Optimizer):
             for i, param in enumerate(params)
             if i not in members and param in self.state
         ]
-        watch = self._watch(
+        watch = plans.Watch(
             [*((params[i], member.state) for i, member in members.items()), *others]
         )
         return Planned(params, sizes, kinds, parts, members, entries, watch, self.state)
@@ -821,53 +715,8 @@ class FusedOptimizer(Optimizer):
         ]
         keeps = [self._keeps_moments(self.param_groups[member.group]) for member in chosen]
         tensors = self._tensors([member.sets for member in chosen], own, numbers, keeps, places)
-        plan = (
-            self._line_plan(tensors, own)
-            if self._on_line
-            else kernels.step_plan(tensors, self.backend)
-        )
+        plan = kernels.step_plan(tensors, self.backend)
         return [Part(plan, places, groups_of, device)]
-
-    def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]]) -> RankOnePlan:
-        t, (bases, displacements, scales) = (
-            tensors,
-            ([state[key] for state in states] for key in LINE_KEYS),
-        )
-        line = RankOneTensors(
-            t.rule,
-            bases,
-            displacements,
-            t.params,
-            t.groups,
-            t.steps,
-            t.exp_avgs,
-            t.exp_avg_sqs,
-            t.ids,
-            t.stochastic,
-            t.first_replica,
-            scales,
-        )
-        return kernels.rank_one_plan(line, self.backend)
-
-    def _watch(self, states: Sequence[tuple[Tensor, dict[str, Any]]]) -> lists.VersionWatch:
-        if not self._on_line:
-            return plans.Watch(states)
-        return displacement.LineWatch(
-            [(param, state) for param, state in states if "base" in state], self._rho_of
-        )
-
-    @property
-    def _on_line(self) -> bool:
-        return self.storage == "displacement"
-
-    def _rho_of(self, param: Tensor) -> list[float]:
-        """The multipliers of a parameter, one for each replica, as the kernels read them."""
-        group = next(
-            g
-            for g, group in enumerate(self.param_groups)
-            if any(param is p for p in group["params"])
-        )
-        return [float(row[group]) for row in self.multipliers]
 
     def _tensors(
         self,

@@ -89,7 +89,7 @@ class FusedMuon(FusedOptimizer):
     dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same
     gradients missing.
 
-    Refused, before anything is changed: set_replicas(storage="displacement"), CUDA graphs, a rate
+    Refused, before anything is changed: CUDA graphs, a rate
     of matrices in a tensor on a device, matrices made in inference mode, and what FusedAdamW
     refuses. Raises ValueError or TypeError, RuntimeError for graphs.
 
@@ -247,16 +247,6 @@ class FusedMuon(FusedOptimizer):
             dtype_for(self.moment_dtype, param),
             self.master_weights,
         )
-
-    def check_storage(self, storage: str, count: int) -> None:
-        """Raises ValueError for anything but "parameters": replicas of matrices are not kept as a
-        base and a displacement."""
-        if storage == "displacement":
-            raise ValueError(
-                'storage="displacement" is not supported by FusedMuon, whose matrices have no such '
-                'step: use storage="parameters"'
-            )
-        super().check_storage(storage, count)
 
     # -- a step ------------------------------------------------------------------------------------
 

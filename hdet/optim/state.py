@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hdet.kernels.spec import rounding
-from hdet.kernels.spec.arguments import wide_dtype
 from hdet.kernels.spec.eight_bit import CODES
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
@@ -20,10 +19,7 @@ from . import moment_storage as stored
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
-LINE_KEYS = ("base", "displacement", "scale")
-"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number
-"""
-WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *LINE_KEYS)
+WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
 """what a state has of the parameters themselves"""
 
 _RELAY = (
@@ -38,14 +34,12 @@ class Layout:
 
     moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs: the first one has a
     sign. moment_dtype: of 8 bits that of the codes. required: what a loaded state must have.
-    on_line: are replicas kept as a base and a displacement?
     """
 
     moments: tuple[str, ...]
     required: tuple[str, ...]
     moment_dtype: torch.dtype
     master_weights: str | None
-    on_line: bool = False
 
     def master_key(self, param: Tensor) -> str | None:
         """The state's name for this parameter's master, or None: a float32 parameter is its own."""
@@ -114,8 +108,6 @@ class Layout:
                 else float(any(moment is not None for moment in kept))
             )
             entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
-        if self.on_line:
-            entries.update(_missing_line(state, param))
         entries.update(self._missing_masters(state, sets))
         return entries
 
@@ -160,8 +152,6 @@ class Layout:
 
         Large tensors that fit are taken as they are, as torch does; the step counter is copied.
         """
-        if not self.on_line:
-            values = _without_line(values, param, name)
         coded = self.moment_dtype == CODES
         moment_dtype = torch.float32 if coded else self.moment_dtype
         dtypes = {
@@ -169,7 +159,7 @@ class Layout:
             "remainder": torch.int16,
             "replica_params": param.dtype,
         }
-        dtypes |= dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
+        dtypes |= {"master_param": torch.float32}
         dtypes["replica_masters"] = (
             torch.int16 if values.get("remainder") is not None else torch.float32
         )
@@ -181,10 +171,6 @@ class Layout:
                 key == "step"
             ):  # a number, float64 or a tensor anywhere, depending on torch's version and options
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
-            elif key == "scale":
-                placed[key] = torch.tensor(
-                    float(value), dtype=wide_dtype(param.device), device=param.device
-                )
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in self.moments and getattr(value, "dtype", None) == CODES:
@@ -207,18 +193,6 @@ class Layout:
             raise ValueError(
                 f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another "
                 "optimizer"
-            )
-        if (
-            self.on_line
-            and "base" not in placed
-            and not (  # as far as a state without the model can tell
-                _same_bits(placed.get("replica_params") or []) and _same_bits(kept_masters(placed))
-            )
-        ):
-            raise ValueError(
-                f"the replicas in the loaded state of {name} are not equal and were not kept on "
-                "one line: call ensemble.converge() before "
-                'saving, or load it with storage="parameters"'
             )
         return placed
 
@@ -279,46 +253,6 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
             masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
         )
     return theirs
-
-
-def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A line begins where all replicas are: at the parameter, or at its master."""
-    found: dict[str, Any] = {key: state.get(key) for key in LINE_KEYS}
-    if any(value is None for value in found.values()):
-        masters = kept_masters(state)
-        base = strides.like(_master(param, masters[0] if masters else None, "master_param"), param)
-        scale = torch.ones((), dtype=wide_dtype(param.device), device=param.device)
-        return {"base": base, "displacement": torch.zeros_like(base), "scale": scale}
-    dtypes = {
-        "base": torch.float32,
-        "displacement": torch.float32,
-        "scale": wide_dtype(param.device),
-    }
-    return {
-        key: _placed(found[key], param, dtype)
-        for key, dtype in dtypes.items()
-        if not _fits(found[key], param, dtype)
-    }
-
-
-def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mapping[str, Any]:
-    """A state of replicas on one line for one that stores them: where they are together, the base
-    is the master."""
-    displacement = values.get("displacement")
-    if displacement is None:
-        return values
-    if displacement.any():
-        raise ValueError(
-            f"the replicas in the loaded state of {name} are apart on one line, and this optimizer "
-            "stores parameters: call "
-            'ensemble.converge() before saving, or load it with storage="displacement"'
-        )
-    kept = {key: value for key, value in values.items() if key not in LINE_KEYS}
-    return (
-        kept
-        if param.dtype == torch.float32
-        else {**kept, "master_param": values["base"] * float(values["scale"])}
-    )
 
 
 def adopt(param: Tensor, master: Tensor) -> None:

@@ -68,16 +68,6 @@ class CoresidentReplicas(Replicas):
         model: a module on its device, not wrapped for data parallelism; what is to be frozen is
             frozen before.
         num_replicas: K >= 2.
-        storage: "parameters": each replica is a set of parameters, with a set of masters where the
-            optimizer keeps them. "displacement": replicas that share gradients lie on one line, so
-            a float32 base and displacement say where all of them are, and each set of parameters is
-            its point on it, rounded. It is for parameters of 16 bits: 18 + 2 K bytes each with
-            AdamW and its gradient, where float32 masters make it 10 + 6 K, and a step moves 30 + 2
-            K bytes instead of 18 + 10 K. In float32 it saves nothing: 8 bytes more than stored
-            sets, and on a CPU slower (``python -m benchmarks.replicas``). The optimizer has no
-            ``master_weights``, and decay that is 0 or at the base rate (``decay_at="base"``); the
-            rate is a knob without bounds; a cycle that ends with `Keep` is followed by one with the
-            same multipliers. Everything else is refused by name.
 
     Raises:
         TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, scripted modules,
@@ -85,18 +75,14 @@ class CoresidentReplicas(Replicas):
             parameter in a plain attribute, which `use` could not reach.
     """
 
-    def __init__(self, model: nn.Module, num_replicas: int, storage: str = "parameters") -> None:
+    def __init__(self, model: nn.Module, num_replicas: int) -> None:
         if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
             raise ValueError(
                 f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is "
                 "the model itself"
             )
-        if storage not in ("parameters", "displacement"):
-            raise ValueError(
-                f'storage={storage!r} is unknown; choose "parameters" or "displacement"'
-            )
         _check_model(model)
-        self.model, self.count, self.index, self.storage = model, num_replicas, 0, storage
+        self.model, self.count, self.index = model, num_replicas, 0
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, name in names.items():
             _check_parameter(parameter, name)
@@ -121,10 +107,7 @@ class CoresidentReplicas(Replicas):
         self._watch()
 
     def __repr__(self) -> str:
-        storage = "" if self.storage == "parameters" else f", storage={self.storage!r}"
-        return (
-            f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count}{storage})"
-        )
+        return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count})"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -286,8 +269,7 @@ class CoresidentReplicas(Replicas):
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises TypeError for an optimizer without fused steps of several replicas, ValueError for
-        parameters of another model and for what
-        cannot be kept in this storage."""
+        parameters of another model."""
         if not callable(getattr(optimizer, "set_replicas", None)):
             kind = type(optimizer)
             raise TypeError(
@@ -295,7 +277,6 @@ class CoresidentReplicas(Replicas):
                 "parameters: co-resident replicas need "
                 "hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon"
             )
-        optimizer.check_storage(self.storage, self.count)
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
                 if parameter not in self._sets and parameter not in self._frozen:
@@ -313,7 +294,7 @@ class CoresidentReplicas(Replicas):
         self.detach()
         self._share(optimizer)
         self.write_back()
-        optimizer.set_replicas(self.count, self._copies, self.storage)
+        optimizer.set_replicas(self.count, self._copies)
         self._hooks = [
             optimizer.register_step_pre_hook(self._part),
             optimizer.register_state_dict_pre_hook(lambda _: self.write_back()),

@@ -40,7 +40,6 @@ class Replicas:
     member: int = 0
     peer_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
-    storage: str = "parameters"
     in_use: bool = False
     """Has the model the weights of one of several local replicas for the moment?"""
 

@@ -234,12 +234,6 @@ def check_knobs(
                 "share, at rates of their own only: "
                 "explore it with one process per replica"
             )
-        if knob.key == "lr" and knob.scale.bounded and replicas.storage == "displacement":
-            raise ValueError(
-                f"the knob {knob.name!r} has bounds, which change its multipliers within a cycle, "
-                "and replicas with storage='displacement' need "
-                "them to stay: leave out the bounds, or use storage='parameters'"
-            )
         if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
             raise ValueError(
                 f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
-from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
 from ..optim.moment_storage import EIGHT_BIT
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
@@ -137,8 +136,6 @@ def _renew(
                 other.copy_(parameter)
         elif key not in WEIGHT_KEYS and isinstance(state[key], torch.Tensor):
             local_parts([state[key]])[0].zero_()
-    if weights and "base" in made:
-        meet(parameter, state, parameter.detach().float())
     if weights and not set(MASTER_KEYS) & before.keys():
         for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
             reset_master(tensor, master)

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 KERNELS = {
     "step.cu": 9 * len(RULES),
     "coded.cu": 5 * len(RULES),
-    "rank_one.cu": 1 + 2 * len(RULES),
-    "derive.cu": 3,
+    "derive.cu": 1,
     "norm.cu": 2,
     "average.cu": 2,
     "pair.cu": 2,

@@ -6,7 +6,7 @@ Steps with such moments are in the table of cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from hdet.kernels.spec import eight_bit
 
 from . import reference
 from .cases import BACKENDS, CHUNK, device_of
-from .lines import Line
 from .problem import Problem
 from .table import BF16, F32, U8, Case, Format
 
@@ -175,16 +174,6 @@ def usual() -> StepTensors:
 def test_refusals(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         kernels.step_plan(replace(usual(), **change))
-
-
-def test_replicas_on_one_line_have_no_codes() -> None:
-    tensors = Line("adamw", [300], 2, "cpu").tensors
-    codes: Callable[[], Any] = lambda: [torch.zeros(300, dtype=U8)]
-    with pytest.raises(
-        TypeError,
-        match="codes of 8 bits, which replicas on one line do not have: use float32 or bfloat16",
-    ):
-        kernels.rank_one_plan(replace(tensors, exp_avgs=codes(), exp_avg_sqs=codes()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,7 +14,6 @@ from hdet.kernels import StepTensors
 from hdet.kernels.spec import rounding
 
 from .cases import BACKENDS, CHUNK, Guarded, device_of
-from .lines import Line, settings_of
 from .problem import Problem
 from .table import BF16, F16, F32, I16, SETTINGS, Case, Format
 from .test_gradients import with_exchange
@@ -71,29 +70,6 @@ def step(backend: str) -> Prepared:
     )  # type: ignore[func-returns-value]
 
 
-def line(backend: str) -> Prepared:
-    on_line, gradients = (
-        Line("adamw", SIZES, 2, backend, BF16),
-        Guarded(SIZES, 0, 99, device_of(backend)),
-    )
-
-    def call() -> list[Tensor]:
-        on_line.plan.step(gradients.tensors, settings_of("adamw", [0.5, 1.5]))
-        parted = on_line.everything()
-        on_line.plan.converge([0.25, 0.75])
-        return parted
-
-    parts = (
-        on_line.base,
-        on_line.displacement,
-        *on_line.outputs,
-        on_line.first,
-        on_line.second,
-        gradients,
-    )
-    return on_line.plan, call, [t for part in parts for t in part.tensors]
-
-
 def average(backend: str) -> Prepared:
     sets = [Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(3)]
     kept = [[t.clone() for t in row] for row in sets]
@@ -135,7 +111,6 @@ def norm(backend: str) -> Prepared:
 
 OPERATIONS = {
     "step": pytest.param(step, marks=with_exchange),
-    "line": pytest.param(line, marks=with_exchange),
     "average": average,
     "copy": pair("copy", 0.5),
     "lerp": pair("lerp", 0.5),

@@ -16,7 +16,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 
-from .lines import Line
 from .problem import Problem
 from .table import F16, I16, SETTINGS, Case, Format
 
@@ -77,9 +76,6 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "parameter 1": lambda x: kernels.step_plan(replace(usual(), params=[[torch.zeros(6), x]])),
     "exp_avg of parameter 1": lambda x: kernels.step_plan(
         replace(usual(), exp_avgs=[torch.zeros(6), x])
-    ),
-    "base 1": lambda x: kernels.rank_one_plan(
-        replace(Line("adamw", [6, 10], 2, "cpu").tensors, bases=[torch.zeros(6), x])
     ),
     "tensor 1 of replica 1": lambda x: kernels.average_(
         [[torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]], [1, 1]

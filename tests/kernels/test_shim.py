@@ -20,8 +20,7 @@ from .shim import build
 
 HERE = Path(__file__).resolve().parent
 TABLES = [
-    f"test_{name}.py"
-    for name in ("step", "average", "pair", "norm", "rank_one", "numbers", "far_offsets")
+    f"test_{name}.py" for name in ("step", "average", "pair", "norm", "numbers", "far_offsets")
 ]
 pytestmark = [
     pytest.mark.skipif(

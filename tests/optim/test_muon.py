@@ -793,11 +793,6 @@ def test_what_is_refused_when_it_is_made() -> None:
             lambda: FusedMuon(named).add_param_group({"params": [Parameter(torch.zeros(2))]}),
         ),
         (
-            ValueError,
-            'storage="displacement" is not supported by FusedMuon',
-            lambda: FusedMuon(named).set_replicas(2, copies(2), "displacement"),
-        ),
-        (
             RuntimeError,
             "FusedMuon does not support",
             lambda: FusedMuon(named).write_hyperparameters(),

@@ -51,13 +51,12 @@ def replicated(
     count: int = 3,
     rule: Rule = RULES[0],
     dtype: torch.dtype = torch.float32,
-    storage: str = "parameters",
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
     params = parameters(dtype=dtype)
     optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
-    optimizer.set_replicas(count, copies(count), storage)
+    optimizer.set_replicas(count, copies(count))
     optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
 

@@ -70,37 +70,28 @@ def test_states_pass_both_ways_in_the_middle_of_a_run(
 
 BF16 = torch.bfloat16
 RUNS = [
-    *((rule, torch.float32, 1, "parameters", {}) for rule in RULES),
-    *((rule, BF16, 1, "parameters", {}) for rule in RULES),
+    *((rule, torch.float32, 1, {}) for rule in RULES),
+    *((rule, BF16, 1, {}) for rule in RULES),
     *(
-        (RULES[0], BF16, count, "parameters", {"master_weights": kind})
+        (RULES[0], BF16, count, {"master_weights": kind})
         for kind in ("fp32", "split")
         for count in (1, 3)
     ),
-    (RULES[0], torch.float32, 3, "parameters", {}),
-    *(
-        (rule, dtype, 3, "displacement", {})
-        for rule in (RULES[0], RULES[2])
-        for dtype in (torch.float32, BF16)
-    ),
+    (RULES[0], torch.float32, 3, {}),
 ]
 
 
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
-@pytest.mark.parametrize(("rule", "dtype", "count", "storage", "options"), RUNS)
+@pytest.mark.parametrize(("rule", "dtype", "count", "options"), RUNS)
 def test_our_state_resumes_bitwise(
     rule: Rule,
     dtype: torch.dtype,
     count: int,
-    storage: str,
     options: dict[str, Any],
     model_first: bool,
 ) -> None:
     """Of several replicas in the middle of a cycle. Moments stay float32, which torch's load_state_dict would cast to the parameter's dtype."""
-    at_base = {"decay_at": "base"} if storage == "displacement" and rule is RULES[0] else {}
-    (ours, a, _), (theirs, b, sets) = (
-        replicated(count, rule, dtype, storage, **at_base, **options) for _ in range(2)
-    )
+    (ours, a, _), (theirs, b, sets) = (replicated(count, rule, dtype, **options) for _ in range(2))
     run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
     saved = through_a_file(
         {"model": [param.detach() for param in ours], "optimizer": a.state_dict()}

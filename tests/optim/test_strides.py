@@ -212,30 +212,6 @@ def test_replicas_and_their_mean() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_line_begins_at_masters_that_lie_otherwise() -> None:
-    """A model that becomes channels_last after its state has been loaded."""
-    before = nn.Parameter(
-        torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
-    )
-    stored = hdet.FusedAdamW([before], lr=1e-2, weight_decay=0.0, master_weights="fp32")
-    before.grad = torch.ones_like(before)
-    stored.step()
-    made = []
-    for channels_last in (False, True):
-        param = nn.Parameter(before.detach().clone())
-        sets = [param, param.detach().clone()]
-        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0)
-        optimizer.set_replicas(2, lambda p, sets=sets: sets, storage="displacement")
-        optimizer.load_state_dict(copy.deepcopy(stored.state_dict()))
-        if channels_last:
-            for tensor in sets:
-                tensor.data = tensor.data.to(memory_format=torch.channels_last)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        made.append([*sets, optimizer.state[param]["base"]])
-    assert all(map(torch.equal, *made))
-
-
 OTHERWISE = {
     "in order": lambda gradient: gradient.contiguous(),
     "transposed": lambda gradient: gradient.transpose(0, -1).contiguous().transpose(0, -1),

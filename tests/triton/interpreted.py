@@ -35,10 +35,8 @@ from tests.kernels import (
     test_norm,
     test_numbers,
     test_pair,
-    test_rank_one,
 )
 from tests.kernels.cases import CHUNK, SIZES
-from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check, one_nan
 from tests.kernels.table import CASES, STORAGE, Case
 
@@ -265,28 +263,6 @@ def test_norm_edges() -> None:
     test_norm.test_each_call_gives_a_tensor_of_its_own("triton")
     for bad in (math.nan, -math.inf):
         test_norm.test_is_not_finite_where_one_element_is_not("triton", torch.float16, bad)
-
-
-# rank one
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_lines(rule: str) -> None:
-    formats = (
-        (torch.bfloat16, torch.float32, torch.bfloat16)
-        if rule != "sgd"
-        else (torch.float16, torch.float16, torch.float32)
-    )
-    found = [
-        line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
-
-
-def test_lines_that_stay_and_lines_that_are_refused() -> None:
-    test_rank_one.test_a_converge_of_replicas_that_are_together_changes_nothing("triton")
-    test_rank_one.test_what_would_leave_the_line_is_refused_before_anything_changes("triton")
 
 
 # around the kernels

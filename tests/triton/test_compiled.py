@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed; there ar
 if triton.knobs.runtime.interpret:
     pytest.skip("nothing is compiled under TRITON_INTERPRET=1", allow_module_level=True)
 
-from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
+from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
 from hdet.kernels.spec.interface import PLAIN, RULES
 from hdet.kernels.triton import launch
@@ -245,28 +245,6 @@ def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Pa
     plan.step([torch.zeros_like(p) for p in params], settings(1), StepOptions(max_norm=1.0))
     assert [name for name, _ in launches] == ["squares", "derive", "update", "update"]
     check_code(launches[0][1], tmp_path, float64=True, shared=True)
-
-
-def test_rank_one(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
-    sizes, replicas, dtype = [40000], 8, BF16
-    base, displacement, first, second = (tensors(F32, sizes) for _ in range(4))
-    outputs: Any = sets(dtype, sizes, replicas)
-    plan = backend.TritonBackend().rank_one_plan(
-        RankOneTensors("adamw", base, displacement, outputs, [0], [torch.zeros(())], first, second)  # type: ignore[arg-type]
-    )
-    plan.step(tensors(BF16, sizes), settings(replicas))
-    plan.converge([0.125] * replicas)
-    names = [name for name, _ in launches]
-    assert names == ["derive", "update_rank_one", "derive_converge", "converge"]
-    check_code(launches[0][1], tmp_path, float64=True, shared=True)
-    line = [F32, F32]
-    check_accesses(
-        check_code(launches[1][1], tmp_path),
-        [BF16, F32, F32, *line],
-        [F32, F32, F32, *[dtype] * replicas],
-    )
-    check_code(launches[2][1], tmp_path, float64=True, shared=True)
-    check_accesses(check_code(launches[3][1], tmp_path), line, [*line, *[dtype] * replicas])
 
 
 @pytest.mark.parametrize(("param", "master"), [(F32, None), (BF16, None), (BF16, I16), (BF16, F32)])

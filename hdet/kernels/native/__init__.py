@@ -17,7 +17,7 @@ from ..spec.eight_bit import CODES
 from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 10
+INTERFACE = 11
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
 change"""
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...profiling import ranged
 from .. import native
-from ..spec.interface import Column, RankOneTensors, StepTensors
+from ..spec.interface import Column, StepTensors
 from ..spec.settings import check_shares
 from ..spec.shared import PAIRINGS, Pairing
-from .step import NativeRankOnePlan, NativeStepPlan
+from .step import NativeStepPlan
 
 
 class NativeAveragePlan:
@@ -119,9 +119,6 @@ class NativeBackend:
 
     def step_plan(self, tensors: StepTensors) -> NativeStepPlan:
         return NativeStepPlan(tensors, self.memory(tensors.params[0][0].device))
-
-    def rank_one_plan(self, tensors: RankOneTensors) -> NativeRankOnePlan:
-        return NativeRankOnePlan(tensors, self.memory(tensors.bases[0].device))
 
     def average_plan(
         self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None

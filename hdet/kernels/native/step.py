@@ -17,26 +17,22 @@ from ..spec.interface import (
     PLAIN,
     RULES,
     Column,
-    RankOneTensors,
     StepOptions,
     StepSettings,
     StepTensors,
 )
 from ..spec.settings import SettingsTable, check_options
-from ..spec.shared import OnLine
 
 
 class NativeStepPlan:
     """An optimizer step whose tables are read by a native kernel."""
 
     plan: native._C.StepPlan
-    kind = "StepPlan"
-    operation = "step"
 
     def __init__(self, tensors: StepTensors, memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        self.plan = getattr(native._C, self.kind)()
+        self.plan = native._C.StepPlan()
         self.count = len(tensors.params[0])
         self.gradients = native._C.Gradients(
             Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0])
@@ -179,7 +175,7 @@ class NativeStepPlan:
 
     @ranged("hdet.step")
     def _run(self) -> None:
-        self.memory.call(self.operation, self.plan, norm=self._takes_norm)
+        self.memory.call("step", self.plan, norm=self._takes_norm)
 
     def _take_gradients(self, gradients: Column) -> None:
         """Writes where the gradients lie and how they are stored, if that has changed.
@@ -242,34 +238,3 @@ class NativeStepPlan:
         plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
         plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
         self._options = options
-
-
-class NativeRankOnePlan(OnLine, NativeStepPlan):
-    """A step of replicas on one line."""
-
-    plan: native._C.RankOnePlan
-    kind = "RankOnePlan"
-    operation = "rank_one"
-
-    def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
-        super().__init__(tensors, memory)
-        plan, step = self.plan, self.tensors
-        self.scales = tensors.scales or [
-            torch.ones((), dtype=torch.float64, device=memory.device) for _ in step.groups
-        ]
-        self.line_addresses = memory.place(
-            native.address_table(tensors.bases, tensors.displacements, self.scales)
-        )
-        addresses = self.line_addresses.data_ptr()
-        plan.bases, plan.displacements, plan.scales = (
-            addresses + 8 * self.count * column for column in range(3)
-        )
-        self.lines = memory.room(self.count * native._C.REPLICA_ROW_BYTES)
-        self.mean_rho = torch.zeros(step.num_groups, dtype=torch.float64, device="cpu")
-        self.placed_mean_rho = memory.place(self.mean_rho)
-        plan.lines, plan.mean_rho = self.lines.data_ptr(), self.placed_mean_rho.data_ptr()
-
-    def _meet(self, rhos: list[float]) -> None:
-        self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64, device="cpu"))
-        self.memory.refresh(self.mean_rho, self.placed_mean_rho)
-        self.memory.call("converge", self.plan)

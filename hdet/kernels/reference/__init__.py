@@ -15,7 +15,7 @@ from ..spec.interface import Column
 from ..spec.settings import check_shares
 from ..spec.shared import Pairing
 from .rules import Many, global_norm, running_average, store, value_of, values_of, weighted_sum
-from .step import TorchRankOnePlan, TorchStepPlan
+from .step import TorchStepPlan
 
 
 class TorchAveragePlan:
@@ -96,7 +96,6 @@ class TorchNormPlan:
 class TorchBackend:
     name = "torch"
     step_plan = TorchStepPlan
-    rank_one_plan = TorchRankOnePlan
     average_plan = TorchAveragePlan
     pair_plan = TorchPairPlan
     norm_plan = TorchNormPlan

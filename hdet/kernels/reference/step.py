@@ -1,4 +1,4 @@
-"""The optimizer step of the torch backend. Mirrors csrc/core/hyper.h, prepare.h and rank_one.h.
+"""The optimizer step of the torch backend. Mirrors csrc/core/hyper.h and prepare.h.
 
 Step counters and the verdict on gradients stay on the device, so a step does not wait for it; only
 where settings change does it wait, on CUDA, for the copy of their table.
@@ -17,7 +17,6 @@ from ..spec.interface import (
     DECOUPLED,
     PLAIN,
     Column,
-    RankOneTensors,
     StepOptions,
     StepSettings,
     StepTensors,
@@ -29,7 +28,6 @@ from ..spec.settings import (
     check_options,
     count_settings,
 )
-from ..spec.shared import OnLine
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
 
@@ -144,7 +142,7 @@ class TorchStepPlan:
             lr = rate.reshape(()).to(self.wide)
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
         one = torch.ones_like(step, dtype=self.wide)
-        rates = lr * self._multipliers_of(group)  # Eq. 2
+        rates = lr * self.rho[group]  # Eq. 2
         decay = (
             torch.where(decay_at_base != 0, lr, rates) * weight_decay if decoupled else 0 * rates
         )
@@ -165,9 +163,6 @@ class TorchStepPlan:
             ],
             decay=1 - decay,
         )
-
-    def _multipliers_of(self, group: int) -> Tensor:
-        return self.rho[group]
 
     def _step_group(
         self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None
@@ -262,56 +257,3 @@ class TorchStepPlan:
                     )
                     value = rounding.stochastic_bfloat16(value, random >> 16)
                 moment.copy_(value)
-
-
-class TorchRankOnePlan(OnLine, TorchStepPlan):
-    """A step of K replicas on one line: replica k is at A * base - rho_k * D."""
-
-    def __init__(self, tensors: RankOneTensors) -> None:
-        super().__init__(tensors)
-        self.scales = tensors.scales or [
-            torch.ones((), dtype=self.wide, device=self.device) for _ in tensors.groups
-        ]
-
-    @torch.no_grad()
-    def _meet(self, rhos: list[float]) -> None:
-        along = torch.tensor(rhos, dtype=self.wide, device=self.device).float()
-        for group, members in enumerate(self.members):
-            base, displacement, scale = self._line(members)
-            mean = base * scale - displacement * along[group]
-            for i, value in zip(members, mean.tensors, strict=True):
-                self.line_tensors.bases[i].copy_(value)
-                self.line_tensors.displacements[i].zero_()
-                self.scales[i].fill_(1)
-                for outputs in self.tensors.params:
-                    outputs[i].copy_(value)
-
-    def _line(self, members: list[int]) -> tuple[Many, Many, Many]:
-        t = self.line_tensors
-        columns = (
-            [t.bases[i] for i in members],
-            [t.displacements[i] for i in members],
-            [self.scales[i].float() for i in members],
-        )
-        return Many(columns[0]), Many(columns[1]), Many(columns[2])
-
-    def _multipliers_of(self, group: int) -> Tensor:
-        return torch.ones_like(self.rho[group, :1])  # of the step along the line
-
-    def _step_group(
-        self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None
-    ) -> None:
-        decay = row.decay[0] if skip is None else torch.where(skip, 1, row.decay[0])
-        torch._foreach_mul_([self.scales[i] for i in members], decay)
-        base, displacement, scale = self._line(members)
-        zeros = Many([torch.zeros_like(x) for x in base.tensors])
-        u = self._share(row, members, gradients, zeros, skip)
-        if skip is not None:
-            u = where(skip, zeros, u)
-        displacement = displacement * decay.float() + u * row.step_size[0]
-        for k, outputs in enumerate(self.tensors.params):
-            values = base * scale - displacement * self.rho[group, k].float()
-            for i, value in zip(members, values.tensors, strict=True):
-                outputs[i].copy_(value)
-        for i, d in zip(members, displacement.tensors, strict=True):
-            self.line_tensors.displacements[i].copy_(d)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -90,42 +90,6 @@ class StepTensors:
         ]
 
 
-@dataclass(frozen=True)
-class RankOneTensors:
-    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A
-    for each tensor.
-
-    bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A *
-    base. outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters,
-    written by each step, not read. scales: A of each tensor, 0-d, float64 where the device has it:
-    moved by steps, set to 1 by a converge. None: 1, kept by the plan. The others are those of
-    StepTensors; moments are no codes.
-    """
-
-    rule: str
-    bases: Sequence[Tensor]
-    displacements: Sequence[Tensor]
-    outputs: Sequence[Sequence[Tensor]]
-    groups: Sequence[int]
-    steps: Sequence[Tensor]
-    exp_avgs: Column | None = None
-    exp_avg_sqs: Column | None = None
-    ids: Sequence[int] | None = None
-    stochastic: int | None = None
-    first_replica: int = 0
-    scales: Sequence[Tensor] | None = None
-
-    def as_step(self) -> StepTensors:
-        """What a rank-one step shares with any other: gradients, moments and counters, with the
-        outputs for parameters."""
-        shared = {
-            field.name: getattr(self, field.name)
-            for field in fields(StepTensors)
-            if hasattr(self, field.name)
-        }
-        return StepTensors(params=self.outputs, **shared)
-
-
 class StepSettings(NamedTuple):
     """Hyperparameters of one group for one step, as the rule's torch optimizer understands them.
 
@@ -195,19 +159,6 @@ class StepPlan(Protocol):
         one."""
 
 
-class RankOnePlan(StepPlan, Protocol):
-    """A step of K replicas on one line.
-
-    Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may
-    change only when the replicas are together, right after a converge, else ValueError. Between
-    replays of a captured step nobody checks that.
-    """
-
-    def converge(self, weights: Sequence[float]) -> None:
-        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the
-        displacement 0. The weights sum to 1."""
-
-
 class AveragePlan(Protocol):
     """A weighted mean over K co-resident sets, prepared for one set of tensors."""
 
@@ -247,8 +198,6 @@ class Backend(Protocol):
     name: str
 
     def step_plan(self, tensors: StepTensors) -> StepPlan: ...
-
-    def rank_one_plan(self, tensors: RankOneTensors) -> RankOnePlan: ...
 
     def average_plan(
         self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None

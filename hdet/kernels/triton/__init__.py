@@ -16,7 +16,7 @@ from ..spec.interface import Column
 from ..spec.settings import check_shares
 from ..spec.shared import Pairing
 from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
-from .step import TritonRankOnePlan, TritonStepPlan
+from .step import TritonStepPlan
 
 
 class TritonAveragePlan:
@@ -137,7 +137,6 @@ class TritonNormPlan:
 class TritonBackend:
     name = "triton"
     step_plan = TritonStepPlan
-    rank_one_plan = TritonRankOnePlan
     average_plan = TritonAveragePlan
     pair_plan = TritonPairPlan
     norm_plan = TritonNormPlan

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from ...profiling import ranged
-from ...triton_kernels import hyper, norm, rank_one
+from ...triton_kernels import hyper, norm
 from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..spec.arguments import check_gradients
 from ..spec.eight_bit import BLOCK, CODES, codebook
 from ..spec.inputs import Inputs
-from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
+from ..spec.interface import PLAIN, Column, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options
-from ..spec.shared import OnLine
 from .launch import (
     DERIVED,
     TABLE_BLOCK,
@@ -241,11 +240,10 @@ class TritonStepPlan:
         )
         count = len(self.shapes)
         block = block_for(count) if interpreted else DERIVED
-        arguments = (*inputs, self.rows, self.replica_rows, self.control, *self._line())
+        arguments = (*inputs, self.rows, self.replica_rows, self.control)
         counts = (num_partials, count, self.num_groups, self.tensors.num_replicas)
         variant = {
             "RULE": self.tensors.rule,
-            "ON_LINE": isinstance(self, OnLine),
             "TENSORS": block,
             "BLOCK": TABLE_BLOCK,
         }
@@ -253,71 +251,8 @@ class TritonStepPlan:
             hyper.derive, -(-count // block), *arguments, *counts, **variant, num_warps=8
         )
 
-    def _line(self) -> tuple[Tensor, Tensor]:
-        """What replicas on one line have more than others; of no use here."""
-        return self.counters, self.rows
-
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.control, self.random)
         registers = registers_for(variant.replicas, coded=variant.exp_avg == t.FORMATS[CODES])
         self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers)
-
-
-class TritonRankOnePlan(OnLine, TritonStepPlan):
-    """A step of replicas on one line (csrc/core/rank_one.h)."""
-
-    def __init__(self, tensors: RankOneTensors) -> None:
-        super().__init__(tensors)
-        place = self.memory.place
-        addresses = t.address_table(tensors.bases, tensors.displacements, count=len(self.shapes))
-        self.aligned = self.aligned and not bool((addresses % 16).any())
-        self.line_addresses = place(addresses)
-        self.scales = tensors.scales or [
-            torch.ones((), dtype=torch.float64, device=self.memory.device) for _ in self.shapes
-        ]
-        self.placed_scales = place(t.address_table(self.scales, count=len(self.shapes)))
-        self.lines = self.memory.room(len(self.shapes) * 2, torch.float32)
-        self.mean_rho = self.memory.room(self.num_groups, torch.float64)
-        vector = t.vector((t.FORMATS[torch.float32],), self.aligned)
-        plain = StepVariant(tensors.rule, self.tensors.num_replicas, vector=vector)
-        columns = (t.formats_of(tensors.outputs[0], len(self.shapes)),)
-        self.converges = [
-            (replace(plain, param=format, block=block), chunks)
-            for (format,), block, chunks in place_by_format(self.memory, columns, self.elements)
-        ]
-
-    def _meet(self, rhos: list[float]) -> None:
-        self.memory.refresh(torch.tensor(rhos, dtype=torch.float64, device="cpu"), self.mean_rho)
-        count = len(self.shapes)
-        block = block_for(count) if interpreted else DERIVED
-        tables = (self.groups, self.mean_rho, self.placed_scales, self.lines)
-        self.memory.launch(
-            rank_one.derive_converge, -(-count // block), *tables, count, TENSORS=block
-        )
-        for variant, chunks in self.converges:
-            tables = (chunks, self.addresses, self.line_addresses, self.lines)
-            self.memory.launch(
-                rank_one.converge,
-                len(chunks),
-                *tables,
-                V=variant,
-                **registers_for(variant.replicas),
-            )
-
-    def _line(self) -> tuple[Tensor, Tensor]:
-        return self.placed_scales, self.lines
-
-    def _update(self, variant: StepVariant, chunks: Tensor) -> None:
-        # base and displacement are float32, so no stream moves in vectors of 8
-        variant = replace(variant, vector=min(variant.vector, 4))
-        tables = (chunks, self.placed_gradients, self.addresses, self.line_addresses, self.ids)
-        derived = (self.rows, self.replica_rows, self.lines, self.control, self.random)
-        self.memory.launch(
-            rank_one.update_rank_one,
-            len(chunks),
-            *tables,
-            *derived,
-            V=variant,
-            **registers_for(variant.replicas),
-        )
