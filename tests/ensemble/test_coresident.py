@@ -235,6 +235,13 @@ class Hidden(nn.Linear):
         self.all = [self.weight]
 
 
+def nested() -> nn.Module:
+    net: Any = layer()
+    net.nest = [{"a": (1, [net.weight])}]
+    net.nest.append(net.nest)
+    return net
+
+
 class FullyShardedDataParallel(nn.Linear):
     """Named like torch's, which needs a process group."""
 
@@ -265,6 +272,7 @@ def layer(weight: nn.Parameter | None = None, hook: Any = None) -> nn.Module:
     (lambda: torch.jit.script(layer()), 2, "scripted"),
     (lambda: nn.LazyLinear(2), 2, "'weight' is not initialised"),
     (Hidden, 2, "keeps a parameter in the plain attribute 'all'"),
+    (nested, 2, "keeps a parameter in the plain attribute 'nest'"),
     (lambda: layer(hook=lambda gradient: gradient), 2, "'weight' has gradient hooks"),
     (lambda: layer(Sharded(torch.ones(2, 2))), 2, "'weight' is a DTensor"),
 ])  # fmt: skip
