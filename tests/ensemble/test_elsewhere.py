@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: schedule-free ones, whose state holds weights, and what counts in its groups."""
+"""Optimizers of other libraries: schedule-free ones, whose state holds weights, and wrappers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from tests.harness import Run, TwoReplicas, model, policies
 from ..distributed import run_ranks
 
 schedulefree = pytest.importorskip("schedulefree", reason="the peer is not installed")
-NET = model()
 
 
 def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
     optimizer = schedulefree.AdamWScheduleFree(parameters, lr=lr, weight_decay=weight_decay)
     optimizer.train()
     return optimizer
+
+
+def ensemble(**settings: Any) -> hdet.Ensemble:
+    settings = policies(**{"replicas": TwoReplicas(), **settings})
+    return hdet.Ensemble(free(model().parameters(), 1e-3), **settings)
 
 
 @pytest.mark.parametrize(
@@ -30,23 +34,14 @@ def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
 def test_replicas_that_part_have_to_average_the_weights_in_its_state(
     gradients: str, moments: str | None
 ) -> None:
-    with pytest.raises(
-        ValueError,
-        match="AdamWScheduleFree keeps weights of its own beside the parameters.*pass moments='average'",
-    ):
-        hdet.Ensemble(
-            free(NET.parameters(), 1e-3),
-            replicas=TwoReplicas(),
-            sync=hdet.Sync(gradients=gradients, moments=moments),
-        )
+    said = "AdamWScheduleFree keeps weights of its own beside the parameters.*"
+    with pytest.raises(ValueError, match=said + "pass moments='average'"):
+        ensemble(gradients=gradients, moments=moments)
 
 
 def test_where_they_cannot_part_nothing_is_asked() -> None:
-    for settings in (
-        {"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]},
-        {"replicas": hdet.Replicas(0, 1)},
-    ):
-        hdet.Ensemble(free(NET.parameters(), 1e-3), **policies(**settings)).close()
+    ensemble(knobs=[hdet.LearningRate(0)])
+    ensemble(replicas=hdet.Replicas(0, 1))
 
 
 class Prepared(torch.optim.Optimizer):
@@ -72,10 +67,10 @@ def test_a_wrapper_is_what_it_wraps() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(moment.any() for moment in moments)
     reset_moments(optimizer)
-    assert [state["exp_avg"] for state in optimizer.state.values()] == moments and not any(
-        m.any() for m in moments
-    ), "in place"
+    for state, moment in zip(optimizer.state.values(), moments, strict=True):
+        assert state["exp_avg"] is moment and not moment.any(), "in place"
 
 
 def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,8 +79,7 @@ def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     run.optimizer.eval()
     at = run.weights()
     run.optimizer.train()
-    own = run.steps(2).weights()
-    return trained, at, own
+    return trained, at, run.steps(2).weights()
 
 
 def test_replicas_evaluate_the_same_weights() -> None:

@@ -1,10 +1,9 @@
-"""One controller, and then another: who decides when, replicas that part only then, co-resident ones, resume, refusals."""
+"""One controller, and then another: who decides when, replicas that part only then, refusals."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -13,15 +12,16 @@ from torch import nn
 
 import hdet
 from tests.distributed import run_ranks
-from tests.harness import Run, batch, losses_of, model, probe, taught
+from tests.harness import Run, batch, model, probe, taught
 
 from .helpers import on_all_ranks
 
 TOTAL, EVERY, OVER = 200, 4, 20
+SOFTMAX = functools.partial(hdet.SoftmaxController, decay=None)
 
 
 class First(hdet.Controller):
-    """Lets replicas train alike, doubles the rate in its second cycle, and is finished after its fifth, at step `OVER`."""
+    """Doubles the rate in its second cycle, and is finished after its fifth, at step `OVER`."""
 
     name = "first"
     needs_replicas = False
@@ -53,15 +53,9 @@ class Listener(hdet.Controller):
         return [hdet.Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
 
 
-def chained(then: Any, **settings: Any) -> Run:
-    defaults: dict[str, Any] = {
-        "lr": 1e-3,
-        "total": TOTAL,
-        "every": EVERY,
-        "data": taught,
-        "ddp": False,
-    }
-    return Run(controller=hdet.SequentialController(First(), then), **{**defaults, **settings})
+def chained(then: Any, first: Any = None, **settings: Any) -> Run:
+    settings = {"lr": 1e-3, "total": TOTAL, "every": EVERY, "data": taught, **settings}
+    return Run(controller=hdet.SequentialController(first or First(), then), **settings)
 
 
 def test_the_other_decides_from_the_next_cycle_on() -> None:
@@ -70,12 +64,9 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
     assert not run.controller.handed_over and not then.steps
     run.step()
     assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
-    run.steps()
-    assert (
-        then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
-        and run.controller.first.cycles == OVER // EVERY
-    )
-    assert run.ensemble.corrections == {"lr": 4.0}
+    assert run.steps().ensemble.corrections == {"lr": 4.0}
+    assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
+    assert run.controller.first.cycles == OVER // EVERY
 
 
 def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
@@ -86,15 +77,9 @@ def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
         assert run.equal() and not run.ensemble.engine.explores
         run.step()
     assert run.index == OVER
-    run.steps(3)
-    assert not run.equal() and run.ensemble.engine.explores
-    run.steps()
-    assert (
-        run.ensemble.corrections["lr"] > 2
-        and run.controller.then.frozen
-        and run.controller.idle
-        and run.equal()
-    )
+    assert not run.steps(3).equal() and run.ensemble.engine.explores
+    assert run.steps().equal() and run.ensemble.corrections["lr"] > 2
+    assert run.controller.then.frozen and run.controller.idle
 
 
 @pytest.mark.parametrize("after", [8, 40])
@@ -102,46 +87,38 @@ def test_resumed_it_goes_on_where_it_was(after: int) -> None:
     first = chained(Listener()).steps(after)
     second = chained(Listener()).loaded(first.saved())
     assert second.controller.handed_over is first.controller.handed_over is (after > OVER)
-    assert (
-        second.controller.then.steps == first.controller.then.steps
-        and second.ensemble.values() == first.ensemble.values()
-    )
-    assert (
-        torch.equal(first.steps().weights(), second.steps().weights())
-        and first.controller.then.steps == second.controller.then.steps
-    )
+    assert second.controller.then.steps == first.controller.then.steps
+    assert second.ensemble.values() == first.ensemble.values()
+    assert torch.equal(first.steps().weights(), second.steps().weights())
+    assert first.controller.then.steps == second.controller.then.steps
     with pytest.raises(ValueError, match="controller"):
         Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(
             first.ensemble.state_dict()
         )
 
 
+@pytest.mark.filterwarnings("ignore:one replica")
 def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
-    """The second observes meanwhile: a probe that had not seen the peak would wait for it, and probe, to the end."""
+    """A probe that had not seen the peak would wait for it, and probe, to the end."""
     net = model()
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TOTAL)
-    with pytest.warns(UserWarning, match="one replica"):
-        run = chained(probe(net), net=net, scheduler=cosine, every=20)
-    run.steps(TOTAL * 3 // 4)
+    run = chained(probe(net), net=net, scheduler=cosine, every=20).steps(TOTAL * 3 // 4)
     assert run.controller.handed_over and run.controller.then.warm == [True] and run.controller.idle
 
 
 def test_a_damaged_state_changes_nothing() -> None:
     run = chained(Listener())
-    state = run.ensemble.state_dict()
-    broken = {"first": {}, "then": {"steps": [1.0], "frozen": True}, "handed_over": True}
-    with pytest.raises(ValueError, match="First's state lacks"):
-        run.ensemble.load_state_dict({**state, "controller_state": broken})
-    with pytest.raises(ValueError, match="SequentialController's state lacks"):
-        run.ensemble.load_state_dict({**state, "controller_state": {"first": {}}})
-    early = {**copy.deepcopy(state["controller_state"]), "handed_over": True}
-    with pytest.raises(ValueError, match="has handed over before the first was finished"):
-        run.ensemble.load_state_dict({**state, "controller_state": early})
-    assert (
-        run.controller.then.steps == []
-        and not run.controller.then.frozen
-        and not run.controller.handed_over
-    )
+    state, controller = run.ensemble.state_dict(), run.controller
+    whole = copy.deepcopy(state["controller_state"])
+    for broken, said in (
+        ({**whole, "first": {}, "handed_over": True}, "First's state lacks"),
+        ({"first": {}}, "SequentialController's state lacks"),
+        ({**whole, "handed_over": True}, "has handed over before the first was finished"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run.ensemble.load_state_dict({**state, "controller_state": broken})
+    assert controller.then.steps == []
+    assert not controller.then.frozen and not controller.handed_over
 
 
 def test_what_is_no_other_controller_is_refused() -> None:
@@ -157,39 +134,29 @@ def test_what_is_no_other_controller_is_refused() -> None:
         hdet.SequentialController(first, hdet.SoftmaxController(decay="floor"))
 
 
+class Fussy(Listener):
+    def start(self, run: hdet.Run) -> None:
+        raise ValueError(f"{run.total_steps} steps are too few")
+
+
 def test_what_follows_asks_for_what_it_needs() -> None:
-    """As if it were alone: a run that suits it; what it measures with; replicas, of which one explores nothing."""
-
-    class Fussy(Listener):
-        def start(self, run: hdet.Run) -> None:
-            raise ValueError(f"{run.total_steps} steps are too few")
-
+    """As if it were alone: a run that suits it, and replicas, of which one explores nothing."""
     with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
         chained(Fussy())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
-        chained(hdet.SoftmaxController(decay=None))
-    both = hdet.SequentialController(First(), hdet.SoftmaxController(decay=None))
+        both = chained(SOFTMAX()).controller
     assert both.name == "first, then softmax" and both.needs_replicas and not both.idle
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_can() -> None:
     net = nn.Sequential(nn.Dropout(0.1), model())
 
     def build(judges: bool, held_out: bool) -> None:
         first = First()
         first.judges_held_out = judges
-        then = hdet.ProbeController(
-            lambda net, data: losses_of(net, data).mean(),
-            [batch(i) for i in range(8)],
-            model=net,
-            held_out=held_out,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            hdet.Ensemble(
-                torch.optim.AdamW(net.parameters(), lr=1e-3), knobs=[hdet.LearningRate(), hdet.Dropout(net)], total_steps=100,
-                controller=hdet.SequentialController(first, then), sync=hdet.Sync(1, gradients="local", moments="keep"),
-            )  # fmt: skip
+        then, knobs = probe(net, held_out=held_out), [hdet.LearningRate(), hdet.Dropout(net)]
+        chained(then, first, net=net, knobs=knobs, gradients="local", moments="keep")
 
     build(True, True)
     for judges, held_out in ((False, True), (True, False)):
@@ -197,22 +164,17 @@ def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_c
             build(judges, held_out)
 
 
-# -- replicas in processes of their own ------------------------------------------------------------------------------------
-
-
 def two_processes(rank: int, world: int) -> Any:
-    """[(handed over, weights are equal on all ranks) before the end of each step], and the corrections in the end."""
-    run = chained(hdet.SoftmaxController(1e-3, decay=None), rank=rank, ddp=True)
+    """[(handed over, weights are equal on all ranks) before the end of each step], corrections."""
+    run = chained(SOFTMAX(1e-3), rank=rank)
     seen: list[tuple[bool, bool]] = []
     run.optimizer.register_step_post_hook(
         lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
     )
-    run.steps(60)
-    return seen, run.ensemble.corrections
+    return seen, run.steps(60).ensemble.corrections
 
 
 def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
     (seen, corrections), (others, same) = run_ranks(two_processes, 2)
     assert seen == others and corrections == same and corrections["lr"] not in (1.0, 2.0)
-    assert [handed for handed, _ in seen] == [False] * OVER + [True] * (60 - OVER)
-    assert all(equal is not handed for handed, equal in seen)
+    assert seen == [(False, True)] * OVER + [(True, False)] * (60 - OVER)

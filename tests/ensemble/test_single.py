@@ -240,6 +240,8 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"controller": "AutoLR"},
      "controller must be an object of a class from hdet.Controller, got 'AutoLR'"),
     ({"controller": SOFTMAX, **WARM}, "warm-up"),
+    ({"controller": hdet.SoftmaxController(decay=None, freeze_after=0.5)},
+     r"freeze_after=0\.5.*total_steps"),
     ({"controller": probe(model())}, "no parameter of this optimizer"),
     ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(), 5)}, "another optimizer"),
     ({"bucket_bytes": 1}, "bucket_bytes"),
