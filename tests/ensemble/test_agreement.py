@@ -217,9 +217,6 @@ def test_stages_of_a_pipeline_have_settings_of_their_own() -> None:
     assert "optimizer's class and settings" in message and "rank 3" in message
 
 
-# -- in the course of a run --------------------------------------------------------------------
-
-
 def drifting(rank: int, world: int, how: str) -> Any:
     """(steps done, message) of the first error."""
     optimizer, drifts = SGD(model().parameters(), lr=1e-2), rank == 1

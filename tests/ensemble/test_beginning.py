@@ -52,9 +52,6 @@ class Short(Run):
         return super().step(math.nan if self.index < 4 else report)
 
 
-# -- weights and buffers -----------------------------------------------------------------------
-
-
 class Normaliser(nn.Module):
     """As in reinforcement learning: every pass makes new tensors for statistics."""
 
@@ -157,8 +154,6 @@ def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     assert run.records[-1]["rolled_back"] and same(state_of(net), passed[0])
 
 
-# -- the optimizer's state ---------------------------------------------------------------------
-
 OPTIMIZERS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -229,9 +224,6 @@ def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(
     for step in range(5):
         run.step(report=math.nan)
         assert (everything() == held) is (step == 4)
-
-
-# -- buffers in the average --------------------------------------------------------------------
 
 
 def averaged(rank: int, **settings: Any) -> Run:

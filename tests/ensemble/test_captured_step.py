@@ -116,23 +116,6 @@ def test_what_is_no_training_step_is_let_pass() -> None:
     assert ensemble.engine.step == 2
 
 
-def test_a_scaler_and_a_scheduler_that_wraps_the_step_are_let_pass() -> None:
-    net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(optimizer)
-    with ensemble.rescheduling():
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(net)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        ensemble.step()
-        with ensemble.rescheduling():
-            scheduler.step()
-    assert ensemble.engine.step == 3
-
-
 class AcceleratesOptimizer:
     """As accelerate with a scaler: after its own step it puts the one back that it has found."""
 
@@ -164,9 +147,6 @@ def test_a_wrapper_that_puts_the_step_back_which_it_found_is_made_after_the_ense
     wrapper, _ = AcceleratesOptimizer(optimizer), hdet.Ensemble(optimizer)
     with pytest.raises(RuntimeError, match=PAST):
         wrapper.train(net)
-
-
-# -- one after the other -----------------------------------------------------------------------
 
 
 def depth(optimizer: Any) -> int:

@@ -83,9 +83,6 @@ def test_coresident_replicas_are_taken_back_too() -> None:
     assert not torch.equal(run.all_weights()[0], before[0])
 
 
-# -- moments under local gradients -------------------------------------------------------------
-
-
 class Counting(torch.optim.SGD):
     """Its counter is a number, its tensors are in lists and dicts, and some are no parameter's."""
 
@@ -178,9 +175,6 @@ def test_moments_are_averaged_if_all_replicas_have_them(case: str) -> None:
         assert message == other == "no error" and len(one) == 4 and same(one, two)
 
 
-# -- gradients that are not what they are said to be -------------------------------------------
-
-
 def undeclared(rank: int, world: int, gradients: str, closure: bool = False) -> list[str]:
     local = gradients == "local"
     run = Run(rank, every=2, ddp=local, gradients=gradients, moments="keep" if local else None)
@@ -200,9 +194,6 @@ def test_gradients_that_differ_are_not_shared(closure: bool) -> None:
 def test_gradients_that_are_the_same_are_not_local() -> None:
     for error, *messages in run_ranks(undeclared, 2, "local"):
         assert error == "no error" and any("no_sync()" in message for message in messages)
-
-
-# -- steps that move nothing, and tied copies --------------------------------------------------
 
 
 def phantom(rank: int, world: int) -> Any:

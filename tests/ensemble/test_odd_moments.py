@@ -55,9 +55,6 @@ def test_a_sparse_gradient_is_refused_before_the_step() -> None:
     assert torch.equal(table.weight, before)
 
 
-# -- converge() and in_sync --------------------------------------------------------------------
-
-
 def converge_after(rank: int, world: int, what: str) -> Any:
     """(in sync, equal) before and after."""
     run = Run(rank, spread=0.0 if what == "noise" else 0.3)
@@ -142,9 +139,6 @@ def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule(
     assert ensemble.schedule.peaks() == before == [[0.1]] and ensemble.schedule.floors() == [0.0]
 
 
-# -- eight bits --------------------------------------------------------------------------------
-
-
 class Quantised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -176,9 +170,6 @@ def test_and_stays_as_it_is_in_the_model() -> None:
     assert buffer is net.mean
     assert run.steps(60).controller.interval.trial.first_losses
     assert torch.equal(net.weight.float(), torch.ones(6, 6))
-
-
-# -- a process group that is gone --------------------------------------------------------------
 
 
 def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:

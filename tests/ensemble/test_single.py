@@ -95,14 +95,12 @@ def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
 
 
 def test_losses_are_averaged_with_their_weights() -> None:
-    run = Run(every=2)
-    run.ensemble.observe(torch.tensor(4.0), weight=3)
-    run.ensemble.observe(8.0, weight=torch.tensor(1.0))
-    run.ensemble.observe(math.nan, weight=0)
-    for _ in range(2):
-        run.backward()
-        run.optimizer.step()
-        run.ensemble.step()
+    run = Run(every=1)
+    for loss, weight in ((torch.tensor(4.0), 3), (8.0, torch.tensor(1.0)), (math.nan, 0)):
+        run.ensemble.observe(loss, weight)
+    run.backward()
+    run.optimizer.step()
+    run.ensemble.step()
     assert run.history["losses"] == [5.0]
 
 

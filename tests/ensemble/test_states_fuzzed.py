@@ -83,8 +83,13 @@ class Run(harness.Run):
         return repr((self.whole.state_dict(), plain, groups, knobs, values))
 
 
-def one_cycle(optimizer: Any) -> torchs.OneCycleLR:
-    return torchs.OneCycleLR(optimizer, max_lr=3e-3, total_steps=TOTAL, cycle_momentum=False)
+def one_cycle(optimizer: Any, **settings: Any) -> torchs.OneCycleLR:
+    return torchs.OneCycleLR(optimizer, 3e-3, TOTAL, cycle_momentum=False, **settings)
+
+
+def rise_and_fall(o: Any) -> torchs.SequentialLR:
+    rises = torchs.LinearLR(o, 1e-3, total_iters=10)
+    return torchs.SequentialLR(o, [rises, torchs.CosineAnnealingLR(o, 100, 1e-5)], [10])
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -108,6 +113,7 @@ NONE = lambda net: None
 SOFTMAX = lambda net: hdet.SoftmaxController(decay=None)
 AUTO = lambda net: hdet.AutoLR(net, budget=0.99)
 COSINE, EACH = SCHEDULERS["CosineAnnealingLR"], [hdet.LearningRate(0.3, groups="each")]
+FIRST = [hdet.LearningRate(0.3, groups=[0])]
 RUNS: dict[str, Callable[[], Run]] = {
     "none": lambda: Run(NONE, COSINE),
     "softmax": lambda: Run(SOFTMAX, COSINE),
@@ -123,7 +129,16 @@ RUNS: dict[str, Callable[[], Run]] = {
     "two rates": lambda: Run(SOFTMAX, SCHEDULERS["StepLR"], knobs=EACH),
     "OneCycleAutoLR": lambda: Run(SOFTMAX, auto=True),
 }
-SAVED_AFTER = {"auto in a trial": 3, "auto": 70, "auto, then softmax": 70}
+# Torch's linear OneCycleLR goes below 0 in the step after its last. Groups without a knob go on
+# from their own rates, as the optimizer's state may be loaded later.
+AT_AN_END: dict[str, Callable[[], Run]] = {
+    "cos": lambda: Run(NONE, functools.partial(one_cycle, anneal_strategy="cos")),
+    "linear": lambda: Run(NONE, functools.partial(one_cycle, anneal_strategy="linear")),
+    "after a rise": lambda: Run(NONE, rise_and_fall, knobs=FIRST, total=200),
+    "after a fall": lambda: Run(NONE, rise_and_fall, knobs=FIRST, total=200),
+}
+SAVED_AFTER = {"auto in a trial": 3, "auto": 70, "auto, then softmax": 70, "cos": TOTAL}
+SAVED_AFTER |= {"linear": TOTAL, "after a rise": 110, "after a fall": 120}
 WRONG = [
     None, True, False, 0, 1, 2, 3, -1, 7, 10**9, -(10**9), 10**400, 0.0, -0.0, 0.5, -0.5, 1e-320,
     1e9, 1e30, -1e30, 1e200, 1e308, math.nan, math.inf, -math.inf, "", "x", b"", [], [0.0],
@@ -162,14 +177,15 @@ def damaged(state: Any, path: tuple[Any, ...], how: str, wrong: Any) -> Any:
 
 @functools.cache
 def saved(name: str) -> Any:
-    return RUNS[name]().steps(SAVED_AFTER.get(name, STEPS)).whole.state_dict()
+    return (RUNS | AT_AN_END)[name]().steps(SAVED_AFTER.get(name, STEPS)).whole.state_dict()
 
 
 victims: dict[str, Run] = {}
 
 
 def check(name: str, state: Any) -> str:
-    run = victims.pop(name, None) or RUNS[name]().steps(2)
+    make = (RUNS | AT_AN_END)[name]
+    run = victims.pop(name, None) or make().steps(2)
     before = run.everything()
     try:
         run.whole.load_state_dict(state)
@@ -181,12 +197,12 @@ def check(name: str, state: Any) -> str:
         run.steps(INTERVAL)
     except hdet.ReplicasDiverged:  # at a rate of 1e30
         return "diverged"
-    RUNS[name]().whole.load_state_dict(run.whole.state_dict())
+    make().whole.load_state_dict(run.whole.state_dict())
     return "went on"
 
 
 @quiet
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RUNS | AT_AN_END)
 def test_a_state_as_it_was_saved_loads(name: str) -> None:
     assert check(name, saved(name)) == "went on"
 
@@ -211,20 +227,6 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
 @pytest.mark.parametrize("name", ["softmax", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
     assert check(name, state) == "refused"
-
-
-@quiet
-@pytest.mark.parametrize("steps", [110, 120])
-def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
-    """The optimizer's state may be loaded later."""
-
-    def build(o: Any) -> torchs.SequentialLR:
-        rises = torchs.LinearLR(o, 1e-3, total_iters=10)
-        return torchs.SequentialLR(o, [rises, torchs.CosineAnnealingLR(o, 100, 1e-5)], [10])
-
-    knobs = [hdet.LearningRate(0.3, groups=[0])]
-    one, two = (Run(NONE, build, knobs=knobs, total=200) for _ in range(2))
-    two.ensemble.load_state_dict(one.steps(steps).ensemble.state_dict())
 
 
 class Torn:
@@ -270,20 +272,6 @@ def test_what_complains_when_it_has_changed_already_gets_its_state_back(part: st
     assert run.everything() == before
     run.ensemble.load_state_dict({**state, part: {"first": 3, "second": -3}})
     assert run.scheduler.first == (3 if part == "scheduler" else 7)
-
-
-@pytest.mark.parametrize("strategy", ["cos", "linear"])
-def test_a_state_of_a_schedule_s_last_step_loads(strategy: str) -> None:
-    """Torch's linear OneCycleLR goes below 0 in the step after its last."""
-
-    def build(optimizer: Any) -> Any:
-        return torchs.OneCycleLR(
-            optimizer, 3e-3, TOTAL, cycle_momentum=False, anneal_strategy=strategy
-        )
-
-    run = Run(NONE, build).steps(TOTAL)
-    assert run.ensemble.schedule.step == run.ensemble.schedule.total_steps
-    Run(NONE, build).ensemble.load_state_dict(run.ensemble.state_dict())
 
 
 def of_length(total: float) -> tuple[Run, dict[str, Any]]:
