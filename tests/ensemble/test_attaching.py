@@ -29,13 +29,6 @@ def test_a_run_goes_on_with_new_replicas_after_close() -> None:
     assert run.steps(1).ensemble.cycle == 1 and run.equal()
 
 
-def test_a_converged_run_continues_with_another_number_of_replicas() -> None:
-    first = Run(together=4).steps(20)
-    run = Run(together=2).steps(3).loaded(first.saved())
-    assert same(run.all_weights(), first.all_weights()[:2])
-    run.steps(2)
-
-
 def test_a_state_from_before_the_first_step_is_of_the_model_as_it_is() -> None:
     first, other = Run(together=2), Run(together=2)
     for run in (first, other):

@@ -93,9 +93,7 @@ def load(net: nn.Module) -> None:
     (batch_norm, nn.Module.train), (batch_norm, load), (batch_norm, nn.Module.double),
     (Counting, nn.Module.train), (Normaliser, nn.Module.train),
 ])  # fmt: skip
-def test_a_restart_goes_back_to_what_its_first_step_found(
-    make: Callable[[], nn.Module], act: Callable[[Any], Any]
-) -> None:
+def test_a_restart_goes_back_to_its_first_step(make: Any, act: Any) -> None:
     """Buffers are those after the first forward pass, which comes before that step."""
     net = make()
     run = Short(net)

@@ -117,9 +117,7 @@ def test_nested_and_interleaved_uses_and_exceptions_end_at_the_model() -> None:
 @pytest.mark.parametrize("make", [model, Tied, Recurrent])
 @pytest.mark.parametrize("where", ["inside", "outside", "at the end", "inside of another"])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_gradients_of_all_replicas_add_up_in_the_models_own(
-    where: str, zeros: bool, make: Any
-) -> None:
+def test_gradients_of_replicas_add_up_in_the_models(where: str, zeros: bool, make: Any) -> None:
     net = make()
     replicas, losses = apart(net), []
     for p in net.parameters() if zeros else ():
@@ -277,9 +275,7 @@ def layer(weight: nn.Parameter | None = None, hook: Any = None) -> nn.Module:
     (lambda: layer(Sharded(torch.ones(2, 2))), 2, "'weight' is a DTensor"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:`torch.jit")
-def test_models_that_cannot_be_switched_are_refused_by_name(
-    make: Any, count: Any, message: str
-) -> None:
+def test_what_cannot_be_switched_is_refused_by_name(make: Any, count: Any, message: str) -> None:
     with pytest.raises(TypeError if "got list" in message else ValueError, match=message):
         hdet.CoresidentReplicas(make(), count)
 

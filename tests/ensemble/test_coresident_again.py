@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -60,26 +61,21 @@ def test_inside_of_use_gradients_are_those_of_training_by_hand(
 
 
 @BOTH
-@pytest.mark.parametrize("first_too", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
-def test_outside_of_use_backward_is_an_error(reentrant: bool, first_too: bool, k: int) -> None:
+@pytest.mark.parametrize(("first_too", "k", "j"), [
+    *((first_too, k, None) for first_too in (False, True) for k in (1, 2)),
+    *((False, k, j) for k, j in ((0, 1), (1, 0), (1, 2))),
+])  # fmt: skip
+def test_outside_of_use_backward_is_an_error(
+    reentrant: bool, first_too: bool, k: int, j: int | None
+) -> None:
+    """And inside of the use of another replica, j."""
     net = Blocks(reentrant, first_too)
     replicas = apart(net)
     with replicas.use(k):
         loss = loss_at(net, k)
-    with pytest.raises(ValueError, match=REMEDY):
-        loss.backward()
-
-
-@BOTH
-@pytest.mark.parametrize(("k", "j"), [(0, 1), (1, 0), (1, 2)])
-def test_inside_of_another_use_it_is_too(reentrant: bool, k: int, j: int) -> None:
-    net = Blocks(reentrant)
-    replicas = apart(net)
-    with replicas.use(k):
-        loss = loss_at(net, k)
-    said = f"replica {k}'s backward .* those of replica {j}: {REMEDY}"
-    with pytest.raises(ValueError, match=said), replicas.use(j):
+    use = nullcontext() if j is None else replicas.use(j)
+    said = "" if j is None else f"replica {k}'s backward .* those of replica {j}: "
+    with pytest.raises(ValueError, match=said + REMEDY), use:
         loss.backward()
 
 

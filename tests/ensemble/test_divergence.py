@@ -253,8 +253,6 @@ def tied_state(rank: int, world: int, masters: str | None, moments: str | None) 
 
 
 @pytest.mark.parametrize(("masters", "moments"), [(None, "average"), ("split", None)])
-def test_tied_copies_are_equal_with_their_masters_and_averaged_moments(
-    masters: str | None, moments: str | None
-) -> None:
+def test_tied_copies_are_equal_with_all_their_state(masters: Any, moments: Any) -> None:
     first, *others = run_ranks(tied_state, 6, masters, moments)
     assert same(others, [first] * 5)

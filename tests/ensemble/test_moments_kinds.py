@@ -121,14 +121,12 @@ def trained(rank: int, world: int, name: str, gradients: str, moments: str | Non
     return seen, run.ensemble.in_sync
 
 
-@pytest.mark.parametrize(("gradients", "moments"), [("shared", None), ("local", "average")])
+@pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("name", ["Wandering", *OPTIMIZERS])
-def test_in_sync_means_that_nothing_of_the_optimizer_differs(
-    name: str, gradients: str, moments: str | None
-) -> None:
+def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradients: str) -> None:
     """Else replicas would go on with numbers of their own for good, and nobody would know."""
-    if name == "AdamWScheduleFree":
-        moments = "average"  # which it needs, also with shared gradients
+    # Which schedule-free optimizers need, also with shared gradients.
+    moments = "average" if gradients == "local" or name == "AdamWScheduleFree" else None
     (one, in_sync), (two, _) = run_ranks(trained, 2, name, gradients, moments)
     assert in_sync
     for equal, (weights, state), (others, theirs) in zip((0, 1, 0, 1), one, two, strict=True):
@@ -159,9 +157,7 @@ def test_state_that_follows_from_gradients_alone_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "dtype"), [(Coded, "state1", "uint8"), (Masked, "inner", "bool")]
 )
-def test_state_that_would_be_averaged_in_part_is_refused_at_the_first_step(
-    kind: Any, key: str, dtype: str
-) -> None:
+def test_state_that_would_be_averaged_in_part_is_refused(kind: Any, key: str, dtype: str) -> None:
     def run(moments: str) -> Run:
         settings = {"gradients": "local", "moments": moments, "scheduler": None}
         return Run(optimizer=kind, replicas=hdet.Replicas(0, 2, None), **settings)
@@ -196,16 +192,11 @@ def ensemble(**settings: Any) -> hdet.Ensemble:
     ("gradients", "moments"),
     [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)],
 )
-def test_replicas_that_part_have_to_average_the_weights_in_its_state(
-    gradients: str, moments: str | None
-) -> None:
+def test_replicas_that_part_average_weights_in_a_state(gradients: str, moments: Any) -> None:
     said = "AdamWScheduleFree keeps weights of its own beside the parameters.*"
     with pytest.raises(ValueError, match=said + "pass moments='average'"):
         ensemble(gradients=gradients, moments=moments)
-
-
-def test_where_they_cannot_part_nothing_is_asked() -> None:
-    ensemble(knobs=[hdet.LearningRate(0)])
+    ensemble(knobs=[hdet.LearningRate(0)])  # where they cannot part nothing is asked
     ensemble(replicas=hdet.Replicas(0, 1))
 
 

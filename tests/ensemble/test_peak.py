@@ -33,14 +33,17 @@ def spread_in(run: Run) -> list[bool]:
     return [len(set(record["multipliers"]["lr"])) > 1 for record in run.records]
 
 
-@pytest.mark.parametrize(("every", "decisions"), [(10, 1), (20, 0), (50, 0)])
+@pytest.mark.parametrize(
+    ("every", "settings", "decisions"),
+    [(10, {}, 1), (20, {}, 0), (50, {}, 0), (10, {"warmup_steps": 30}, 3)],
+)
 def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(
-    every: int, decisions: int
+    every: int, settings: dict[str, Any], decisions: int
 ) -> None:
-    """So many cycles end above 90 % of it, and none above 95 %."""
+    """So many cycles end above 90 % of it or in the warm-up, and none above 95 %."""
     said = rf"schedule of lr .*'probe'.* once in {every} steps.*hdet\.Sync"
     with pytest.warns(UserWarning, match=said):
-        under = run(every).steps()
+        under = run(every, **settings).steps()
     assert spread_in(under) == [cycle <= decisions for cycle in range(100 // every)]
 
 
@@ -65,17 +68,9 @@ def frozen_early(net: torch.nn.Module) -> hdet.Controller:
 @pytest.mark.parametrize(
     ("every", "controller", "until"), [(2, "probe", 15), (5, "probe", 15), (5, frozen_early, 5)]
 )
-def test_where_cycles_end_near_the_peak_or_all_is_decided_nothing_is_said(
-    every: int, controller: Any, until: int
-) -> None:
+def test_where_all_can_be_decided_nothing_is_said(every: int, controller: Any, until: int) -> None:
     under = run(every, controller).steps()
     assert spread_in(under) == [cycle * every < until for cycle in range(100 // every)]
-
-
-def test_a_peak_within_the_warm_up_of_the_controller_has_passed() -> None:
-    with pytest.warns(UserWarning, match=PEAK):
-        under = run(10, warmup_steps=30).steps()
-    assert spread_in(under) == [True] * 4 + [False] * 6
 
 
 def test_a_value_before_the_first_step_is_no_peak() -> None:
@@ -148,9 +143,7 @@ def in_a_row(net: torch.nn.Module) -> hdet.Controller:
 @pytest.mark.parametrize(
     ("make", "name"), [(scripted, "scripted"), (in_a_row, "auto, then softmax")]
 )
-def test_a_run_of_fewer_than_two_cycles_is_warned_of_with_the_default_and_the_way_out(
-    make: Any, name: str
-) -> None:
+def test_a_run_of_fewer_than_two_cycles_is_warned_of(make: Any, name: str) -> None:
     said = rf"has 1999 steps, .* T = 1000 \(1000 by default\): the controller '{name}'"
     with pytest.warns(UserWarning, match=said + r".*sync=hdet\.Sync\(99\)"):
         made(make, 1999)

@@ -228,9 +228,7 @@ def test_it_rests_before_an_interval_would_end_too_late() -> None:
     ("total", "every", "expected"),
     [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)],
 )
-def test_by_default_averages_are_over_a_fortieth_of_the_run(
-    total: int, every: int, expected: int
-) -> None:
+def test_by_default_a_fortieth_of_a_run_is_averaged(total: int, every: int, expected: int) -> None:
     run = Run(together=2, controller="probe", total=total, every=every)
     assert run.controller.losses.cycles == expected
 
@@ -253,9 +251,7 @@ DIRECT = hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=Tr
     ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
     ({"knobs": [DIRECT]}, "'x'.*without bounds"),
 ])  # fmt: skip
-def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_replicas_on_no_line_have_one_cycle_or_a_refusal(settings: Any, message: str) -> None:
     assert cycles(None) == 5
     assert cycles(None, **settings) == cycles(1, **settings) == 1
     with pytest.raises(ValueError, match=message):
@@ -271,9 +267,11 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    *(({"interval": interval}, "interval") for interval in (0, 1.5, True)),
-    ({"place": "disk"}, "place"), ({"chunks": 1}, "chunks"), ({"batches": [1, 2]}, "batches holds 2"),
-    ({"average_every": 0}, "average_every"), ({"average_from": 1.0}, "average_from"),
+    *(({name: wrong}, name) for name, wrong in (
+        ("interval", 0), ("interval", 1.5), ("interval", True), ("place", "disk"), ("chunks", 1),
+        ("average_every", 0), ("average_from", 1.0),
+    )),
+    ({"batches": [1, 2]}, "batches holds 2"),
 ])  # fmt: skip
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     given = {"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
@@ -354,9 +352,7 @@ def line_of(dtype: torch.dtype, **settings: Any) -> Any:
     (torch.float32, "device", 1e-5), (torch.float64, "device", 1e-12),
     (torch.float32, "host", 1e-5), (torch.bfloat16, "device", 0.04),
 ])  # fmt: skip
-def test_points_are_those_by_hand_in_any_order_and_weights_are_afterwards_what_they_were(
-    dtype: torch.dtype, place: str, error: float
-) -> None:
+def test_points_of_a_line_are_those_by_hand(dtype: torch.dtype, place: str, error: float) -> None:
     tensors, line, origin, mean = line_of(dtype, place=place)
     before = [t.clone() for t in tensors]
     for i, rho in list(enumerate(RHOS)) * 2:  # what has been scored may be scored again

@@ -76,9 +76,7 @@ def written_and_converged(rank: int, world: int, other: float) -> Any:
 
 
 @pytest.mark.parametrize(("other", "mean"), [(1.0, 1.0), (3.0, 2.0)])
-def test_what_was_written_to_parameters_with_masters_is_what_converges(
-    other: float, mean: float
-) -> None:
+def test_what_was_written_to_parameters_is_averaged(other: float, mean: float) -> None:
     for weights, masters, moved in run_ranks(written_and_converged, 2, other):
         assert (weights == mean).all() and (masters == mean).all()
         assert moved < 0.05  # and the next step goes on from there

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,29 +23,10 @@ TOTAL, EVERY, OVER = 200, 4, 20
 SOFTMAX = functools.partial(hdet.SoftmaxController, decay=None)
 
 
-class First(hdet.Controller):
-    """Doubles the rate in its second cycle, and is finished after its fifth, at step `OVER`."""
-
-    name = "first"
-    needs_replicas = False
-    state_keys = ("cycles",)
-    cycles = 0.0
-
-    @property
-    def finished(self) -> bool:
-        return self.cycles >= OVER // EVERY
-
-    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        self.cycles += 1
-        return [hdet.Decision(factor=2.0 if self.cycles == 2 else 1.0) for _ in evidence.knobs]
-
-
 class Listener(hdet.Controller):
     """Writes down when it was asked, and doubles the rate once, at its third cycle."""
 
-    name = "listener"
-    needs_replicas = False
-    state_keys = ("steps",)
+    name, needs_replicas, state_keys, at = "listener", False, ("steps",), 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +34,15 @@ class Listener(hdet.Controller):
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.steps.append(float(evidence.step))
-        return [hdet.Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
+        factor = 2.0 if len(self.steps) == self.at else 1.0
+        return [hdet.Decision(factor=factor) for _ in evidence.knobs]
+
+
+class First(Listener):
+    """Doubles it in its second cycle, and is finished after its fifth, at step `OVER`."""
+
+    name, at = "first", 2
+    finished = property(lambda self: len(self.steps) >= OVER // EVERY)
 
 
 def chained(then: Any, first: Any = None, **settings: Any) -> Run:
@@ -70,7 +58,7 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
     assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
     assert run.steps().ensemble.corrections == {"lr": 4.0}
     assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
-    assert run.controller.first.cycles == OVER // EVERY
+    assert len(run.controller.first.steps) == OVER // EVERY
 
 
 def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
@@ -257,7 +245,7 @@ def copies(run: Run) -> int:
     (auto_then_probe, 1000, 8, 1000),
 ])  # fmt: skip
 def test_copies_are_kept_while_they_are_needed(
-    controller: Callable[[nn.Module], hdet.Controller], total: int, needed: int, over: int
+    controller: Any, total: int, needed: int, over: int
 ) -> None:
     """The parameters are one, and what has to wait for another has none yet."""
 
@@ -348,15 +336,18 @@ def sequence(o: torch.optim.Optimizer) -> torchs.LRScheduler:
     )
 
 
+LAMBDA: Any = lambda o: torchs.LambdaLR(o, lambda step: 1 - step / 41)
+ONE_CYCLE: Any = lambda o: torchs.OneCycleLR(o, 3e-3, 41, cycle_momentum=False)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(("scheduler", "by_hand", "kept"), [
-    *((lambda o: torchs.LambdaLR(o, lambda step: 1 - step / 41), *how) for how in ((0, 0), (1, 1))),
-    *((lambda o: torchs.OneCycleLR(o, 3e-3, 41, cycle_momentum=False), *how) for how in ((0, 0), (1, 1))),
-    (lambda o: torchs.CosineAnnealingLR(o, 41), 0, 1), (lambda o: torchs.StepLR(o, 10), 0, 1), (sequence, 0, 1),
+    *((make, *how) for make in (LAMBDA, ONE_CYCLE) for how in ((0, 0), (1, 1))),
+    (lambda o: torchs.CosineAnnealingLR(o, 41), 0, 1),
+    (lambda o: torchs.StepLR(o, 10), 0, 1),
+    (sequence, 0, 1),
 ])  # fmt: skip
-def test_what_becomes_of_the_rate_where_hdet_is_taken_out(
-    scheduler: Callable[..., torchs.LRScheduler], by_hand: bool, kept: bool
-) -> None:
+def test_what_becomes_of_the_rate_without_hdet(scheduler: Any, by_hand: bool, kept: bool) -> None:
     """As docs/faq.md says."""
     run, _ = saved(scheduler=scheduler, spread=0.0)
     correction = run.ensemble.corrections["lr"]

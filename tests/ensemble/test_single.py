@@ -108,9 +108,7 @@ def test_losses_are_averaged_with_their_weights() -> None:
     *((loss, 1.0, "loss must be") for loss in (torch.ones(2), torch.tensor(3), "1.0", None)),
     *((1.0, weight, "weight") for weight in (-1.0, math.nan, math.inf)),
 ])  # fmt: skip
-def test_a_loss_that_is_not_one_number_and_a_weight_that_is_none_are_refused(
-    loss: Any, weight: float, message: str
-) -> None:
+def test_a_wrong_loss_or_weight_is_refused(loss: Any, weight: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Run().ensemble.observe(loss, weight)
 
@@ -254,9 +252,7 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
     ({"buffers": [1]}, r"got \[1\]"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused_before_anything_changes(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_wrong_settings_are_refused_before_anything_changes(settings: Any, message: str) -> None:
     optimizer = sgd()
     step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
     with pytest.raises((ValueError, TypeError), match=message):
