@@ -17,6 +17,7 @@ from hdet.converge import Compressed, Plain, Streaming
 from tests.harness import Run, losses_of, model, taught
 
 from ..adversary.common import bits
+from ..checkpoint.helpers import FusedEightBit
 from ..distributed import run_ranks
 from .helpers import (
     MASTERS,
@@ -44,8 +45,8 @@ class Short(Run):
     def __init__(self, net: nn.Module, **settings: Any) -> None:
         defaults = {"buffers": net} if any(True for _ in net.buffers()) else {}
         super().__init__(
-            net=net, divergence=TAKEN_BACK, data=lambda key: taught(key // 100),
-            **{"lr": 1e-2, "total": 400, "every": 4, "spread": 0.0, **defaults, **settings},
+            net=net, data=lambda key: taught(key // 100), lr=1e-2, total=400, every=4, spread=0.0,
+            **{"divergence": TAKEN_BACK, **defaults, **settings},
         )  # fmt: skip
 
     def step(self, report: Any = None) -> torch.Tensor:
@@ -152,6 +153,33 @@ def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     assert run.records[-1]["rolled_back"] and same(state_of(net), passed[0])
 
 
+class Counts(torch.optim.SGD):
+    """Its counter is a number, its tensors are in lists and dicts, and some are no parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        everyone = self.state.setdefault("all", {"steps": 0})
+        everyone["steps"] += 1
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            state.setdefault("past", []).append(p.grad.clone())
+            state.setdefault("inner", {"sum": torch.zeros_like(p)})["sum"].add_(p.grad)
+            move = (state["inner"]["sum"] + state["past"][0]) / everyone["steps"]
+            p.data.sub_(0.01 / state["step"] * move)
+
+
+def elsewhere(package: str, name: str) -> Callable[..., Any]:
+    """What does not begin as zeros (weights beside the parameters), or is counted in a group."""
+
+    def make(parameters: Any, lr: float) -> Any:
+        optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    return make
+
+
 OPTIMIZERS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -160,7 +188,16 @@ OPTIMIZERS: dict[str, Any] = {
     "FusedLion": hdet.FusedLion,
     "fp32": MASTERS,
     "split": SPLIT,
+    "8 bits": FusedEightBit,
+    "Counts": Counts,
+    "AdamWScheduleFree": elsewhere("schedulefree", "AdamWScheduleFree"),
+    "Prodigy": elsewhere("prodigyopt", "Prodigy"),
+    "DAdaptAdam": elsewhere("dadaptation", "DAdaptAdam"),
 }
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.bfloat16 if name in ("fp32", "split") else torch.float32
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -169,9 +206,9 @@ def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [copy.deepcopy(dict(optimizer.state.get(p, {}))) for p in own]
 
 
-@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("loaded", [None, "device", "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
+def test_a_restart_begins_as_a_new_run_would(name: str, loaded: str | None) -> None:
     """With the moments that were loaded; a parameter that had none has none again."""
 
     def build(net: nn.Module) -> Any:
@@ -181,16 +218,16 @@ def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
             optimizer.load_state_dict(copy.deepcopy({**state, "param_groups": groups}))
         return optimizer
 
-    dtype = torch.bfloat16 if name in ("fp32", "split") else torch.float32
-    net, other = model().to(dtype), model().to(dtype)
+    net, other = (model().to(dtype_of(name)) for _ in range(2))
     before = OPTIMIZERS[name](net.parameters(), lr=1e-2)
     trained(net, before, range(7))
     state = before.state_dict()
     if name == "AdamW":
         del state["state"][3]
-    run = Short(net, optimizer=lambda *_, **__: build(net))
+    divergence = hdet.Divergence(rollback=loaded or "device")
+    run = Short(net, optimizer=lambda *_, **__: build(net), divergence=divergence)
     begin, held = state_of(net), moments(run.optimizer)
-    assert any(held) is loaded or name == "Adagrad"
+    assert any(held) is bool(loaded) or name == "Adagrad"
     run.steps(4)
     assert same(state_of(net), begin) and (same(moments(run.optimizer), held) or not loaded)
     other.load_state_dict(begin)

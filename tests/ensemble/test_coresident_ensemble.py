@@ -286,8 +286,6 @@ def test_a_cycle_taken_back_leaves_what_was_before_it(dtype: torch.dtype, attemp
 @pytest.mark.parametrize(("settings", "message"), [
     ({"optimizer": hdet.FusedAdamW, "weight_decay": 0.1},
      "construct the optimizer with decay_at='base'"),
-    ({"optimizer": partial(ADAMW, master_weights="fp32")}, "without master_weights='fp32'"),
-    ({"optimizer": hdet.FusedSGD, "weight_decay": 0.1}, "set it to 0"),
     ({"knobs": [hdet.LearningRate(0.3, bounds=(1e-9, 1.0))]}, "has bounds"),
 ])  # fmt: skip
 def test_what_would_leave_the_line_is_refused(settings: dict[str, Any], message: str) -> None:

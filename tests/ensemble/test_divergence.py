@@ -14,12 +14,11 @@ import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.run.moments import Moments
-from hdet.run.snapshot import Snapshot, keeps_weights
 from tests.harness import Run, model
 
-from ..checkpoint.helpers import FusedEightBit
 from ..distributed import run_ranks
-from .helpers import MASTERS, STOCK, TAKEN_BACK, all_reduces, filled, same, told, trained
+from .helpers import TAKEN_BACK, all_reduces, filled, same, told, trained
+from .test_beginning import OPTIMIZERS, dtype_of
 
 
 def taken_back(every: int = 2, **settings: Any) -> Run:
@@ -83,67 +82,23 @@ def test_coresident_replicas_are_taken_back_too() -> None:
     assert not torch.equal(run.all_weights()[0], before[0])
 
 
-class Counting(torch.optim.SGD):
-    """Its counter is a number, its tensors are in lists and dicts, and some are no parameter's."""
-
-    def step(self, closure: Any = None) -> None:
-        everyone = self.state.setdefault("all", {"steps": 0})
-        everyone["steps"] += 1
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["step"] = state.get("step", 0) + 1
-            state.setdefault("past", []).append(p.grad.clone())
-            state.setdefault("inner", {"sum": torch.zeros_like(p)})["sum"].add_(p.grad)
-            move = (state["inner"]["sum"] + state["past"][0]) / everyone["steps"]
-            p.data.sub_(0.01 / state["step"] * move)
-
-
-OPTIMIZERS: dict[str, Any] = {
-    **{name: getattr(torch.optim, name) for name in STOCK},
-    "Counting": Counting,
-    "masters": MASTERS,
-    "8 bits": FusedEightBit,
-}
-# What does not begin as zeros (weights beside the parameters), or is counted in a group.
-ELSEWHERE = {
-    "AdamWScheduleFree": "schedulefree",
-    "Prodigy": "prodigyopt",
-    "DAdaptAdam": "dadaptation",
-}
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *ELSEWHERE])
-def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
-    kind = OPTIMIZERS.get(name) or getattr(pytest.importorskip(ELSEWHERE[name]), name)
-
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_of_any_optimizer_begin_anew(name: str) -> None:
     def make(net: torch.nn.Module) -> Any:
-        made = kind(net.parameters(), lr=1e-2)
-        if keeps_weights(made):
-            made.train()
-        return made
+        return OPTIMIZERS[name](net.parameters(), lr=1e-2)
 
-    def states(*keys: str) -> list[Any]:
-        return [[state[key].clone() for key in keys] for state in optimizer.state.values()]
-
-    dtype = torch.bfloat16 if name == "masters" else torch.float32
-    net, other = (model().to(dtype) for _ in range(2))
+    net, other = (model().to(dtype_of(name)) for _ in range(2))
     optimizer = make(net)
-    first, second = (Snapshot(list(net.parameters()), optimizer, at) for at in ("device", "host"))
     moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
-    first.take()
-    expected = trained(net, optimizer, range(3))
-    second.take()
-    later = trained(net, optimizer, range(3, 6))
-    second.restore()
-    assert torch.equal(trained(net, optimizer, range(3, 6)), later)
-    first.restore()  # to where there was no state yet
-    assert torch.equal(trained(net, optimizer, range(3)), expected)
-    masters = states("master_param") if name == "masters" else []
+    trained(net, optimizer, range(3))
+    has_masters, own = name in ("fp32", "split"), list(net.parameters())
+    masters = [x.clone() for x in optimizer.masters(own, 0)] if has_masters else []
     moments.reset()
     other.load_state_dict(net.state_dict())
-    if name == "masters":  # which stay
-        assert same(states("master_param"), masters)
-        assert not any(x.any() for state in states("exp_avg", "exp_avg_sq", "step") for x in state)
+    if has_masters:  # which stay
+        assert len(masters) == 4 and same(list(optimizer.masters(own, 0)), masters)
+        for state in optimizer.state.values():
+            assert not any(state[key].any() for key in ("exp_avg", "exp_avg_sq", "step"))
     else:
         anew = trained(other, make(other), range(3))
         assert torch.equal(trained(net, optimizer, range(3)), anew)
