@@ -28,6 +28,18 @@ TAKEN_BACK = hdet.Divergence(rollback="device")
 ALL_WARNINGS = pytest.mark.filterwarnings("error")
 
 
+def foreign(package: str, name: str, **settings: Any) -> Callable[..., Any]:
+    """Makes optimizers of another library; the test is skipped where it is not installed."""
+
+    def make(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
+        optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr, **settings)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    return make
+
+
 def watching(
     net: nn.Module, loss_fn: Any = loss_of, optimizer: Any = None, **settings: Any
 ) -> BatchLosses:

@@ -26,6 +26,7 @@ from .helpers import (
     TAKEN_BACK,
     filled,
     flat,
+    foreign,
     on_all_ranks,
     same,
     state_of,
@@ -168,18 +169,6 @@ class Counts(torch.optim.SGD):
             p.data.sub_(0.01 / state["step"] * move)
 
 
-def elsewhere(package: str, name: str) -> Callable[..., Any]:
-    """What does not begin as zeros (weights beside the parameters), or is counted in a group."""
-
-    def make(parameters: Any, lr: float) -> Any:
-        optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr)
-        if hasattr(optimizer, "train"):
-            optimizer.train()
-        return optimizer
-
-    return make
-
-
 OPTIMIZERS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -190,9 +179,10 @@ OPTIMIZERS: dict[str, Any] = {
     "split": SPLIT,
     "8 bits": FusedEightBit,
     "Counts": Counts,
-    "AdamWScheduleFree": elsewhere("schedulefree", "AdamWScheduleFree"),
-    "Prodigy": elsewhere("prodigyopt", "Prodigy"),
-    "DAdaptAdam": elsewhere("dadaptation", "DAdaptAdam"),
+    # What does not begin as zeros (weights beside the parameters), or is counted in a group.
+    "AdamWScheduleFree": foreign("schedulefree", "AdamWScheduleFree"),
+    "Prodigy": foreign("prodigyopt", "Prodigy"),
+    "DAdaptAdam": foreign("dadaptation", "DAdaptAdam"),
 }
 
 

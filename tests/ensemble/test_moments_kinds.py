@@ -12,7 +12,7 @@ from hdet.run.snapshot import keeps_weights, reset_moments
 from tests.harness import Run, TwoReplicas, model, policies
 
 from ..distributed import run_ranks
-from .helpers import told
+from .helpers import foreign, told
 
 
 class Stepping(torch.optim.Optimizer):
@@ -84,35 +84,22 @@ def flat_state(optimizer: torch.optim.Optimizer) -> list[float]:
     return numbers
 
 
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Prodigy": ("prodigyopt", {"d0": 1e-2}),
-    "DAdaptAdam": ("dadaptation", {"d0": 1e-2}),
-    "AdamWScheduleFree": ("schedulefree", {}),
-    "DoG": ("dog", {}),
-    "ASGD": ("torch.optim", {}),
+free = foreign("schedulefree", "AdamWScheduleFree")
+OPTIMIZERS: dict[str, Any] = {
+    "Wandering": Wandering,
+    "Prodigy": foreign("prodigyopt", "Prodigy", d0=1e-2),
+    "DAdaptAdam": foreign("dadaptation", "DAdaptAdam", d0=1e-2),
+    "AdamWScheduleFree": free,
+    "DoG": foreign("dog", "DoG"),
+    "ASGD": foreign("torch.optim", "ASGD"),
 }
-
-
-def elsewhere(name: str, parameters: Any, lr: float) -> Any:
-    package, settings = OPTIMIZERS[name]
-    optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr, **settings)
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
 
 
 def trained(rank: int, world: int, name: str, gradients: str, moments: str | None) -> Any:
     """(weights, state) within a cycle, at its end, within another one and after `converge`."""
-
-    def make(parameters: Any, lr: float, weight_decay: float) -> Any:
-        return Wandering(parameters, lr) if name == "Wandering" else elsewhere(name, parameters, lr)
-
-    settings = {"gradients": gradients, "moments": moments} if moments else {}
-    ddp = gradients == "shared"
-    run = Run(
-        rank, optimizer=make, lr=0.1, scheduler=None, every=3, ddp=ddp, spread=0.5, **settings
-    )
-    seen = []
+    settings: dict[str, Any] = {"gradients": gradients, "moments": moments} if moments else {}
+    settings |= {"ddp": gradients == "shared", "optimizer": OPTIMIZERS[name]}
+    run, seen = Run(rank, lr=0.1, scheduler=None, every=3, spread=0.5, **settings), []
     for steps in (2, 1, 5, 0):
         run.steps(steps)
         if steps == 0:
@@ -122,7 +109,7 @@ def trained(rank: int, world: int, name: str, gradients: str, moments: str | Non
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
-@pytest.mark.parametrize("name", ["Wandering", *OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradients: str) -> None:
     """Else replicas would go on with numbers of their own for good, and nobody would know."""
     # Which schedule-free optimizers need, also with shared gradients.
@@ -177,10 +164,6 @@ def parted_codes(rank: int, world: int) -> str:
 def test_codes_that_differ_under_shared_gradients_are_refused_before_anything_is_averaged() -> None:
     for message in run_ranks(parted_codes, 2):
         assert "Uneven keeps 'codes' of parameter 0 in torch.int8" in message
-
-
-def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
-    return elsewhere("AdamWScheduleFree", parameters, lr)
 
 
 def ensemble(**settings: Any) -> hdet.Ensemble:
