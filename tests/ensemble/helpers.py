@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,38 +19,36 @@ from hdet.measure.measurement import Watched
 from tests.harness import batch, loss_of
 
 STOCK = [
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "Rprop",
-    "RMSprop",
-    "ASGD",
-    "Adafactor",
-    "SGD",
-]
+    "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD",
+    "Adafactor", "SGD",
+]  # fmt: skip
+MASTERS = functools.partial(hdet.FusedAdamW, master_weights="fp32")
+SPLIT = functools.partial(hdet.FusedAdamW, master_weights="split")
+TAKEN_BACK = hdet.Divergence(rollback="device")
+ALL_WARNINGS = pytest.mark.filterwarnings("error")
 
 
-def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Watched:
-    """A run of one replica."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else optimizer
-    own = list(net.parameters())
-    return Watched(
-        optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(),
-        lambda: [[1.0]],
-    )  # fmt: skip
+def foreign(package: str, name: str, **settings: Any) -> Callable[..., Any]:
+    """Makes optimizers of another library; the test is skipped where it is not installed."""
+
+    def make(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
+        optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr, **settings)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    return make
 
 
 def watching(
-    net: nn.Module,
-    loss_fn: Any = loss_of,
-    optimizer: torch.optim.Optimizer | None = None,
-    **settings: Any,
+    net: nn.Module, loss_fn: Any = loss_of, optimizer: Any = None, **settings: Any
 ) -> BatchLosses:
+    """The measurement of a run of one replica."""
+    optimizer, own = optimizer or torch.optim.SGD(net.parameters(), lr=0.1), list(net.parameters())
     losses = BatchLosses(loss_fn, [batch(i) for i in range(8)], 8, net, **settings)
-    losses.watch(watched(net, optimizer))
+    knobs, replicas = hdet.LearningRate().bind(optimizer), hdet.Replicas.single()
+    nothing, weights = [lambda: [None] * len(own)], lambda: [[1.0]]
+    losses.watch(Watched(optimizer, [own], nothing, knobs, Clock(10), replicas, weights))
     return losses
 
 
@@ -67,12 +67,19 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+        return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
 
 
+def filled(net: nn.Module, value: float, parameters: int | None = None) -> None:
+    """Writes to all parameters, or to the first few."""
+    with torch.no_grad():
+        for p in list(net.parameters())[:parameters]:
+            p.fill_(value)
+
+
 def trained(net: nn.Module, optimizer: torch.optim.Optimizer, keys: Iterable[int]) -> torch.Tensor:
-    """Without an Ensemble, a step on each of these batches; the weights."""
+    """The weights after a step on each of these batches, without an Ensemble."""
     for key in keys:
         optimizer.zero_grad()
         loss_of(net, batch(key)).backward()

@@ -1,8 +1,9 @@
-"""Ranks that are not in the same run: told before the first step, or at the end of the cycle in which they part. On every rank alike."""
+"""Ranks that are not in the same run are told so before the first step, or where they part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,55 +17,38 @@ from hdet.run import same_run
 from tests.harness import model, policies
 
 from ..distributed import run_ranks
-from .helpers import told
+from .helpers import filled, same, told
 
 Made = tuple[torch.optim.Optimizer, Any, dict[str, Any]]
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 
-def plain(
-    *,
-    kind: Any = torch.optim.AdamW,
-    lr: float = 1e-2,
-    total_steps: int | None = None,
-    options: Any = None,
-    **settings: Any,
-) -> Made:
+def plain(*, kind: Any = ADAMW, lr: float = 1e-2, options: Any = None, **settings: Any) -> Made:
     """``options`` are the optimizer's, ``settings`` the Ensemble's."""
-    return (
-        kind(model().parameters(), lr=lr, **(options or {})),
-        None,
-        {"total_steps": total_steps, **settings},
-    )
+    return kind(model().parameters(), lr=lr, **(options or {})), None, settings
 
 
 def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> Made:
-    optimizer = torch.optim.SGD(model().parameters(), lr=1e-2, momentum=0.9)
+    optimizer = SGD(model().parameters(), lr=1e-2, momentum=0.9)
     return optimizer, make(optimizer), {}
 
 
-def two_vectors(values: tuple[float, float], *, swapped: bool) -> Made:
+def two_vectors(values: tuple[float, float], swapped: bool) -> Made:
     vectors = [nn.Parameter(torch.full((3,), value)) for value in values]
-    return torch.optim.SGD(vectors[::-1] if swapped else vectors, lr=0.1), None, {}
+    return SGD(vectors[::-1] if swapped else vectors, lr=0.1), None, {}
 
 
-def two_layers(rank: int, *, by: str, swapped: bool = True) -> Made:
+def two_layers(rank: int, by: str, swapped: bool = True) -> Made:
     """Other initial values on each rank, and the two layers in another order on one."""
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    layers = list(net)[:: -1 if rank == 1 and swapped else 1]
-    if by == "param_names":
-        names = dict(net.named_parameters())
-        listed = [
-            (name, names[name])
-            for layer in layers
-            for name in names
-            if names[name] in set(layer.parameters())
-        ]
-        return torch.optim.SGD(listed, lr=0.1), None, {}
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
-    if by == "buffers":
-        return optimizer, None, {"buffers": net}
-    return optimizer, None, {"controller": hdet.AutoLR(net), "total_steps": 100}
+    listed = list(net.named_parameters())
+    if rank == 1 and swapped:
+        listed = listed[2:] + listed[:2]
+    optimizer = SGD(listed if by == "names" else [p for _, p in listed], lr=0.1)
+    if by == "controller":
+        return optimizer, None, {"controller": hdet.AutoLR(net), "total_steps": 100}
+    return optimizer, None, {"buffers": net} if by == "buffers" else {}
 
 
 class Warm:
@@ -78,139 +62,120 @@ class Warm:
 
 
 def closures(rank: int) -> Made:
-    optimizer = torch.optim.SGD([{"params": [p]} for p in model().parameters()], lr=0.1)
+    optimizer = SGD([{"params": [p]} for p in model().parameters()], lr=0.1)
     factors = [Warm(rank), lambda step: 0.5 + step / 10, Warm(rank + 1), lambda step: 0.5]
     return optimizer, torchs.LambdaLR(optimizer, factors), {}
 
 
-SCHEDULER, BY_GROUP, OPTIMIZER = (
-    "scheduler's class and settings",
-    "scheduler's settings by parameter group",
-    "optimizer's class and settings",
-)
-ORDER, NAMES = "order of the parameters", "names of the parameters"
-CASES: dict[str, tuple[str | None, Callable[[int, bool], Made]]] = {
-    "T_max": (
-        SCHEDULER,
-        lambda r, odd: scheduled(lambda o: torchs.CosineAnnealingLR(o, 30 + 10 * odd)),
+def in_a_row(optimizer: Any, last: int) -> Any:
+    both = [torchs.ConstantLR(optimizer, total_iters=5), torchs.StepLR(optimizer, last)]
+    return torchs.SequentialLR(optimizer, both, [5])
+
+
+def of_size(size: int) -> Made:
+    return SGD([nn.Parameter(torch.zeros(size))], lr=0.1), None, {}
+
+
+def softmax(scale: float) -> Made:
+    return plain(total_steps=40, controller=hdet.SoftmaxController(scale, decay=None))
+
+
+SCHEDULER, GROUPS = "scheduler's class and settings", "scheduler's settings by parameter group"
+OPTIMIZER, NAMES = "optimizer's class and settings", "names of the parameters"
+Cases = dict[str, tuple[str | None, Callable[[int, bool], Made]]]
+
+
+def by_scheduler(differ: str, make: Callable[[Any, bool], Any]) -> Any:
+    return differ, lambda _, odd: scheduled(lambda optimizer: make(optimizer, odd))
+
+
+def by_option(name: str, value: Callable[[bool], Any], **settings: Any) -> Any:
+    return OPTIMIZER, lambda _, odd: plain(options={name: value(odd)}, **settings)
+
+
+def by_setting(differ: str, value: Callable[[bool], Any], name: str = "", **more: Any) -> Any:
+    return differ, lambda _, odd: plain(**{name or differ: value(odd)}, **more)
+
+
+CASES: Cases = {
+    "T_max": by_scheduler(SCHEDULER, lambda o, odd: torchs.CosineAnnealingLR(o, 30 + 10 * odd)),
+    "gamma": by_scheduler(SCHEDULER, lambda o, odd: torchs.ExponentialLR(o, 0.9 + 0.01 * odd)),
+    "class of the scheduler": by_scheduler(
+        SCHEDULER, lambda o, odd: (torchs.StepLR if odd else torchs.ExponentialLR)(o, 0.9)
     ),
-    "gamma": (
-        SCHEDULER,
-        lambda r, odd: scheduled(lambda o: torchs.ExponentialLR(o, 0.9 + 0.01 * odd)),
+    "a scheduler on one rank only": by_scheduler(
+        SCHEDULER, lambda o, odd: None if odd else torchs.StepLR(o, 10)
     ),
-    "class of the scheduler": (
-        SCHEDULER,
-        lambda r, odd: scheduled(
-            lambda o: torchs.StepLR(o, 10) if odd else torchs.ExponentialLR(o, 0.9)
-        ),
+    "pct_start": by_scheduler(
+        GROUPS, lambda o, odd: torchs.OneCycleLR(o, 0.1, 40, pct_start=0.3 + 0.1 * odd)
     ),
-    "a scheduler on one rank only": (
-        SCHEDULER,
-        lambda r, odd: scheduled(lambda o: None if odd else torchs.StepLR(o, 10)),
-    ),
-    "pct_start": (
-        BY_GROUP,
-        lambda r, odd: scheduled(
-            lambda o: torchs.OneCycleLR(o, 0.1, 40, pct_start=0.3 + 0.1 * odd)
-        ),
-    ),
-    "inside of a SequentialLR": (
-        BY_GROUP,
-        lambda r, odd: scheduled(
-            lambda o: torchs.SequentialLR(
-                o, [torchs.ConstantLR(o, total_iters=5), torchs.StepLR(o, 10 + odd)], [5]
-            )
-        ),
-    ),
-    "betas": (OPTIMIZER, lambda r, odd: plain(options={"betas": (0.9, 0.99 + 0.001 * odd)})),
-    "decay": (OPTIMIZER, lambda r, odd: plain(options={"weight_decay": 0.1 * odd})),
-    "eps": (OPTIMIZER, lambda r, odd: plain(options={"eps": 1e-8 * (1 + odd)})),
-    "momentum": (
-        OPTIMIZER,
-        lambda r, odd: plain(kind=torch.optim.SGD, options={"momentum": 0.9 * odd}),
-    ),
+    "inside of a SequentialLR": by_scheduler(GROUPS, lambda o, odd: in_a_row(o, 10 + odd)),
+    "betas": by_option("betas", lambda odd: (0.9, 0.99 + 0.001 * odd)),
+    "decay": by_option("weight_decay", lambda odd: 0.1 * odd),
+    "eps": by_option("eps", lambda odd: 1e-8 * (1 + odd)),
+    "momentum": by_option("momentum", lambda odd: 0.9 * odd, kind=SGD),
+    "clipping": by_option("max_grad_norm", lambda odd: 1.0 + odd, kind=hdet.FusedAdamW),
     "class": (
         OPTIMIZER,
-        lambda r, odd: plain(
-            kind=torch.optim.Adam if odd else torch.optim.AdamW, options={"weight_decay": 0.0}
-        ),
+        lambda _, odd: plain(kind=torch.optim.Adam if odd else ADAMW, options={"weight_decay": 0}),
     ),
-    "clipping": (
-        OPTIMIZER,
-        lambda r, odd: plain(kind=hdet.FusedAdamW, options={"max_grad_norm": 1.0 + odd}),
-    ),
-    "order": (ORDER, lambda r, odd: two_vectors((0.0, 10.0), swapped=odd)),
-    "order, by param_names": (NAMES, lambda r, odd: two_layers(r, by="param_names")),
-    "order, by the buffers' module": (NAMES, lambda r, odd: two_layers(r, by="buffers")),
-    "order, by the controller's model": (NAMES, lambda r, odd: two_layers(r, by="controller")),
-    "total_steps": ("total_steps", lambda r, odd: plain(total_steps=40 + odd)),
-    "warmup_steps": ("warmup_steps", lambda r, odd: plain(total_steps=40, warmup_steps=2 * odd)),
-    "controller": (
-        "controller",
-        lambda r, odd: plain(
-            total_steps=40, controller=hdet.SoftmaxController(1.0 + odd, decay=None)
-        ),
-    ),
-    "weights": ("weights", lambda r, odd: plain(weights="softmax" if odd else "mean")),
-    "bucket_bytes": ("bucket_bytes", lambda r, odd: plain(bucket_bytes=4096 * (1 + odd))),
-    "scheduled rates": ("scheduled rates", lambda r, odd: plain(lr=1e-3 * (1 + odd))),
-    "seed": ("seed", lambda r, odd: plain(seed=int(odd))),
-    "sync_interval": ("sync_interval", lambda r, odd: plain(every=5 + odd)),
-    "shapes": (
-        "shapes",
-        lambda r, odd: (torch.optim.SGD([nn.Parameter(torch.zeros(3 + odd))], lr=0.1), None, {}),
-    ),
-    "version": ("version of hdet", lambda r, odd: plain()),
-    "knobs": ("knobs", lambda r, odd: plain(knobs=[hdet.LearningRate(0.1 + 0.1 * odd)])),
-    # what may differ
-    "closures": (None, lambda r, odd: closures(r)),
-    "initial values": (None, lambda r, odd: two_layers(r, by="buffers", swapped=False)),
-    "equal vectors in another order": (None, lambda r, odd: two_vectors((1.0, 1.0), swapped=odd)),
-    "foreach": (None, lambda r, odd: plain(options={"foreach": odd})),
+    "order": ("order of the parameters", lambda _, odd: two_vectors((0.0, 10.0), odd)),
+    "order, by param_names": (NAMES, lambda rank, _: two_layers(rank, "names")),
+    "order, by the buffers' module": (NAMES, lambda rank, _: two_layers(rank, "buffers")),
+    "order, by the controller's model": (NAMES, lambda rank, _: two_layers(rank, "controller")),
+    "total_steps": by_setting("total_steps", lambda odd: 40 + odd),
+    "warmup_steps": by_setting("warmup_steps", lambda odd: 2 * odd, total_steps=40),
+    "controller": ("controller", lambda _, odd: softmax(1.0 + odd)),
+    "weights": by_setting("weights", lambda odd: "softmax" if odd else "mean"),
+    "bucket_bytes": by_setting("bucket_bytes", lambda odd: 4096 * (1 + odd)),
+    "scheduled rates": by_setting("scheduled rates", lambda odd: 1e-3 * (1 + odd), "lr"),
+    "seed": by_setting("seed", int),
+    "sync_interval": by_setting("sync_interval", lambda odd: 5 + odd, "every"),
+    "shapes": ("shapes", lambda _, odd: of_size(3 + odd)),
+    "version": ("version of hdet", lambda *_: plain()),
+    "knobs": by_setting("knobs", lambda odd: [hdet.LearningRate(0.1 + 0.1 * odd)]),
+}
+ALIKE: Cases = {
+    "closures": (None, lambda rank, _: closures(rank)),
+    "initial values": (None, lambda rank, _: two_layers(rank, "buffers", swapped=False)),
+    "equal vectors in another order": (None, lambda _, odd: two_vectors((1.0, 1.0), odd)),
+    "foreach": (None, lambda _, odd: plain(options={"foreach": odd})),
 }
 
 
-def trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-def steps(
-    optimizer: torch.optim.Optimizer, ensemble: hdet.Ensemble, count: int, loss: float | None = 1.0
-) -> list[torch.Tensor]:
-    """The weights after the last step of the optimizer, in which something may then be averaged."""
+def steps(optimizer: Any, ensemble: hdet.Ensemble, count: int, loss: float | None = 1.0) -> None:
     for _ in range(count):
-        for p in trained(optimizer):
-            p.grad = torch.ones_like(p)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
         optimizer.step()
-        stepped = [p.detach().clone() for p in trained(optimizer)]
         ensemble.step(loss, closure=lambda: torch.ones(4))
-    return stepped
 
 
-def start(rank: int, world: int, case: str) -> str:
-    differ, make = CASES[case]
+def start(rank: int, case: str) -> str:
+    differ, make = (CASES | ALIKE)[case]
     optimizer, scheduler, settings = make(rank, rank == 1)
-    ensemble = hdet.Ensemble(
-        optimizer, scheduler, **policies(**{"every": 5 if differ else 2, **settings})
-    )
+    settings = policies(**{"every": 5 if differ else 2, **settings})
+    ensemble = hdet.Ensemble(optimizer, scheduler, **settings)
     stepped: list[torch.Tensor] = []
-    optimizer.register_step_post_hook(
-        lambda *_: stepped.extend(p.detach().clone() for p in trained(optimizer))
-    )
+    optimizer.register_step_post_hook(lambda *_: stepped.extend(weights(optimizer)))
+    version = f"0.{rank % 2}" if case == "version" else same_run.version
     try:
-        with mock.patch.object(
-            same_run, "version", f"0.{rank % 2}" if case == "version" else same_run.version
-        ):
+        with mock.patch.object(same_run, "version", version):
             steps(optimizer, ensemble, 1 if differ else 4)
     except hdet.ReplicaDisagreement as error:
-        assert all(map(torch.equal, stepped, trained(optimizer))), "nothing was averaged"
+        assert same(stepped, weights(optimizer)), "nothing was averaged"
         return str(error)
     return "no error"
 
 
 def start_all(rank: int, world: int) -> dict[str, str]:
-    """In one process group: after each error it is still of use, because nobody was left waiting."""
-    return {case: start(rank, world, case) for case in CASES}
+    """In one process group: after each error it is still of use, because nobody waits."""
+    return {case: start(rank, case) for case in CASES | ALIKE}
 
 
 @pytest.fixture(scope="module")
@@ -218,75 +183,50 @@ def said() -> list[dict[str, str]]:
     return run_ranks(start_all, 3)
 
 
-@pytest.mark.parametrize("case", [case for case, (differ, _) in CASES.items() if differ])
+@pytest.mark.parametrize("case", CASES)
 def test_what_differs_is_named_before_anything_is_averaged(
     said: list[dict[str, str]], case: str
 ) -> None:
-    messages, differ = [messages[case] for messages in said], CASES[case][0]
-    assert (
-        len(set(messages)) == 1
-        and differ is not None
-        and differ in messages[0]
-        and "differ" in messages[0]
-    )
-    assert "ranks 0,2" in messages[0] or "ranks 0 and 2" in messages[0] or "0, 2" in messages[0], (
-        messages[0]
-    )
-    assert "\n" not in messages[0] and len(messages[0]) < 600
+    (message,) = {messages[case] for messages in said}
+    assert str(CASES[case][0]) in message and "differ" in message
+    assert any(ranks in message for ranks in ("ranks 0,2", "ranks 0 and 2", "0, 2")), message
+    assert "\n" not in message and len(message) < 600
 
 
-@pytest.mark.parametrize("case", [case for case, (differ, _) in CASES.items() if not differ])
+@pytest.mark.parametrize("case", ALIKE)
 def test_what_may_differ_is_let_pass(said: list[dict[str, str]], case: str) -> None:
     assert [messages[case] for messages in said] == ["no error"] * 3
 
 
 def stages(rank: int, world: int, broken: bool) -> str:
-    """Members 0 and 1 of two replicas hold different parts, with different optimizers and numbers of groups."""
+    """Members 0 and 1 of two replicas hold different parts, with different optimizers."""
     stage = rank // 2
     torch.manual_seed(stage)
     replicas = hdet.Replicas.from_layout(pp=2)
     groups = [{"params": list(nn.Linear(3, 3).parameters())} for _ in range(1 + stage)]
-    momentum = 0.5 if broken and rank == 3 else 0.9
-    optimizer = (
-        torch.optim.SGD(groups, lr=0.1, momentum=momentum)
-        if stage
-        else torch.optim.AdamW(groups, lr=0.1)
-    )
-    ensemble = hdet.Ensemble(
-        optimizer, torchs.StepLR(optimizer, 3), replicas=replicas, sync=hdet.Sync(2)
-    )
+    make = partial(SGD, momentum=0.5 if broken and rank == 3 else 0.9) if stage else ADAMW
+    optimizer = make(groups, lr=0.1)
+    scheduler = torchs.StepLR(optimizer, 3)
+    ensemble = hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync=hdet.Sync(2))
     return told(lambda: steps(optimizer, ensemble, 4, 1.0 if stage else None))
 
 
 def test_stages_of_a_pipeline_have_settings_of_their_own() -> None:
     assert run_ranks(stages, 4, False) == ["no error"] * 4
-    messages = run_ranks(stages, 4, True)
-    assert (
-        len(set(messages)) == 1
-        and "optimizer's class and settings" in messages[0]
-        and "rank 3" in messages[0]
-    )
-
-
-# -- in the course of a run ----------------------------------------------------------------------------------------------------
+    (message,) = set(run_ranks(stages, 4, True))
+    assert "optimizer's class and settings" in message and "rank 3" in message
 
 
 def drifting(rank: int, world: int, how: str) -> Any:
     """(steps done, message) of the first error."""
-    optimizer = torch.optim.SGD(model().parameters(), lr=1e-2)
+    optimizer, drifts = SGD(model().parameters(), lr=1e-2), rank == 1
     # Two lambdas look alike from outside, and so does a scheduler that the user steps.
-    drifts = rank == 1
-    scheduler = (
-        torchs.LambdaLR(optimizer, lambda step: 1.0 if step < 7 or not drifts else 0.5)
-        if how == "lambda"
-        else None
-    )
-    own = (
-        torchs.ExponentialLR(optimizer, 0.99 if drifts else 0.98)
-        if how == "the user's own"
-        else None
-    )
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(5 if how != "converge" else 50))
+    scheduler, own = None, None
+    if how == "lambda":
+        scheduler = torchs.LambdaLR(optimizer, lambda step: 0.5 if drifts and step >= 7 else 1.0)
+    if how == "the user's own":
+        own = torchs.ExponentialLR(optimizer, 0.99 if drifts else 0.98)
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(50 if how == "converge" else 5))
     for step in range(1, 21):
         if how in ("by hand", "converge") and drifts and step == 7:
             ensemble.set_value("lr", 0.5 * ensemble.value("lr"))
@@ -305,16 +245,14 @@ def drifting(rank: int, world: int, how: str) -> Any:
     ("how", "at"), [("lambda", 10), ("the user's own", 5), ("by hand", 10), ("converge", 10)]
 )
 def test_values_that_part_are_noticed_at_the_end_of_the_cycle(how: str, at: int) -> None:
-    found = run_ranks(drifting, 3, how)
-    assert len(set(found)) == 1 and found[0][0] == at, found
-    assert "the values of lr differ between replicas" in found[0][1]
+    ((step, message),) = set(run_ranks(drifting, 3, how))
+    assert step == at and "the values of lr differ between replicas" in message
 
 
 def converge_first(rank: int, world: int, outputs: int) -> Any:
     net = nn.Linear(3, 2 + rank * outputs, bias=False)
-    with torch.no_grad():
-        net.weight.fill_(rank)
-    ensemble = hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1))
+    filled(net, rank)
+    ensemble = hdet.Ensemble(SGD(net.parameters(), lr=0.1))
     return told(ensemble.converge), net.weight.unique().tolist(), ensemble.in_sync
 
 

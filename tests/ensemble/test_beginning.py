@@ -1,4 +1,4 @@
-"""What a cycle that is taken back goes back to: all that the run had at its first step. And buffers, which forward passes change."""
+"""What a cycle that is taken back goes back to: all that the run had at its first step. Buffers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.tensors.buffers import ReplicaTensors
+from hdet.converge import Compressed, Plain, Streaming
 from tests.harness import Run, losses_of, model, taught
 
 from ..adversary.common import bits
+from ..checkpoint.helpers import FusedEightBit
 from ..distributed import run_ranks
-from .helpers import STOCK, flat, on_all_ranks, same, state_of, told, trained
+from .helpers import (
+    MASTERS,
+    SPLIT,
+    STOCK,
+    TAKEN_BACK,
+    filled,
+    flat,
+    foreign,
+    on_all_ranks,
+    same,
+    state_of,
+    told,
+    trained,
+)
 
 
 def batch_norm() -> nn.Module:
@@ -29,29 +43,19 @@ def batch_norm() -> nn.Module:
 class Short(Run):
     """The first cycle, of four steps, is taken back, because its losses are NaN."""
 
+    def __init__(self, net: nn.Module, **settings: Any) -> None:
+        defaults = {"buffers": net} if any(True for _ in net.buffers()) else {}
+        super().__init__(
+            net=net, data=lambda key: taught(key // 100), lr=1e-2, total=400, every=4, spread=0.0,
+            **{"divergence": TAKEN_BACK, **defaults, **settings},
+        )  # fmt: skip
+
     def step(self, report: Any = None) -> torch.Tensor:
         return super().step(math.nan if self.index < 4 else report)
 
 
-def short(net: nn.Module, **settings: Any) -> Run:
-    buffers = {"buffers": net} if any(True for _ in net.buffers()) else {}
-    defaults = {
-        "lr": 1e-2,
-        "total": 400,
-        "every": 4,
-        "spread": 0.0,
-        "ddp": False,
-        "data": lambda key: taught(key // 100),
-        **buffers,
-    }
-    return Short(net=net, divergence=hdet.Divergence(rollback="device"), **{**defaults, **settings})
-
-
-# -- weights and buffers -------------------------------------------------------------------------------------------------
-
-
 class Normaliser(nn.Module):
-    """As reinforcement learning has them: a new tensor for the statistics in every pass; one of them is made in the first."""
+    """As in reinforcement learning: every pass makes new tensors for statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +73,16 @@ class Normaliser(nn.Module):
         return self.layer(x - self.mean)
 
 
-class Counting(nn.Module):
-    """In eval mode too."""
+class Counting(nn.Linear):
+    """Writes to its buffer, in eval mode too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
+        super().__init__(6, 1)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(x)
+        self.calls += x.detach().mean()
+        return super().forward(x)
 
 
 def load(net: nn.Module) -> None:
@@ -88,72 +91,83 @@ def load(net: nn.Module) -> None:
     net.load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("make", "before"),
-    [
-        (batch_norm, []),
-        (batch_norm, [load]),
-        (batch_norm, [nn.Module.double]),
-        (Counting, []),
-        (Normaliser, []),
-    ],
-)
-def test_a_restart_goes_back_to_what_its_first_step_found(
-    make: Callable[[], nn.Module], before: list[Any]
-) -> None:
+@pytest.mark.parametrize(("make", "act"), [
+    (batch_norm, nn.Module.train), (batch_norm, load), (batch_norm, nn.Module.double),
+    (Counting, nn.Module.train), (Normaliser, nn.Module.train),
+])  # fmt: skip
+def test_a_restart_goes_back_to_its_first_step(make: Any, act: Any) -> None:
     """Buffers are those after the first forward pass, which comes before that step."""
     net = make()
-    run = short(net)
-    for act in before:
-        act(net)
+    run = Short(net)
+    act(net)
     begun = copy.deepcopy(net)
     losses_of(begun, taught(0))
-    run.steps(3)
-    assert not same(state_of(net), state_of(begun))
+    assert not same(state_of(run.steps(3).net), state_of(begun))
     assert same(state_of(run.steps(1).net), state_of(begun))
 
 
 @pytest.mark.parametrize("make", [model, batch_norm])
 def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> None:
     """And the run goes on from the beginning."""
-    net = make()
-    run = short(net)
+    run = Short(make())
     begin = run.weights()
-    run.steps(2)
-    with torch.no_grad():
-        next(net.parameters()).fill_(math.nan)
-    run.steps(2)
-    assert torch.equal(run.weights(), begin)
+    filled(run.steps(2).net, math.nan, parameters=1)
+    assert torch.equal(run.steps(2).weights(), begin)
     assert all(value.isfinite().all() for value in run.steps(100).net.state_dict().values())
 
 
 def test_copies_of_the_parameters_in_an_optimizer_are_followed() -> None:
     net = model()
-    copied = nn.ParameterList([p.detach().clone() for p in net.parameters()])
+    copied = copy.deepcopy(net)
 
-    def refresh() -> None:
+    def refresh(*_: Any) -> None:
         with torch.no_grad():
-            for p, q in zip(net.parameters(), copied, strict=True):
+            for p, q in zip(net.parameters(), copied.parameters(), strict=True):
                 p.copy_(q)
 
     def gradients(*_: Any) -> None:
-        for p, q in zip(net.parameters(), copied, strict=True):
+        for p, q in zip(net.parameters(), copied.parameters(), strict=True):
             q.grad, p.grad = p.grad, None
 
-    run = short(
-        net,
-        optimizer=lambda *_, **settings: torch.optim.AdamW(copied.parameters(), **settings),
-        refresh=refresh,
-    )
+    def optimizer(_: Any, **settings: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(copied.parameters(), **settings)
+
+    run = Short(net, optimizer=optimizer, refresh=refresh)
     run.optimizer.register_step_pre_hook(gradients)
-    run.optimizer.register_step_post_hook(lambda *_: refresh())
+    run.optimizer.register_step_post_hook(refresh)
     begin = state_of(net)
-    run.steps(3)
-    assert not same(state_of(net), begin)
+    assert not same(state_of(run.steps(3).net), begin)
     assert same(state_of(run.steps(1).net), begin)
 
 
-# -- the optimizer's state -------------------------------------------------------------------------------------------------
+def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
+    """In a later cycle; the next step's forward pass comes before its anchor."""
+    net = batch_norm()
+    run = Run(
+        net=net, lr=1e-3, total=100, every=2, buffers=net, data=taught, divergence=TAKEN_BACK
+    ).steps(4)
+    passed = []
+    for _ in range(2):
+        net.train()(taught(4)[0])
+        passed.append(state_of(net.eval()))
+        run.step(report=math.nan)
+    assert run.records[-1]["rolled_back"] and same(state_of(net), passed[0])
+
+
+class Counts(torch.optim.SGD):
+    """Its counter is a number, its tensors are in lists and dicts, and some are no parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        everyone = self.state.setdefault("all", {"steps": 0})
+        everyone["steps"] += 1
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            state.setdefault("past", []).append(p.grad.clone())
+            state.setdefault("inner", {"sum": torch.zeros_like(p)})["sum"].add_(p.grad)
+            move = (state["inner"]["sum"] + state["past"][0]) / everyone["steps"]
+            p.data.sub_(0.01 / state["step"] * move)
+
 
 OPTIMIZERS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
@@ -161,43 +175,49 @@ OPTIMIZERS: dict[str, Any] = {
     "FusedSGD": functools.partial(hdet.FusedSGD, momentum=0.9),
     "FusedAdamW": hdet.FusedAdamW,
     "FusedLion": hdet.FusedLion,
-    "fp32": functools.partial(hdet.FusedAdamW, master_weights="fp32"),
-    "split": functools.partial(hdet.FusedAdamW, master_weights="split"),
+    "fp32": MASTERS,
+    "split": SPLIT,
+    "8 bits": FusedEightBit,
+    "Counts": Counts,
+    # What does not begin as zeros (weights beside the parameters), or is counted in a group.
+    "AdamWScheduleFree": foreign("schedulefree", "AdamWScheduleFree"),
+    "Prodigy": foreign("prodigyopt", "Prodigy"),
+    "DAdaptAdam": foreign("dadaptation", "DAdaptAdam"),
 }
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.bfloat16 if name in ("fp32", "split") else torch.float32
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """By parameter."""
-    return [
-        copy.deepcopy(dict(optimizer.state.get(p, {})))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return [copy.deepcopy(dict(optimizer.state.get(p, {}))) for p in own]
 
 
-@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("loaded", [None, "device", "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
-    """With the moments that were loaded after construction, as everything that is loaded; and a parameter that had none then has none again."""
+def test_a_restart_begins_as_a_new_run_would(name: str, loaded: str | None) -> None:
+    """With the moments that were loaded; a parameter that had none has none again."""
 
     def build(net: nn.Module) -> Any:
         optimizer = OPTIMIZERS[name](net.parameters(), lr=1e-2)
         if loaded:
-            optimizer.load_state_dict(
-                copy.deepcopy({**state, "param_groups": optimizer.state_dict()["param_groups"]})
-            )
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(copy.deepcopy({**state, "param_groups": groups}))
         return optimizer
 
-    dtype = torch.bfloat16 if name in ("fp32", "split") else torch.float32
-    net, other = model().to(dtype), model().to(dtype)
+    net, other = (model().to(dtype_of(name)) for _ in range(2))
     before = OPTIMIZERS[name](net.parameters(), lr=1e-2)
     trained(net, before, range(7))
     state = before.state_dict()
     if name == "AdamW":
         del state["state"][3]
-    run = short(net, optimizer=lambda *_, **__: build(net))
+    divergence = hdet.Divergence(rollback=loaded or "device")
+    run = Short(net, optimizer=lambda *_, **__: build(net), divergence=divergence)
     begin, held = state_of(net), moments(run.optimizer)
-    assert any(held) is loaded or name == "Adagrad"
+    assert any(held) is bool(loaded) or name == "Adagrad"
     run.steps(4)
     assert same(state_of(net), begin) and (same(moments(run.optimizer), held) or not loaded)
     other.load_state_dict(begin)
@@ -207,132 +227,79 @@ def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
         optimizer.zero_grad()
         losses_of(other, taught(run.index)).mean().backward()
         optimizer.step()
-        run.steps(1)
-        assert torch.equal(run.weights(), flat(other))
+        assert torch.equal(run.steps(1).weights(), flat(other))
 
 
-# -- buffers in the average ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(("dtype", "optimizer"), [
+    *((dtype, torch.optim.AdamW) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+    (torch.bfloat16, MASTERS), (torch.bfloat16, SPLIT),
+])  # fmt: skip
+def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(
+    dtype: torch.dtype, optimizer: Any, place: str
+) -> None:
+    """After a cycle: masters are beside their weights by then."""
+
+    def everything() -> Any:
+        return bits([run.weights(), run.optimizer.state_dict()["state"]])
+
+    divergence = hdet.Divergence(rollback=place)
+    run = Run(lr=1e-2, dtype=dtype, optimizer=optimizer, divergence=divergence).steps(5)
+    held = everything()
+    for step in range(5):
+        run.step(report=math.nan)
+        assert (everything() == held) is (step == 4)
 
 
-def averaged(rank: int, **settings: Any) -> Run:
+def averaged(rank: int, make: Callable[[], nn.Module] = Normaliser, **settings: Any) -> Run:
     """Each rank has seen data of its own."""
-    net = Normaliser()
-    settings = {
-        "scheduler": None,
-        "spread": 0.0,
-        "every": 2,
-        "gradients": "local",
-        "moments": "average",
-        **settings,
-    }
-    return Run(rank, net=net, ddp=False, buffers=net, **settings)
+    net = make()
+    settings = {"spread": 0.0, "every": 2, "gradients": "local", "moments": "average", **settings}
+    return Run(rank, net=net, ddp=False, buffers=net, scheduler=None, **settings)
 
 
-def replaced(rank: int, world: int, converge: Any) -> Any:
-    """(equal?, said to be so?, said to be so before the step ends?) after each step, after a further pass and after `converge`."""
-    run = averaged(rank, converge=converge)
+def replaced(rank: int, world: int, make: Callable[[], nn.Module], converge: Any) -> Any:
+    """(equal?, said to be?, said to be before the step ends?) by step, and in the end."""
+    run, seen = averaged(rank, make, converge=converge), []
     run.net.double()
-    seen = []
+
+    def equal() -> bool:
+        return on_all_ranks(torch.cat([buffer.flatten() for buffer in run.net.buffers()]))
+
     for _ in range(4):
         run.backward()
         passed = run.ensemble.in_sync
         run.optimizer.step()
         run.ensemble.step(1.0)
         run.index += 1
-        seen.append((on_all_ranks(run.net.mean), run.ensemble.in_sync, passed))
+        seen.append((equal(), run.ensemble.in_sync, passed))
     run.net(taught(rank)[0].double())
-    moved = run.ensemble.in_sync
+    passed = run.ensemble.in_sync
     run.ensemble.converge()
-    return seen, moved, on_all_ranks(run.net.mean), run.ensemble.in_sync
+    return seen, (equal(), run.ensemble.in_sync, passed)
 
 
-@pytest.mark.parametrize(
-    "converge",
-    [hdet.converge.Plain(), hdet.converge.Streaming(2), hdet.converge.Compressed("bf16")],
-    ids=repr,
-)
+@pytest.mark.parametrize(("make", "converge"), [
+    *((Normaliser, way) for way in (Plain(), Streaming(2), Compressed("bf16"))),
+    (Counting, Plain()),
+])  # fmt: skip
 def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true(
-    converge: Any,
+    make: Any, converge: Any
 ) -> None:
-    for seen, moved, equal, converged in run_ranks(replaced, 2, converge):
-        if isinstance(converge, hdet.converge.Plain):
+    """And buffers that it writes to."""
+    for seen, end in run_ranks(replaced, 2, make, converge):
+        if isinstance(converge, Plain):
             assert seen == [(step % 2 == 1, step % 2 == 1, False) for step in range(4)]
-        assert not moved and equal and converged
+        assert end == (True, True, False)
 
 
 def unequal(rank: int, world: int) -> str:
     """A buffer that only one of them has made by now."""
     run = averaged(rank, moments="keep")
     run.net.eval()
-    run.steps(1)
-    run.net.train(rank == 0)
+    run.steps(1).net.train(rank == 0)
     return told(lambda: run.steps(1))
 
 
 def test_buffers_that_not_all_replicas_have_are_refused() -> None:
     assert all("the model's buffers differ in number" in text for text in run_ranks(unequal, 2))
-
-
-def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
-    net = batch_norm()
-    run = Run(
-        net=net,
-        lr=1e-3,
-        total=100,
-        every=2,
-        buffers=net,
-        data=taught,
-        divergence=hdet.Divergence(rollback="device"),
-    ).steps(4)
-    x, _ = taught(run.index)
-    net(x)  # the next step's forward pass comes before its anchor
-    begin = state_of(net)
-    net.eval()
-    run.step(report=math.nan)
-    net.train()
-    net(x)
-    net.eval()
-    run.step(report=math.nan)
-    assert run.records[-1]["rolled_back"] and same(state_of(net), begin)
-
-
-def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
-    net = Normaliser()
-    tensors = ReplicaTensors(list(net.parameters()), model=net)
-    assert len(tensors) == 4 and tensors[2] is net.count and tensors[:1] == [net.layer.weight]
-    marks = tensors.marks()
-    assert tensors.unwritten(marks)
-    net(taught(0)[0])
-    assert len(tensors) == 5 and tensors[3] is net.mean and not tensors.unwritten(marks)
-    marks = tensors.marks()
-    net.mean.add_(1)
-    assert not tensors.unwritten(marks)
-
-
-@pytest.mark.parametrize("place", ["device", "host"])
-@pytest.mark.parametrize(
-    ("dtype", "masters"),
-    [
-        (torch.float32, None),
-        (torch.float64, None),
-        (torch.bfloat16, None),
-        (torch.bfloat16, "fp32"),
-        (torch.bfloat16, "split"),
-    ],
-)
-def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(
-    dtype: torch.dtype, masters: str | None, place: str
-) -> None:
-    """After a cycle: masters are beside their weights by then."""
-    optimizer = (
-        functools.partial(hdet.FusedAdamW, master_weights=masters) if masters else torch.optim.AdamW
-    )
-    run = Run(
-        lr=1e-2, dtype=dtype, optimizer=optimizer, divergence=hdet.Divergence(rollback=place)
-    ).steps(5)
-    held = bits([run.weights(), run.optimizer.state_dict()["state"]])
-    for _ in range(4):
-        run.step(report=math.nan)
-    assert bits([run.weights(), run.optimizer.state_dict()["state"]]) != held
-    run.step(report=math.nan)
-    assert bits([run.weights(), run.optimizer.state_dict()["state"]]) == held

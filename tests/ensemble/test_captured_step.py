@@ -24,9 +24,13 @@ def net_and_optimizer(kind: Any = torch.optim.SGD, **settings: Any) -> tuple[nn.
     return net, kind(net.parameters(), lr=0.1, **settings)
 
 
+def loss_of(net: nn.Module) -> torch.Tensor:
+    return net(torch.ones(2, 3)).square().mean()
+
+
 def train(net: nn.Module, optimizer: Any, ensemble: hdet.Ensemble, step: Callable[[], Any]) -> None:
     optimizer.zero_grad()
-    net(torch.ones(2, 3)).square().mean().backward()
+    loss_of(net).backward()
     step()
     ensemble.step()
 
@@ -34,12 +38,8 @@ def train(net: nn.Module, optimizer: Any, ensemble: hdet.Ensemble, step: Callabl
 def through_a_profiler(optimizer: Any) -> Callable[[], Any]:
     """As a library may do that times steps: it wraps what it finds, and says nothing of it."""
     inner = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
-    optimizer.step = step
-    return step
+    optimizer.step = lambda *args, **kwargs: inner(*args, **kwargs)
+    return optimizer.step
 
 
 WAYS: dict[str, Callable[[Any], Callable[[], Any]]] = {
@@ -50,51 +50,51 @@ WAYS: dict[str, Callable[[Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, hdet.FusedAdamW])
-@pytest.mark.parametrize("way", ["captured", "partial", "compiled", "of the class"])
+@pytest.mark.parametrize(("way", "kind"), [
+    *((way, torch.optim.SGD) for way in ("captured", "partial", "compiled", "of the class")),
+    *((way, hdet.FusedAdamW) for way in ("captured", "partial", "of the class")),
+])  # fmt: skip
 def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind: Any) -> None:
-    if way == "compiled" and kind is not torch.optim.SGD:
-        pytest.skip("kernels are not compiled")
     net, optimizer = net_and_optimizer(kind)
-    step = (
-        functools.partial(kind.step, optimizer) if way == "of the class" else WAYS[way](optimizer)
-    )
+    make = WAYS.get(way, lambda optimizer: functools.partial(kind.step, optimizer))
+    step = make(optimizer)
     ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3))
     with pytest.raises(RuntimeError, match=PAST):
         train(net, optimizer, ensemble, step)
     train(net, optimizer, ensemble, optimizer.step)  # looked up again
     assert ensemble.engine.step == 1
     ensemble.close()
-    net(torch.ones(2, 3)).sum().backward()
+    loss_of(net).backward()
     step()  # nobody is driving
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_is_captured_after_the_ensemble_is_counted(way: str) -> None:
     net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(
-        optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3), knobs=[hdet.LearningRate(0.5)]
-    )
-    seen: list[float] = []
-    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    knobs = [hdet.LearningRate(0.5)]
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3), knobs=knobs)
+    seen: set[float] = set()
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.add(opt.param_groups[0]["lr"]))
     step = WAYS[way](optimizer)
     for _ in range(2):
         train(net, optimizer, ensemble, step)
-    assert ensemble.engine.step == 2 and set(seen) == {0.1 * ensemble.multipliers["lr"]} != {0.1}
+    assert ensemble.engine.step == 2 and seen == {0.1 * ensemble.multipliers["lr"]} != {0.1}
+
+
+class Twice(torch.optim.SGD):
+    """A subclass whose step calls super()."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
 
 def test_what_is_no_training_step_is_let_pass() -> None:
-    """A step of rate 0, by which checkpoint libraries make a state; one that raises; one that a closure is given to; a subclass's super()."""
-
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
+    """A step of rate 0, by which libraries make a state; one that raises; one with a closure."""
     net, optimizer = net_and_optimizer(Twice, momentum=0.9)
     step = optimizer.step
     ensemble = hdet.Ensemble(optimizer)
     optimizer.param_groups[0]["lr"] = 0.0
-    net(torch.ones(2, 3)).sum().backward()
+    loss_of(net).backward()
     step()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
@@ -102,7 +102,7 @@ def test_what_is_no_training_step_is_let_pass() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = net(torch.ones(2, 3)).square().mean()
+        loss = loss_of(net)
         loss.backward()
         return loss
 
@@ -116,76 +116,37 @@ def test_what_is_no_training_step_is_let_pass() -> None:
     assert ensemble.engine.step == 2
 
 
-def test_a_scaler_and_a_scheduler_that_wraps_the_step_are_let_pass() -> None:
-    net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(optimizer)
-    with ensemble.rescheduling():
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(net(torch.ones(2, 3)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        ensemble.step()
-        with ensemble.rescheduling():
-            scheduler.step()
-    assert ensemble.engine.step == 3
-
-
 class AcceleratesOptimizer:
-    """What accelerate does with a scaler: the step that it finds when it is built is put back after each of its own."""
+    """As accelerate with a scaler: after its own step it puts the one back that it has found."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.original, self.scaler = (
-            optimizer,
-            optimizer.step,
-            torch.amp.GradScaler("cpu", init_scale=4.0),
-        )
-        original = self.original
+        self.optimizer, self.original = optimizer, (original := optimizer.step)
+        self.patched = types.MethodType(lambda _, *args, **kw: original(*args, **kw), optimizer)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-        def patched(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
-        self.patched = types.MethodType(patched, optimizer)
-
-    def step(self) -> None:
+    def train(self, net: nn.Module) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss_of(net)).backward()
         self.optimizer.step = self.patched
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.step = self.original
 
 
-@pytest.mark.parametrize("first", ["ensemble", "accelerate"])
-def test_a_wrapper_that_puts_the_step_back_which_it_found(first: str) -> None:
+def test_a_wrapper_that_puts_the_step_back_which_it_found_is_made_after_the_ensemble() -> None:
     net, optimizer = net_and_optimizer()
-    made: dict[str, Any] = {}
-    build = {
-        "ensemble": lambda: hdet.Ensemble(optimizer),
-        "accelerate": lambda: AcceleratesOptimizer(optimizer),
-    }
-    for name in sorted(build, key=lambda name: name != first):
-        made[name] = build[name]()
-
-    def backward() -> None:
-        optimizer.zero_grad()
-        made["accelerate"].scaler.scale(net(torch.ones(2, 3)).square().mean()).backward()
-
-    backward()
-    if first == "accelerate":
-        with pytest.raises(RuntimeError, match=PAST):
-            made["accelerate"].step()
-        return
+    ensemble = hdet.Ensemble(optimizer)
+    wrapper = AcceleratesOptimizer(optimizer)
     for _ in range(3):
-        made["accelerate"].step()
-        made["ensemble"].step()
-        backward()
-    assert made["ensemble"].engine.step == 3
-    made["ensemble"].close()
-    made["accelerate"].step()
-
-
-# -- one after the other -----------------------------------------------------------------------------------------------------
+        wrapper.train(net)
+        ensemble.step()
+    assert ensemble.engine.step == 3
+    ensemble.close()
+    wrapper.train(net)
+    net, optimizer = net_and_optimizer()
+    wrapper, _ = AcceleratesOptimizer(optimizer), hdet.Ensemble(optimizer)
+    with pytest.raises(RuntimeError, match=PAST):
+        wrapper.train(net)
 
 
 def depth(optimizer: Any) -> int:
@@ -207,31 +168,23 @@ def test_close_takes_the_wrapper_off() -> None:
     assert "step" not in vars(optimizer) and depth(optimizer) == before
 
 
-def make_ensemble(optimizer: Any) -> Callable[[], None]:
-    return hdet.Ensemble(optimizer).close
-
-
-def make_drop_in(optimizer: Any) -> Callable[[], None]:
-    return hdet.OneCycleAutoLR(optimizer, 0.1, 1000, cycle_momentum=False).close
-
-
-def make_with_a_scheduler_on_top(optimizer: Any) -> Callable[[], None]:
-    close = hdet.Ensemble(optimizer).close
+def with_a_scheduler_on_top(optimizer: Any) -> hdet.Ensemble:
+    ensemble = hdet.Ensemble(optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return close
+    return ensemble
 
 
-@pytest.mark.parametrize("make", [make_ensemble, make_drop_in, make_with_a_scheduler_on_top])
-def test_an_optimizer_outlives_any_number_of_ensembles(
-    make: Callable[[Any], Callable[[], None]],
-) -> None:
+def drop_in(optimizer: Any) -> hdet.OneCycleAutoLR:
+    return hdet.OneCycleAutoLR(optimizer, 0.1, 1000, cycle_momentum=False)
+
+
+@pytest.mark.parametrize("make", [hdet.Ensemble, drop_in, with_a_scheduler_on_top])
+def test_an_optimizer_outlives_any_number_of_ensembles(make: Callable[[Any], Any]) -> None:
     net, optimizer = net_and_optimizer()
-    deepest = 0
     for _ in range(50):
-        make(optimizer)()
-        deepest = max(deepest, depth(optimizer))
-    assert deepest <= 4
-    net(torch.ones(2, 3)).sum().backward()
+        make(optimizer).close()
+        assert depth(optimizer) <= 4
+    loss_of(net).backward()
     optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -242,8 +195,7 @@ def test_an_optimizer_outlives_any_number_of_ensembles(
 
 def test_a_step_that_was_captured_under_one_ensemble_serves_the_next() -> None:
     net, optimizer = net_and_optimizer()
-    first = hdet.Ensemble(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1000)  # holds on to the wrapper
+    first = with_a_scheduler_on_top(optimizer)  # which holds on to the wrapper
     step = optimizer.step
     first.close()
     second = hdet.Ensemble(optimizer)

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.measure.batch_losses import BatchLosses
 from hdet.tensors.eval_mode import eval_mode
-from tests.harness import Run, batch, loss_of, taught
+from tests.harness import Run, taught
 
-from .helpers import watched
+from .helpers import same, watching
 
 
 class Adapted(nn.Linear):
-    """As loralib's: in eval mode the adapter is added to the weight, in training mode it is beside it."""
+    """As loralib's: in eval mode the adapter is added to the weight, else it is beside it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -39,78 +38,26 @@ class Adapted(nn.Linear):
         return super().forward(x) + (0 if self.merged else x @ self.a.T @ self.b.T)
 
 
-class Around(nn.Module):
+class Around(nn.Sequential):
     """As loralib's convolutions: what is written to lies in a child."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.merged = nn.Linear(8, 8), False
+    merged = False
 
     def train(self, mode: bool = True) -> Around:
         super().train(mode)
         if mode == self.merged:
-            self.inside.weight.data *= 3 if not mode else 1 / 3
+            self[0].weight.data *= 3 if not mode else 1 / 3
             self.merged = not mode
         return self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inside(x)
 
-
-def adapted() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Adapted(6, 8), nn.Tanh(), Around(), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-
-def facts(net: nn.Module) -> list[Any]:
-    return [(m.training, getattr(m, "merged", None)) for m in net.modules()]
-
-
-@pytest.mark.parametrize("evaluated", [(), (0,), (3,), (0, 2, 3), "all"])
-def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
-    evaluated: Any,
-) -> None:
-    net = adapted()
-    if evaluated == "all":
-        net.eval()
-    for i in evaluated if evaluated != "all" else ():
-        net[i].eval()
-    before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version
-    for fails in (False, True, False):
-        with pytest.raises(ArithmeticError) if fails else nullcontext(), eval_mode(net):
-            assert all(not training and merged in (None, True) for training, merged in facts(net))
-            if fails:
-                raise ArithmeticError
-        assert facts(net) == before
-    assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
-    assert net[4].weight._version == version, (
-        "a module without a train() of its own is not written to"
-    )
-
-
-class Frozen(nn.Module):
+class Frozen(nn.Sequential):
     """Keeps its normalisation in eval mode, as detectors do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 1)
-        self.train()
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
-        self.norm.eval()
+        self[0].eval()
         return self
-
-
-def test_a_module_that_keeps_a_part_in_eval_mode_is_left_as_it_was() -> None:
-    for changed in (False, True):
-        net = nn.Sequential(Frozen())
-        if changed:  # by hand, behind its back
-            net[0].norm.train()
-        before = facts(net)
-        with eval_mode(net):
-            assert not any(training for training, _ in facts(net))
-        assert facts(net) == before
 
 
 class Raises(nn.Linear):
@@ -122,47 +69,70 @@ class Raises(nn.Linear):
         return super().train(mode)
 
 
+def facts(net: nn.Module) -> list[Any]:
+    return [(m.training, getattr(m, "merged", None)) for m in net.modules()]
+
+
+@pytest.mark.parametrize("evaluated", [(), (0,), (3,), (0, 2, 3), None])
+def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
+    evaluated: Any,
+) -> None:
+    torch.manual_seed(0)
+    around = Around(nn.Linear(8, 8))
+    net = nn.Sequential(Adapted(6, 8), nn.Tanh(), around, nn.BatchNorm1d(8), nn.Linear(8, 1))
+    for part in [net] if evaluated is None else [net[i] for i in evaluated]:
+        part.eval()
+    before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version
+    for fails in (False, True, False):
+        with pytest.raises(ArithmeticError) if fails else nullcontext(), eval_mode(net):
+            assert all(not training and merged in (None, True) for training, merged in facts(net))
+            if fails:
+                raise ArithmeticError
+        assert facts(net) == before
+    assert same(net.state_dict(), state)
+    assert net[4].weight._version == version, "without a train() of its own it is not written to"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_module_that_keeps_a_part_in_eval_mode_is_left_as_it_was(changed: bool) -> None:
+    net = nn.Sequential(Frozen(nn.BatchNorm1d(6), nn.Linear(6, 1))).train()
+    if changed:  # by hand, behind its back
+        net[0][0].train()
+    before = facts(net)
+    with eval_mode(net):
+        assert not any(training for training, _ in facts(net))
+    assert facts(net) == before and before[2][0] is changed
+
+
 @pytest.mark.parametrize("when", [False, True])
 def test_where_train_raises_everything_else_is_restored(when: bool) -> None:
     net = nn.Sequential(Adapted(6, 6), Raises(6, 6), Adapted(6, 6), nn.Dropout())
     net[3].eval()
     before, state = facts(net), copy.deepcopy(net.state_dict())
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
+    random = torch.get_rng_state()
     net[1].when = when
     with pytest.raises(RuntimeError, match=rf"train\({when}\)"), eval_mode(net):
         torch.rand(1)
-    assert facts(net) == before and torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+    assert facts(net) == before and torch.equal(torch.get_rng_state(), random)
+    assert same(net.state_dict(), state)
 
 
 def test_adapters_are_trained_by_a_trial_and_scored_under_a_probe() -> None:
-    """After the trial the adapter has a gradient again, and what it is added to stays what it was."""
+    """After the trial the adapter has a gradient again, and what it is added to is what it was."""
     torch.manual_seed(0)
-    net = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 1))
-    weights = [net[0].weight.clone(), net[2].weight.clone()]
-    run = Run(
-        net=net,
-        controller=hdet.AutoLR(net),
-        closure=True,
-        scheduler=None,
-        lr=3e-3,
-        total=1000,
-        data=taught,
-        spread=0.0,
-    ).steps(60)
-    for layer, weight in zip((net[0], net[2]), weights, strict=True):
-        assert isinstance(layer, Adapted)
-        assert (
-            layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
-        )
-        assert torch.equal(layer.weight, weight)
-    assert any("learning rate 0.003" in note for note in run.notes())
-
-    losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
-    losses.watch(watched(net))
-    losses.measure(0)
-    assert not net[0].merged and all(
-        torch.equal(layer.weight, w) for layer, w in zip((net[0], net[2]), weights, strict=True)
+    first, last = Adapted(6, 8), Adapted(8, 1)
+    net, weights = (
+        nn.Sequential(first, nn.Tanh(), last),
+        [first.weight.clone(), last.weight.clone()],
     )
+    run = Run(
+        net=net, controller=hdet.AutoLR(net), closure=True, scheduler=None, total=1000,
+        data=taught, spread=0.0,
+    ).steps(60)  # fmt: skip
+    for layer in (first, last):
+        assert layer.training and not layer.merged and layer.a.grad is not None
+        assert layer.a.grad.any()
+    assert same([first.weight.data, last.weight.data], weights)
+    assert any("learning rate 0.003" in note for note in run.notes())
+    watching(net).measure(0)
+    assert not first.merged and same([first.weight.data, last.weight.data], weights)

@@ -1,17 +1,18 @@
-"""Optimizers whose state is no list of float tensors: codes, numbers in groups, what follows from parameters."""
+"""Optimizers whose state is no list of float tensors: codes, numbers, what follows from weights."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import hdet
-from tests.harness import Run, model
+from hdet.run.snapshot import keeps_weights, reset_moments
+from tests.harness import Run, TwoReplicas, model, policies
 
 from ..distributed import run_ranks
+from .helpers import foreign, told
 
 
 class Stepping(torch.optim.Optimizer):
@@ -24,57 +25,44 @@ class Stepping(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.keep(p, group)
+                self.state[p] = self.kept(p, group)
                 p.sub_(p.grad, alpha=group["lr"])
-
-    def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None: ...
 
 
 class Coded(Stepping):
     """As bitsandbytes' optimizers of 8 bits: codes, and what they are multiplied by."""
 
-    def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def kept(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         scale = p.grad.abs().max().clamp(min=1e-12)
         codes = (p.grad / scale * 127 + 128).to(torch.uint8)
-        self.state[p] = {
-            "step": self.state[p].get("step", 0) + 1,
-            "state1": codes,
-            "absmax1": scale.reshape(1),
-        }
+        step = self.state[p].get("step", 0) + 1
+        return {"step": step, "state1": codes, "absmax1": scale.reshape(1)}
 
 
 class Masked(Stepping):
     """Nested, and of truth values."""
 
-    def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        self.state[p] = {"inner": {"signs": p.grad > 0, "size": p.grad.abs()}}
+    def kept(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"inner": {"signs": p.grad > 0, "size": p.grad.abs()}}
+
+
+class Uneven(Stepping):
+    """Its codes follow from the parameters."""
+
+    def kept(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"codes": (p * 100).to(torch.int8)}
 
 
 class Wandering(Stepping):
-    """Keeps, wherever it can, what follows from its parameters: numbers and tensors, of groups and of parameters."""
+    """Keeps what follows from its parameters wherever it can: in groups and by parameter."""
 
-    def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def kept(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         norm = p.norm()
         group["distance"] = max(group.get("distance", 0.0), float(norm))
         group["radii"] = [norm.clone(), torch.stack([norm, norm])]
         group["steps"] = group.get("steps", 0) + 1
-        self.state[p] = {
-            "step": 3,
-            "norm": norm.clone(),
-            "last": float(norm),
-            "list": [p.clone()],
-            "inner": {"past": p.clone()},
-        }
-
-
-def elsewhere(package: str, name: str, **settings: Any) -> Any:
-    def make(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
-        optimizer = getattr(pytest.importorskip(package), name)(parameters, lr=lr, **settings)
-        if hasattr(optimizer, "train"):
-            optimizer.train()
-        return optimizer
-
-    return make
+        inside = {"list": [p.clone()], "inner": {"past": p.clone()}}
+        return {"step": 3, "norm": norm.clone(), "last": float(norm), **inside}
 
 
 def flat_state(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -96,130 +84,144 @@ def flat_state(optimizer: torch.optim.Optimizer) -> list[float]:
     return numbers
 
 
-OPTIMIZERS = {
-    "in groups and in parameters": Wandering,
-    "Prodigy": partial(elsewhere, "prodigyopt", "Prodigy", d0=1e-2),
-    "DAdaptAdam": partial(elsewhere, "dadaptation", "DAdaptAdam", d0=1e-2),
-    "AdamWScheduleFree": partial(elsewhere, "schedulefree", "AdamWScheduleFree"),
-    "DoG": partial(elsewhere, "dog", "DoG"),
-    "ASGD": lambda parameters, lr, weight_decay: torch.optim.ASGD(parameters, lr=lr),
-}  # fmt: skip
+free = foreign("schedulefree", "AdamWScheduleFree")
+OPTIMIZERS: dict[str, Any] = {
+    "Wandering": Wandering,
+    "Prodigy": foreign("prodigyopt", "Prodigy", d0=1e-2),
+    "DAdaptAdam": foreign("dadaptation", "DAdaptAdam", d0=1e-2),
+    "AdamWScheduleFree": free,
+    "DoG": foreign("dog", "DoG"),
+    "ASGD": foreign("torch.optim", "ASGD"),
+}
 
 
 def trained(rank: int, world: int, name: str, gradients: str, moments: str | None) -> Any:
-    make = OPTIMIZERS[name]
-    make = make() if isinstance(make, partial) else make
-    local = gradients == "local"
-    settings = {"gradients": gradients, "moments": moments} if local or moments else {}
-    run = Run(
-        rank, optimizer=make, lr=0.1, scheduler=None, every=3, ddp=not local, spread=0.5, **settings
-    )
-    seen = []
-    for steps in (
-        2,
-        1,
-        5,
-    ):  # within a cycle, at its end, and within another one that `converge` ends
+    """(weights, state) within a cycle, at its end, within another one and after `converge`."""
+    settings: dict[str, Any] = {"gradients": gradients, "moments": moments} if moments else {}
+    settings |= {"ddp": gradients == "shared", "optimizer": OPTIMIZERS[name]}
+    run, seen = Run(rank, lr=0.1, scheduler=None, every=3, spread=0.5, **settings), []
+    for steps in (2, 1, 5, 0):
         run.steps(steps)
+        if steps == 0:
+            run.ensemble.converge()
         seen.append((run.weights(), flat_state(run.optimizer)))
-    run.ensemble.converge()
-    return seen + [(run.weights(), flat_state(run.optimizer))], run.ensemble.in_sync
+    return seen, run.ensemble.in_sync
 
 
-CASES = [("shared", None), ("local", "average")]
-
-
-@pytest.mark.parametrize(("gradients", "moments"), CASES)
+@pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_means_that_nothing_of_the_optimizer_differs(
-    name: str, gradients: str, moments: str | None
-) -> None:
+def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradients: str) -> None:
     """Else replicas would go on with numbers of their own for good, and nobody would know."""
-    if name == "AdamWScheduleFree":
-        moments = "average"  # which it needs, also with shared gradients
+    # Which schedule-free optimizers need, also with shared gradients.
+    moments = "average" if gradients == "local" or name == "AdamWScheduleFree" else None
     (one, in_sync), (two, _) = run_ranks(trained, 2, name, gradients, moments)
     assert in_sync
-    for moment, ((weights, state), (others, theirs)) in enumerate(zip(one, two, strict=True)):
-        equal = moment in (1, 3)
+    for equal, (weights, state), (others, theirs) in zip((0, 1, 0, 1), one, two, strict=True):
         assert torch.equal(weights, others) == equal
-        assert (state == theirs) == equal, (
-            moment,
-            [(a, b) for a, b in zip(state, theirs, strict=True) if a != b][:5],
-        )
+        assert (state == theirs) == equal
 
 
 def test_a_reset_puts_numbers_of_groups_back() -> None:
-    (one, _), (two, _) = run_ranks(trained, 2, "in groups and in parameters", "local", "reset")
+    (one, _), (two, _) = run_ranks(trained, 2, "Wandering", "local", "reset")
     assert one[1][1] == two[1][1] and len(one[1][1]) == 1, "the rate alone"
 
 
+class Own(torch.optim.AdamW):
+    """One that hdet does not know."""
+
+
 def equal_state(rank: int, world: int) -> Any:
-    """Its state follows from gradients alone: it stays each replica's own, bitwise, and nothing more than a plain average is sent."""
-
-    class Own(torch.optim.AdamW):
-        pass
-
-    found = []
-    for kind in (torch.optim.AdamW, Own):
-        run = Run(rank, optimizer=kind, every=3).steps(8)
-        found.append((run.weights(), flat_state(run.optimizer)))
-    return found
+    runs = [Run(rank, optimizer=kind, every=3).steps(8) for kind in (torch.optim.AdamW, Own)]
+    return [(run.weights().tolist(), flat_state(run.optimizer)) for run in runs]
 
 
 def test_state_that_follows_from_gradients_alone_is_left_as_it_is() -> None:
+    """It stays each replica's own, bitwise, and nothing more than a plain average is sent."""
     for known, own in run_ranks(equal_state, 2):
-        assert torch.equal(known[0], own[0]) and known[1] == own[1]
+        assert known == own
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "dtype"), [(Coded, "state1", "uint8"), (Masked, "inner", "bool")]
 )
-def test_state_that_would_be_averaged_in_part_is_refused_at_the_first_step(
-    kind: Any, key: str, dtype: str
-) -> None:
-    net = model()
-    run = Run(
-        net=net,
-        optimizer=kind,
-        scheduler=None,
-        replicas=hdet.Replicas(0, 2, None),
-        gradients="local",
-        moments="average",
-    )
-    with pytest.raises(
-        ValueError,
-        match=f"{kind.__name__} keeps '{key}' of parameter 0 in torch.{dtype}.*pass moments='reset'.*'keep'",
-    ):
-        run.step()
+def test_state_that_would_be_averaged_in_part_is_refused(kind: Any, key: str, dtype: str) -> None:
+    def run(moments: str) -> Run:
+        settings = {"gradients": "local", "moments": moments, "scheduler": None}
+        return Run(optimizer=kind, replicas=hdet.Replicas(0, 2, None), **settings)
+
+    said = f"{kind.__name__} keeps '{key}' of parameter 0 in torch.{dtype}.*"
+    with pytest.raises(ValueError, match=said + "pass moments='reset'.*'keep'"):
+        run("average").step()
     for moments in ("keep", "reset"):
-        Run(
-            net=net,
-            optimizer=kind,
-            scheduler=None,
-            replicas=hdet.Replicas(0, 2, None),
-            gradients="local",
-            moments=moments,
-        ).step()
+        run(moments).step()
 
 
-class Uneven(Coded):
-    """Its codes follow from the parameters."""
-
-    def keep(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        self.state[p] = {"codes": (p * 100).to(torch.int8)}
-
-
-def parted_codes(rank: int, world: int) -> Any:
+def parted_codes(rank: int, world: int) -> str:
     run = Run(rank, optimizer=Uneven, scheduler=None, every=3, lr=0.1, spread=0.9).steps(2)
-    before = run.weights()
-    try:
-        run.step()
-    except ValueError as error:
-        run.backward()
-        return str(error), before
-    return "no error", before
+    return told(run.step)
 
 
 def test_codes_that_differ_under_shared_gradients_are_refused_before_anything_is_averaged() -> None:
-    for message, _ in run_ranks(parted_codes, 2):
+    for message in run_ranks(parted_codes, 2):
         assert "Uneven keeps 'codes' of parameter 0 in torch.int8" in message
+
+
+def ensemble(**settings: Any) -> hdet.Ensemble:
+    settings = policies(**{"replicas": TwoReplicas(), **settings})
+    return hdet.Ensemble(free(model().parameters(), 1e-3), **settings)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "moments"),
+    [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)],
+)
+def test_replicas_that_part_average_weights_in_a_state(gradients: str, moments: Any) -> None:
+    said = "AdamWScheduleFree keeps weights of its own beside the parameters.*"
+    with pytest.raises(ValueError, match=said + "pass moments='average'"):
+        ensemble(gradients=gradients, moments=moments)
+    ensemble(knobs=[hdet.LearningRate(0)])  # where they cannot part nothing is asked
+    ensemble(replicas=hdet.Replicas(0, 1))
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate wraps every optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_wrapper_is_what_it_wraps() -> None:
+    net = model()
+    optimizer = Prepared(hdet.FusedAdamW(net.parameters(), lr=1e-3))
+    assert not keeps_weights(optimizer) and keeps_weights(Prepared(free(net.parameters(), 1e-3)))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(moment.any() for moment in moments)
+    reset_moments(optimizer)
+    for state, moment in zip(optimizer.state.values(), moments, strict=True):
+        assert state["exp_avg"] is moment and not moment.any(), "in place"
+
+
+def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    run = Run(rank, optimizer=free, every=4, moments="average").steps(8)
+    trained = run.weights()
+    run.optimizer.eval()
+    at = run.weights()
+    run.optimizer.train()
+    return trained, at, run.steps(2).weights()
+
+
+def test_replicas_evaluate_the_same_weights() -> None:
+    one, two = run_ranks(evaluated, 2)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], one[1]) and not torch.equal(one[2], two[2])

@@ -1,7 +1,8 @@
-"""Probes that are several cycles apart: one line for all replicas, by hand; the default interval, refusals, votes, resume."""
+"""Probes that are cycles apart: one line for all replicas, by hand; the interval and resume."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
+from hdet.measure.weight_line import RunningMean, WeightLine
 from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks
+from .helpers import TAKEN_BACK, same
 
 EVERY, AFTER = 2, 0.5
+ONE = [hdet.LearningRate(0.3)]
 
 
 class Scored(hdet.ProbeController):
@@ -23,104 +27,14 @@ class Scored(hdet.ProbeController):
 
     def __init__(self, net: torch.nn.Module, **settings: Any) -> None:
         self.seen: list[torch.Tensor] = []
-        net_of = net.module if hasattr(net, "module") else net
 
         def loss(scored: torch.nn.Module, data: Any) -> torch.Tensor:
-            self.seen.append(
-                torch.cat([p.detach().double().flatten() for p in net_of.parameters()])
-            )
+            own = getattr(net, "module", net).parameters()
+            self.seen.append(torch.cat([p.detach().double().flatten() for p in own]))
             return loss_of(scored, data)
 
-        super().__init__(
-            loss, [batch(i) for i in range(2)], 2, model=net, **{"average_every": EVERY} | settings
-        )
-
-
-def points(
-    trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """By hand: anchor + rho (average - anchor). ``trajectory``: the mean weights before the first step and after each."""
-    samples = [
-        trajectory[first + i]
-        for i in range(1, length + 1)
-        if i > AFTER * length and (length - i) % EVERY == 0
-    ]
-    anchor, average = trajectory[first], torch.stack(samples).mean(0)
-    return [anchor + rho * (average - anchor) for rho in rhos]
-
-
-class Grouped(Run):
-    """Co-resident replicas; rates of two parameter groups. ``trajectory``: the mean weights before the first step and after each; ``rhos``: for
-    each weight that of its group."""
-
-    def __init__(
-        self, count: int, controller: Callable[[torch.nn.Module], Any], **settings: Any
-    ) -> None:
-        def two_groups(parameters: Any, lr: float, weight_decay: float) -> hdet.FusedAdamW:
-            own = list(parameters)
-            return hdet.FusedAdamW(
-                [{"params": own[:2]}, {"params": own[2:], "lr": 3e-3}],
-                lr=lr,
-                weight_decay=weight_decay,
-            )
-
-        settings = {
-            "knobs": [hdet.LearningRate(0.3, groups="each")],
-            "every": 4,
-            "lr": 1e-2,
-            "scheduler": None,
-        } | settings
-        super().__init__(together=count, controller=controller, optimizer=two_groups, **settings)
-        self.trajectory, self.rhos = [self.mean()], []
-        self.optimizer.register_step_post_hook(lambda *_: self.trajectory.append(self.mean()))
-
-    def backward(self, report: dict[int, float] | None = None) -> torch.Tensor:
-        self.rhos.append([])
-        for k in range(self.replicas.count):
-            with self.replicas.use(k):
-                one, *two = self.ensemble.multipliers.values()
-            of_each = [
-                torch.full((p.numel(),), one if i < 2 else [one, *two][-1]).double()
-                for i, p in enumerate(self.net.parameters())
-            ]
-            self.rhos[-1].append(torch.cat(of_each))
-        return super().backward(report)
-
-    def mean(self) -> torch.Tensor:
-        return torch.stack(self.all_weights()).double().mean(0)
-
-
-# -- the line ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("design", ["permutation", "orthogonal"])
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [({}, 2e-6), ({"place": "host"}, 2e-6)],
-)
-def test_every_replica_is_scored_on_the_line_by_hand(
-    design: str, settings: dict[str, Any], error: float
-) -> None:
-    """At the multipliers of the interval's last cycle, though other cycles had others; with decay, and several groups."""
-    run = Grouped(
-        4, lambda net: Scored(net, interval=3, **settings), design=design, weight_decay=0.1
-    ).steps(24)
-    seen = run.controller.seen
-    assert len(seen) == 2 * 4 * 2  # two intervals, four replicas, two mini-batches
-    for i, first in enumerate((0, 12)):
-        before, now = run.rhos[first], run.rhos[first + 11]
-        assert any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
-        for k, point in enumerate(points(run.trajectory, first, 12, now)):
-            assert (point - run.trajectory[first]).abs().max() > 100 * error or settings
-            for scored in seen[8 * i + 2 * k : 8 * i + 2 * k + 2]:
-                torch.testing.assert_close(scored, point, rtol=0, atol=error)
-
-
-def test_scoring_leaves_replicas_as_they_were() -> None:
-    def weights(interval: int) -> list[torch.Tensor]:
-        return Grouped(4, lambda net: Waits(net, interval=interval)).steps(25).all_weights()
-
-    assert all(map(torch.equal, weights(3), weights(1)))
+        settings = {"average_every": EVERY} | settings
+        super().__init__(loss, [batch(i) for i in range(2)], 2, model=net, **settings)
 
 
 class Waits(Scored):
@@ -135,15 +49,87 @@ class Waits(Scored):
         return [hdet.Decision()] * len(evidence.knobs)
 
 
+def points(
+    trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Sequence[Any]
+) -> list[torch.Tensor]:
+    """By hand: anchor + rho (average - anchor), of the mean weights before and after each step."""
+    sampled = [i for i in range(1, length + 1) if i > AFTER * length and (length - i) % EVERY == 0]
+    anchor = trajectory[first]
+    average = torch.stack([trajectory[first + i] for i in sampled]).mean(0)
+    return [anchor + rho * (average - anchor) for rho in rhos]
+
+
+class Grouped(Run):
+    """Four co-resident replicas, with rates of two parameter groups.
+
+    ``trajectory``: the mean weights before the first step and after each; ``rhos``: by step and
+    replica, for each weight that of its group.
+    """
+
+    def __init__(self, controller: Callable[[torch.nn.Module], Any], **settings: Any) -> None:
+        def two_groups(parameters: Any, **settings: Any) -> hdet.FusedAdamW:
+            own = list(parameters)
+            groups = [{"params": own[:2]}, {"params": own[2:], "lr": 3e-3}]
+            return hdet.FusedAdamW(groups, **settings)
+
+        defaults: dict[str, Any] = {"knobs": ONE, "every": 4, "lr": 1e-2, "scheduler": None}
+        settings = defaults | settings
+        super().__init__(together=4, controller=controller, optimizer=two_groups, **settings)
+        self.trajectory, self.rhos = [self.mean()], []
+        self.optimizer.register_step_post_hook(lambda *_: self.trajectory.append(self.mean()))
+
+    def backward(self, report: dict[int, float] | None = None) -> torch.Tensor:
+        self.rhos.append([])
+        sizes = [p.numel() for p in self.net.parameters()]
+        groups = torch.tensor([sum(sizes[:2]), sum(sizes[2:])])
+        for k in range(4):
+            with self.replicas.use(k):
+                rhos = list(self.ensemble.multipliers.values())
+            of_groups = torch.tensor([rhos[0], rhos[-1]], dtype=torch.float64)
+            self.rhos[-1].append(of_groups.repeat_interleave(groups))
+        return super().backward(report)
+
+    def mean(self) -> torch.Tensor:
+        return torch.stack(self.all_weights()).double().mean(0)
+
+    def check(self, first: int, length: int, scored: int = 0) -> None:
+        """The interval that has just ended is scored at its points, on two mini-batches."""
+        seen = self.controller.seen[scored:]
+        assert len(seen) == 4 * 2
+        for k, point in enumerate(points(self.trajectory, first, length, self.rhos[-1])):
+            assert (point - self.trajectory[first]).abs().max() > 2e-4
+            for found in seen[2 * k : 2 * k + 2]:
+                torch.testing.assert_close(found, point, rtol=0, atol=2e-6)
+
+
+# -- the line ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("design", ["permutation", "orthogonal"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_every_replica_is_scored_on_the_line_by_hand(design: str, place: str) -> None:
+    """At the multipliers of the interval's last cycle, though other cycles had others."""
+    run = Grouped(
+        lambda net: Scored(net, interval=3, place=place), design=design, weight_decay=0.1,
+        knobs=[hdet.LearningRate(0.3, groups="each")],
+    )  # fmt: skip
+    for first, scored in ((0, 0), (12, 8)):
+        run.steps(12).check(first, 12, scored)
+        assert not same(run.rhos[first], run.rhos[first + 11])
+
+
+def test_scoring_leaves_replicas_as_they_were() -> None:
+    three, one = (
+        Grouped(lambda net, i=i: Waits(net, interval=i)).steps(25).all_weights() for i in (3, 1)
+    )
+    assert same(three, one)
+
+
 def processes(rank: int, world: int) -> Any:
     run = Run(
-        rank,
-        controller=lambda net: Scored(net, interval=2),
-        every=6,
-        optimizer=torch.optim.SGD,
-        weight_decay=0.1,
-        lr=1e-2,
-    )
+        rank, controller=lambda net: Scored(net, interval=2), every=6, optimizer=torch.optim.SGD,
+        weight_decay=0.1, lr=1e-2,
+    )  # fmt: skip
     trajectory, rhos = [run.weights()], []
     run.optimizer.register_step_pre_hook(lambda *_: rhos.append(run.ensemble.multipliers["lr"]))
     run.optimizer.register_step_post_hook(lambda *_: trajectory.append(run.weights()))
@@ -152,24 +138,46 @@ def processes(rank: int, world: int) -> Any:
 
 def test_ranks_score_one_line() -> None:
     ranks = run_ranks(processes, 3)
-    trajectory = [
-        torch.stack([w.double() for w in step]).mean(0)
-        for step in zip(*(rank[0] for rank in ranks), strict=True)
-    ]
+    steps = zip(*(rank[0] for rank in ranks), strict=True)
+    trajectory = [torch.stack(step).double().mean(0) for step in steps]
     for _, rhos, seen in ranks:
         assert len(set(rhos)) > 1 or rhos[0] == 1.0
-        (point,) = points(trajectory, 0, 12, [torch.tensor(rhos[-1], dtype=torch.float64)])
+        (point,) = points(trajectory, 0, 12, rhos[-1:])
         assert len(seen) == 2 and (point - trajectory[0]).abs().max() > 1e-3
         torch.testing.assert_close(seen[0], point, rtol=0, atol=2e-6)
 
 
-# -- what the rule sees --------------------------------------------------------------------------------------------------
+def test_an_average_in_between_changes_nothing_of_the_line() -> None:
+    run = Grouped(lambda net: Scored(net, interval=3)).steps(6)
+    run.ensemble.converge()
+    run.steps(6).check(0, 12)
+
+
+def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
+    run = Grouped(lambda net: Scored(net, interval=2), divergence=TAKEN_BACK, total=100).steps(4)
+    for _ in range(4):
+        run.step(dict.fromkeys(range(4), 1e9))
+    assert run.ensemble.engine.rollbacks == 1
+    begun, scored = run.index, len(run.controller.seen)
+    run.trajectory[begun] = run.mean()
+    assert len(run.steps(4).controller.seen) == scored
+    run.steps(4).check(begun, 8, scored)
+
+
+def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> None:
+    run, other = (Grouped(lambda net: Scored(net, interval=2), total=80) for _ in range(2))
+    other.loaded(run.steps(20).saved())  # two and a half intervals
+    assert other.controller.last == run.controller.last != [0.0]
+    other.trajectory = [other.mean()]
+    assert not other.steps(4).controller.seen
+    other.steps(4).check(0, 8)
+
+
+# -- what the rule sees ------------------------------------------------------------------------
 
 
 def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycles() -> None:
-    run = Grouped(
-        4, lambda net: Waits(net, interval=3), knobs=[hdet.LearningRate(0.3)], total=44
-    ).steps()
+    run = Grouped(lambda net: Waits(net, interval=3), total=44).steps()
     asked = run.controller.asked
     assert [evidence.step for evidence in asked] == [12, 24, 36]
     assert all("probe" in evidence.measured and evidence.sync_interval == 12 for evidence in asked)
@@ -178,7 +186,7 @@ def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycl
 
 @pytest.mark.parametrize("cycles", [1, 5, 10])
 def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
-    """A twentieth of the run up to it, and down from there: votes count afterwards, and at 90 % of it on the way down all rests."""
+    """Votes count after the peak at 5 % of the run, and at 90 % of it on the way down all rests."""
     controller = probe(model(), interval=cycles)
     controller.start(hdet.Run(Clock(1, total_steps=100), [KnobSpec("lr", 0.3)], 4, [0.0]))
     idle_from = None
@@ -187,8 +195,10 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
         measured = {"probe": [[1.0] * 8] * 4} if cycle % cycles == 0 and not controller.idle else {}
         controller.learn(
             hdet.Evidence(
-                cycle=cycle, step=cycle, total_steps=100, warmup_steps=0, sync_interval=1, knobs=["lr"], multipliers=[[0.7, 0.9, 1.1, 1.3]],
-                losses=[1.0] * 4, measured=measured, scheduled=[phase], peak=[1.0], floor=[0.0], values=[phase], corrections=[1.0],
+                cycle=cycle, step=cycle, total_steps=100, warmup_steps=0, sync_interval=1,
+                knobs=["lr"], multipliers=[[0.7, 0.9, 1.1, 1.3]], losses=[1.0] * 4,
+                measured=measured, scheduled=[phase], peak=[1.0], floor=[0.0], values=[phase],
+                corrections=[1.0],
             )
         )  # fmt: skip
         idle_from = cycle if controller.idle and idle_from is None else idle_from
@@ -196,149 +206,173 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
 
 
 def test_a_rise_takes_two_intervals() -> None:
-    run = Grouped(
-        4,
-        lambda net: probe(net, interval=2),
-        knobs=[hdet.LearningRate(0.3)],
-        total=80,
-        warmup_steps=0,
-    )
+    run = Grouped(lambda net: probe(net, interval=2), total=80, warmup_steps=0)
     with run.ensemble.rescheduling():
         for group in run.optimizer.param_groups:
             group["lr"] = 1e-5
-    corrections = [run.ensemble.corrections["lr"] for _ in range(4) if run.steps(4)]
+    corrections = [run.steps(4).ensemble.corrections["lr"] for _ in range(4)]
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
 
 
 def test_it_rests_before_an_interval_would_end_too_late() -> None:
-    run = Grouped(
-        4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]
-    ).steps(26)
-    assert (
-        run.controller.idle
-        and len(run.controller.seen) == 16
-        and run.ensemble.multipliers == {"lr": 1.0}
-    )
+    run = Grouped(lambda net: Scored(net, interval=3, freeze_after=26)).steps(26)
+    assert run.controller.idle and len(run.controller.seen) == 16
+    assert run.ensemble.multipliers == {"lr": 1.0}
     run.steps(14)
 
 
-def test_an_average_in_between_changes_nothing_of_the_line() -> None:
-    run = Grouped(4, lambda net: Scored(net, interval=3), knobs=[hdet.LearningRate(0.3)])
-    run.steps(6)
-    run.ensemble.converge()
-    run.steps(6)
-    for k, point in enumerate(points(run.trajectory, 0, 12, run.rhos[11])):
-        torch.testing.assert_close(run.controller.seen[2 * k], point, rtol=0, atol=2e-6)
-
-
-def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
-    settings = {
-        "knobs": [hdet.LearningRate(0.3)],
-        "divergence": hdet.Divergence(rollback="device"),
-        "total": 100,
-    }
-    run = Grouped(4, lambda net: Scored(net, interval=2), **settings).steps(4)
-    for _ in range(4):
-        run.step(dict.fromkeys(range(4), 1e9))
-    assert run.ensemble.engine.rollbacks == 1
-    begun, before = run.index, len(run.controller.seen)
-    run.trajectory[begun] = run.mean()
-    run.steps(4)
-    assert len(run.controller.seen) == before
-    run.steps(4)
-    for k, point in enumerate(points(run.trajectory, begun, 8, run.rhos[-1])):
-        torch.testing.assert_close(run.controller.seen[before + 2 * k], point, rtol=0, atol=2e-6)
-
-
-def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> None:
-    def make() -> Grouped:
-        return Grouped(
-            4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80
-        )
-
-    run = make().steps(20)  # two and a half intervals
-    other = make().loaded(run.saved())
-    assert other.controller.last == run.controller.last != [0.0]
-    other.trajectory = [other.mean()]
-    other.steps(4)
-    assert not other.controller.seen
-    other.steps(4)
-    for k, point in enumerate(points(other.trajectory, 0, 8, other.rhos[-1])):
-        torch.testing.assert_close(other.controller.seen[2 * k], point, rtol=0, atol=2e-6)
-
-
-# -- the interval's length -----------------------------------------------------------------------------------------------
+# -- the interval's length ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("total", "interval", "expected"),
+    ("total", "every", "expected"),
     [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)],
 )
-def test_by_default_averages_are_over_a_fortieth_of_the_run(
-    total: int, interval: int, expected: int
-) -> None:
-    run = Run(together=2, controller="probe", total=total, every=interval)
-    assert run.ensemble.engine.controller.losses.cycles == expected
+def test_by_default_a_fortieth_of_a_run_is_averaged(total: int, every: int, expected: int) -> None:
+    run = Run(together=2, controller="probe", total=total, every=every)
+    assert run.controller.losses.cycles == expected
 
 
-def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
+def cycles(interval: int | None, **settings: Any) -> int:
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = probe(net, interval=interval, held_out=True)
-    hdet.Ensemble(
-        optimizer,
-        controller=controller,
-        **policies(**({"every": 2, "total_steps": 200} | settings)),
-    )
-    return controller
+    settings = {"every": 2, "total_steps": 200} | settings
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    hdet.Ensemble(optimizer, controller=controller, **policies(**settings))
+    return controller.losses.cycles
+
+
+DIRECT = hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=True)
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gradients": "local", "moments": "keep"}, "gradients='local'"),
-        ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
-        (
-            {"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=True)]},
-            "'x'.*without bounds",
-        ),
-    ],
-)
-def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(
-    settings: dict[str, Any], message: str
-) -> None:
-    assert of(None).losses.cycles == 5
-    assert of(None, **settings).losses.cycles == of(1, **settings).losses.cycles == 1
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"gradients": "local", "moments": "keep"}, "gradients='local'"),
+    ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
+    ({"knobs": [DIRECT]}, "'x'.*without bounds"),
+])  # fmt: skip
+def test_replicas_on_no_line_have_one_cycle_or_a_refusal(settings: Any, message: str) -> None:
+    assert cycles(None) == 5
+    assert cycles(None, **settings) == cycles(1, **settings) == 1
     with pytest.raises(ValueError, match=message):
-        of(2, **settings)
+        cycles(2, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
 def test_an_interval_longer_than_the_run_is_refused() -> None:
-    assert of(100).losses.cycles == 100
-    assert (
-        of(7, total_steps=None).losses.cycles == 7 and of(None, total_steps=None).losses.cycles == 1
-    )
+    assert cycles(100) == 100
+    assert cycles(7, total_steps=None) == 7 and cycles(None, total_steps=None) == 1
     with pytest.raises(ValueError, match="interval is 101 cycles, but the run has 100"):
-        of(101)
+        cycles(101)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"interval": 0}, "interval"),
-        ({"interval": 1.5}, "interval"),
-        ({"interval": True}, "interval"),
-        ({"place": "disk"}, "place"),
-        ({"chunks": 1}, "chunks"),
-        ({"average_every": 0}, "average_every"),
-        ({"average_from": 1.0}, "average_from"),
-        ({"batches": [1, 2]}, "batches holds 2"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    *(({name: wrong}, name) for name, wrong in (
+        ("interval", 0), ("interval", 1.5), ("interval", True), ("place", "disk"), ("chunks", 1),
+        ("average_every", 0), ("average_from", 1.0),
+    )),
+    ({"batches": [1, 2]}, "batches holds 2"),
+])  # fmt: skip
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
+    given = {"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
     with pytest.raises(ValueError, match=message):
-        hdet.ProbeController(
-            **{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
-        )
+        hdet.ProbeController(**given)
+
+
+# -- averages and lines of tensors --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
+    """Of contiguous and other tensors, also when one has moved."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.zeros(size, dtype=dtype) for size in ((5, 3), (), (0,))]
+    tensors = [*map(torch.nn.Parameter, tensors), torch.zeros(4, 3, dtype=dtype).t()]
+    average, samples = RunningMean(tensors), []
+    for n in range(4):
+        if n == 2:
+            tensors[0].data = tensors[0].data.clone()
+        for tensor in tensors:
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator))
+        samples.append([tensor.detach().clone() for tensor in tensors])
+        average.add()
+    for mean, of in zip(average.means, zip(*samples, strict=True), strict=True):
+        expected = torch.stack(of).double().mean(0)
+        torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-6)
+    means = [mean.to(dtype, copy=True) for mean in average.means]
+    average.exchange()
+    assert same(tensors, means)
+    average.exchange()
+    assert same(tensors, samples[-1])
+    average.reset()
+    average.add()
+    assert same([mean.to(dtype) for mean in average.means], tensors)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_a_line_follows_masters(masters: str) -> None:
+    """At a tiny rate the parameters stand still; far out on the line bfloat16 shows the way."""
+    parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = hdet.FusedSGD([parameter], lr=1e-4, master_weights=masters)
+    line = WeightLine([parameter], lambda: optimizer.masters([parameter], 0))
+    line.begin()
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        line.mean.add()
+    assert torch.equal(parameter, torch.ones_like(parameter))
+    expected = torch.full((8,), 1 - 2000 * 2.5e-4)
+    with line.at((2000.0,)):
+        torch.testing.assert_close(parameter.detach().float(), expected, rtol=2**-8, atol=0)
+
+
+RHOS = (1.0, 2.0, 0.5, 8.0, 1.0, 0.5)
+
+
+def line_of(dtype: torch.dtype, **settings: Any) -> Any:
+    """Tensors, their line after two samples, origin and mean by hand, on memory full of NaN."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 3).to(dtype), torch.randn(7).to(dtype)]
+    line = WeightLine(tensors, **settings)
+    for room in line.origin:
+        room.fill_(math.nan)
+    line.begin()
+    seen = [[t.double().clone() for t in tensors]]
+    for n in range(3):
+        for t in tensors:
+            t.add_(torch.randn_like(t))
+        if n < 2:
+            line.mean.add()
+            seen.append([t.double().clone() for t in tensors])
+    origin, *samples = seen
+    return tensors, line, origin, [(a + b) / 2 for a, b in zip(*samples, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "place", "error"), [
+    (torch.float32, "device", 1e-5), (torch.float64, "device", 1e-12),
+    (torch.float32, "host", 1e-5), (torch.bfloat16, "device", 0.04),
+])  # fmt: skip
+def test_points_of_a_line_are_those_by_hand(dtype: torch.dtype, place: str, error: float) -> None:
+    tensors, line, origin, mean = line_of(dtype, place=place)
+    before = [t.clone() for t in tensors]
+    for i, rho in list(enumerate(RHOS)) * 2:  # what has been scored may be scored again
+        rhos = (rho, RHOS[-i - 1])  # each tensor at its own, as with several knobs
+        with line.at(rhos):
+            for t, a, m, r in zip(tensors, origin, mean, rhos, strict=True):
+                expected, atol = a + r * (m - a), error * max(1.0, r)
+                torch.testing.assert_close(t.double(), expected, rtol=0, atol=atol)
+        assert same(tensors, before)
+    with pytest.raises(ZeroDivisionError), line.at((2.0, 0.5)):
+        raise ZeroDivisionError
+    assert same(tensors, before) and same([kept.double() for kept in line.origin], origin)
+
+
+def test_a_model_that_is_cast_before_the_first_sample_is_put_back_to_the_bit() -> None:
+    """Half of the digits would be lost in an average that was made for what it was before."""
+    layer = torch.nn.Linear(3, 2)
+    average = RunningMean(list(layer.parameters()))
+    torch.nn.init.constant_(layer.double().weight, 0.1)
+    average.add()
+    for _ in range(2):
+        average.exchange()
+    assert layer.weight.unique().tolist() == [0.1]

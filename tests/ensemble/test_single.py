@@ -1,4 +1,4 @@
-"""The engine in one process: what holds at rest, inside a step, after an exception; observe, records, refusals."""
+"""The engine in one process: what holds at rest and inside a step; observe, records, refusals."""
 
 from __future__ import annotations
 
@@ -14,58 +14,51 @@ import pytest
 import torch
 
 import hdet
-from hdet.ensemble import Ensemble
+from hdet import Ensemble
 from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
 
 from .helpers import same, trained, watching
 
 
-def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
-    return Ensemble(
-        optimizer,
-        knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))],
-        replicas=TwoReplicas(),
-        **policies(every=1000, **settings),
+def spread_ensemble(optimizer: torch.optim.Optimizer, groups: Any = None) -> Ensemble:
+    knobs = [hdet.LearningRate(0.5, groups)]
+    return Ensemble(optimizer, knobs=knobs, replicas=TwoReplicas(), sync=hdet.Sync(1000))
+
+
+def rates_in_step(optimizer: torch.optim.Optimizer) -> list[float]:
+    seen: list[float] = []
+    hook = optimizer.register_step_pre_hook(
+        lambda opt, *_: seen.extend(group["lr"] for group in opt.param_groups)
     )
-
-
-# -- fan-out -----------------------------------------------------------------------------------------------------------------
+    optimizer.step()
+    hook.remove()
+    return seen
 
 
 def test_groups_can_be_knobs_of_their_own() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-    optimizer = torch.optim.SGD(
-        [{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc", strict=True)]
-    )
-    ensemble = spread_ensemble(optimizer, groups="each")
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "name": n} for n in "abc"]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    ensemble = spread_ensemble(optimizer, "each")
     assert list(ensemble.multipliers) == ["lr/a", "lr/b", "lr/c"]
     ensemble.close()
-    ensemble = spread_ensemble(optimizer, groups=["c", 0])
-    assert list(ensemble.multipliers) == ["lr/c", "lr/a"]
-    seen = []
-    optimizer.register_step_pre_hook(
-        lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups])
-    )
-    optimizer.step()
-    assert seen == [[0.1 * ensemble.multipliers["lr/a"], 0.1, 0.1 * ensemble.multipliers["lr/c"]]]
+    ensemble = spread_ensemble(optimizer, ["c", 0])
+    rho = ensemble.multipliers
+    assert list(rho) == ["lr/c", "lr/a"]
+    assert rates_in_step(optimizer) == [0.1 * rho["lr/a"], 0.1, 0.1 * rho["lr/c"]]
     ensemble.close()
     with pytest.raises(ValueError, match="'d'.*\\['a', 'b', 'c'\\]"):
-        spread_ensemble(optimizer, groups=["d"])
+        spread_ensemble(optimizer, ["d"])
 
 
 def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hdet.FusedAdamW([parameter], lr=0.1, weight_decay=0.0)
     ensemble = spread_ensemble(optimizer)
-    assert optimizer.multipliers == [[ensemble.multipliers["lr"]]]
-    seen = []
-    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    rho = ensemble.multipliers["lr"]
+    assert optimizer.multipliers == [[rho]]
     parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert seen == [0.1]
-    assert torch.allclose(
-        parameter.detach(), 1 - torch.full((3,), 0.1 * ensemble.multipliers["lr"]), atol=1e-6
-    )
+    assert rates_in_step(optimizer) == [0.1]
+    assert torch.allclose(parameter.detach(), torch.full((3,), 1 - 0.1 * rho), atol=1e-6)
     ensemble.close()
     assert optimizer.multipliers == [[1.0]]
 
@@ -76,10 +69,7 @@ def test_one_ensemble_per_optimizer_and_close_gives_it_back() -> None:
     with pytest.raises(ValueError, match="already driven"):
         spread_ensemble(optimizer)
     first.close()
-    seen = []
-    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
-    optimizer.step()
-    assert seen == [0.1]
+    assert rates_in_step(optimizer) == [0.1]
     spread_ensemble(optimizer)
 
 
@@ -94,75 +84,59 @@ def test_a_phantom_step_and_repeated_scheduler_steps_count_once() -> None:
         assert ensemble.engine.position == expected
 
 
-# -- observe -----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
-    """A loop that goes back after an optimizer step, before it could count it."""
-    run = Run(0)
-    run.steps(3)
+    run = Run().steps(3)
     state = run.ensemble.state_dict()
     run.optimizer.step()
     run.ensemble.load_state_dict(state)
     run.ensemble.step()  # of the schedule alone
     assert run.ensemble.engine.step == 3
-    run.step()
-    assert run.ensemble.engine.step == 4
+    assert run.steps(1).ensemble.engine.step == 4
 
 
 def test_losses_are_averaged_with_their_weights() -> None:
-    run = Run(0, every=2, controller=None)
-    run.ensemble.observe(torch.tensor(4.0), weight=3)
-    run.ensemble.observe(8.0, weight=torch.tensor(1.0))
-    run.ensemble.observe(math.nan, weight=0)
-    for _ in range(2):
-        loss_of(run.net, batch(0)).backward()
-        run.optimizer.step()
-        run.ensemble.step()
+    run = Run(every=1)
+    for loss, weight in ((torch.tensor(4.0), 3), (8.0, torch.tensor(1.0)), (math.nan, 0)):
+        run.ensemble.observe(loss, weight)
+    run.backward()
+    run.optimizer.step()
+    run.ensemble.step()
     assert run.history["losses"] == [5.0]
 
 
-@pytest.mark.parametrize(
-    ("loss", "weight", "message"),
-    [
-        *((loss, 1.0, "loss must be") for loss in (torch.ones(2), torch.tensor(3), "1.0", None)),
-        *((1.0, weight, "weight") for weight in (-1.0, math.nan, math.inf)),
-    ],
-)
-def test_a_loss_that_is_not_one_number_and_a_weight_that_is_none_are_refused(
-    loss: Any, weight: float, message: str
-) -> None:
+@pytest.mark.parametrize(("loss", "weight", "message"), [
+    *((loss, 1.0, "loss must be") for loss in (torch.ones(2), torch.tensor(3), "1.0", None)),
+    *((1.0, weight, "weight") for weight in (-1.0, math.nan, math.inf)),
+])  # fmt: skip
+def test_a_wrong_loss_or_weight_is_refused(loss: Any, weight: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Run(0).ensemble.observe(loss, weight)
+        Run().ensemble.observe(loss, weight)
 
 
 def test_observing_holds_no_graph_and_no_memory() -> None:
-    run = Run(0)
+    run = Run()
     loss = loss_of(run.net, batch(0))
     run.ensemble.observe(loss)
     graph = loss.grad_fn
     del loss
     gc.collect()
-    loss_meter = run.ensemble.weights.local[0].loss_meter
-    assert graph is not None and not any(graph is r for r in gc.get_referrers(loss_meter))
-    assert not loss_meter.stats().requires_grad
+    meter = run.ensemble.weights.local[0].loss_meter
+    assert graph is not None and not any(graph is r for r in gc.get_referrers(meter))
+    assert not meter.stats().requires_grad
 
 
-# -- the probe leaves no trace -------------------------------------------------------------------------------------------------
+# -- the probe ---------------------------------------------------------------------------------
 
 
 class Everything(torch.nn.Module):
-    """Dropout, BatchNorm, a frozen part in eval mode, and buffers that are written to or replaced even in eval mode."""
+    """Dropout, a frozen part in eval mode, and buffers that change even in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.drop = (
-            torch.nn.Linear(6, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Dropout(0.5),
-        )
-        self.frozen, self.last = torch.nn.BatchNorm1d(8).eval(), torch.nn.Linear(8, 1)
+        self.first, self.norm = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)
+        self.drop, self.last = torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        self.frozen = torch.nn.BatchNorm1d(8).eval()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
 
@@ -173,14 +147,16 @@ class Everything(torch.nn.Module):
 
 
 def test_the_probe_changes_nothing() -> None:
-    net = Everything()
+    net, modes_seen = Everything(), []
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    modes_seen = []
 
     def noisy_loss(m: torch.nn.Module, data: Any) -> torch.Tensor:
         modes_seen.append((m.training, m.norm.training, torch.is_grad_enabled()))
         random.random(), numpy.random.rand(), torch.rand(3)
         return loss_of(m, data)
+
+    def failing(m: torch.nn.Module, data: Any) -> torch.Tensor:
+        raise RuntimeError("in the user's loss")
 
     losses = watching(net, noisy_loss, optimizer)
     losses.on_cycle_start()
@@ -189,24 +165,19 @@ def test_the_probe_changes_nothing() -> None:
         losses.sample(position, 10)
 
     def everything() -> Any:
-        return copy.deepcopy([
-            net.state_dict(), [p.grad for p in net.parameters()], [t.data_ptr() for t in (*net.parameters(), *net.buffers())],
-            [m.training for m in net.modules()], torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(),
-        ])  # fmt: skip
+        places = [t.data_ptr() for t in (*net.parameters(), *net.buffers())]
+        modes, gradients = [m.training for m in net.modules()], [p.grad for p in net.parameters()]
+        rng = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()]
+        return copy.deepcopy([net.state_dict(), gradients, places, modes, rng])
 
     before = everything()
     row = losses.measure(0)
-    assert same(everything(), before)
-    assert modes_seen == [(False, False, False)] * 8
+    assert same(everything(), before) and modes_seen == [(False, False, False)] * 8
     assert row is not None and row.shape == (1 + 8 + 1,) and row.isfinite().all()
-
-    def failing(m: torch.nn.Module, data: Any) -> torch.Tensor:
-        raise RuntimeError("in the user's loss")
-
     losses.loss_fn = failing
     with pytest.raises(RuntimeError, match="in the user's loss"):
         losses.measure(0)
-    assert same(everything(), before), "also when the loss raises"
+    assert same(everything(), before)
 
 
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
@@ -214,13 +185,10 @@ def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     losses = watching(net, lambda m, _: m.weight.sum(), average_every=2, average_from=0.5)
     losses.on_cycle_start()
     for position in range(1, 11):
-        with torch.no_grad():
-            net.weight.fill_(position)
+        torch.nn.init.constant_(net.weight, position)
         losses.sample(position, 10)
-    assert (
-        losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8
-    )  # one rank's losses at the mean of positions 6, 8, 10
-    assert net.weight.item() == 10.0
+    # one rank's losses at the mean of positions 6, 8, 10
+    assert losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8 and net.weight.item() == 10.0
 
 
 @pytest.mark.parametrize("result", [1.0, torch.ones(2)])
@@ -230,7 +198,7 @@ def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
 
 
 def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
-    """One rank may return None (a pipeline stage before the last), all ranks of a replica may not."""
+    """One rank (a stage of a pipeline) may return None, all ranks of a replica may not."""
     losses = watching(model(), lambda m, b: None)
     silent = losses.measure(0).tolist()
     seen = [2.0, *[8.0] * 8, silent[-1]]
@@ -240,70 +208,51 @@ def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
     assert losses.split([seen]) == [[4.0] * 8]
 
 
-# -- refusals and records ------------------------------------------------------------------------------------------------------
+# -- refusals and records ----------------------------------------------------------------------
+
+LR, WARM = hdet.LearningRate, {"total_steps": 10, "warmup_steps": 10}
+SOFTMAX = hdet.SoftmaxController(decay=None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 0}, "every"),
-        ({"knobs": [hdet.LearningRate(0.0), hdet.LearningRate(0.1)]}, "different names"),
-        (
-            {"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]},
-            "share one parameter group",
-        ),
-        ({"knobs": hdet.LearningRate(0.1)}, "knobs must be a list"),
-        ({"knobs": ["lr"]}, "knobs must be a list"),
-        ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
-        ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
-        ({"gradients": "none"}, "gradients must be"),
-        ({"moments": "keep"}, "leave it out"),
-        ({"weights": "median"}, "weights"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": True}, "seed"),
-        ({"replicas": "x"}, "replicas must be"),
-        ({"log": 3}, "log must be callable"),
-        ({"scheduler": "x"}, "scheduler must have step"),
-        (
-            {"controller": hdet.SoftmaxController},
-            "controller must be an object, got the class SoftmaxController: write SoftmaxController",
-        ),
-        (
-            {"controller": hdet.ProbeController},
-            r"got the class ProbeController: write ProbeController\(\.\.\.\)",
-        ),
-        ({"controller": hdet.AutoLR}, r"got the class AutoLR: write AutoLR\(\.\.\.\)"),
-        (
-            {"controller": "AutoLR"},
-            "controller must be an object of a class from hdet.Controller, got 'AutoLR'",
-        ),
-        (
-            {
-                "controller": hdet.SoftmaxController(decay=None),
-                "total_steps": 10,
-                "warmup_steps": 10,
-            },
-            "warm-up",
-        ),
-        ({"controller": probe(model())}, "no parameter of this optimizer"),
-        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(), 5)}, "another optimizer"),
-        ({"bucket_bytes": 1}, "bucket_bytes"),
-        ({"converge": "plain"}, "way of averaging"),
-        ({"converge": hdet.converge.Plain}, "way of averaging"),
-        ({"divergence": 2.0}, "hdet.Divergence"),
-        ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
-        ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
-        ({"tied": 5}, "tied must be a list"),
-        ({"refresh": 3}, r"refresh\(\)"),
-        ({"buffers": [torch.ones(2, dtype=torch.long)]}, "buffer 0"),
-        ({"buffers": 5}, "buffers must be a module or a list of tensors, got 'int'"),
-        ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
-        ({"buffers": [1]}, r"got \[1\]"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_changes(
-    settings: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"every": 0}, "every"),
+    ({"knobs": [LR(0.0), LR(0.1)]}, "different names"),
+    ({"knobs": [LR(0.1), LR(0.2, groups=[0])]}, "share one parameter group"),
+    *(({"knobs": knobs}, "knobs must be a list") for knobs in (LR(0.1), ["lr"])),
+    ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
+    ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
+    ({"gradients": "none"}, "gradients must be"),
+    ({"moments": "keep"}, "leave it out"),
+    ({"weights": "median"}, "weights"),
+    *(({"seed": seed}, "seed") for seed in (1.5, True)),
+    ({"replicas": "x"}, "replicas must be"),
+    ({"log": 3}, "log must be callable"),
+    ({"scheduler": "x"}, "scheduler must have step"),
+    ({"controller": hdet.SoftmaxController},
+     "controller must be an object, got the class SoftmaxController: write SoftmaxController"),
+    ({"controller": hdet.ProbeController},
+     r"got the class ProbeController: write ProbeController\(\.\.\.\)"),
+    ({"controller": hdet.AutoLR}, r"got the class AutoLR: write AutoLR\(\.\.\.\)"),
+    ({"controller": "AutoLR"},
+     "controller must be an object of a class from hdet.Controller, got 'AutoLR'"),
+    ({"controller": SOFTMAX, **WARM}, "warm-up"),
+    ({"controller": hdet.SoftmaxController(decay=None, freeze_after=0.5)},
+     r"freeze_after=0\.5.*total_steps"),
+    ({"controller": probe(model())}, "no parameter of this optimizer"),
+    ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(), 5)}, "another optimizer"),
+    ({"bucket_bytes": 1}, "bucket_bytes"),
+    *(({"converge": way}, "way of averaging") for way in ("plain", hdet.converge.Plain)),
+    ({"divergence": 2.0}, "hdet.Divergence"),
+    ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
+    ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
+    ({"tied": 5}, "tied must be a list"),
+    ({"refresh": 3}, r"refresh\(\)"),
+    ({"buffers": [torch.ones(2, dtype=torch.long)]}, "buffer 0"),
+    ({"buffers": 5}, "buffers must be a module or a list of tensors, got 'int'"),
+    ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
+    ({"buffers": [1]}, r"got \[1\]"),
+])  # fmt: skip
+def test_wrong_settings_are_refused_before_anything_changes(settings: Any, message: str) -> None:
     optimizer = sgd()
     step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
     with pytest.raises((ValueError, TypeError), match=message):
@@ -321,52 +270,31 @@ def test_wrong_objects_are_refused() -> None:
         Ensemble(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
-def test_a_probe_needs_more_replicas_than_knobs() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in parameters])
-    probe = hdet.ProbeController(loss_of, [0] * 8, model=model())
-    with pytest.raises(ValueError, match="2 replicas can tell at most 1 knobs apart, got 2"):
-        Ensemble(
-            optimizer,
-            knobs=[hdet.LearningRate(0.1, groups="each")],
-            replicas=TwoReplicas(),
-            controller=probe,
-        )
-
-
 def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
-    seen = []
-    run = Run(
-        0,
-        total=12,
-        every=5,
-        log=lambda record, step: seen.append((step, json.loads(json.dumps(record)))),
-    )
-    run.steps(12)
+    seen: list[Any] = []
+    Run(total=12, log=lambda record, step: seen.append((step, json.dumps(record)))).steps()
     assert [step for step, _ in seen] == [5, 10, 12]
-    record = seen[-1][1]
+    record = json.loads(seen[-1][1])
     assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
     assert set(record) == {
-        "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t", "multipliers", "losses", "probe",
-        "left_out", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms", "notes", "record", "trial", "searching",
+        "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t",
+        "multipliers", "losses", "probe", "left_out", "rolled_back", "rollbacks", "diverged_total",
+        "converge_ms", "probe_ms", "notes", "record", "trial", "searching",
     }  # fmt: skip
 
 
 def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between cycle ends no tensor becomes a Python number: on a GPU each such read would stall the queue."""
-    run = Run(0, every=1000, total=2000)
-    run.step()
-    reads = []
-    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
+    """Between ends of cycles no tensor becomes a number: on a GPU a read would stall the queue."""
+    run = Run(every=1000, total=2000).steps(1)
+    reads: list[str] = []
+
+    def count(name: str) -> None:
         real = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda self, *a, _real=real, _name=name, **k: (
-                reads.append(_name),
-                _real(self, *a, **k),
-            )[1],
-        )
+        note = lambda self, *a, **k: (reads.append(name), real(self, *a, **k))[1]
+        monkeypatch.setattr(torch.Tensor, name, note)
+
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
+        count(name)
     loss = torch.tensor(1.0)
     for _ in range(5):
         run.optimizer.step()
@@ -382,8 +310,7 @@ def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> None:
     run = Run(spread=0.0).steps(3)
-    with pytest.raises(TypeError, match=r"an Ensemble cannot be copied.*state_dict\(\)"):
-        copy.deepcopy(run.ensemble)
-    with pytest.raises(TypeError, match="an Ensemble cannot be copied"):
-        copy.deepcopy({"model": run.net, "trainer": [run.ensemble]})
+    for wanted in (run.ensemble, {"model": run.net, "trainer": [run.ensemble]}):
+        with pytest.raises(TypeError, match=r"an Ensemble cannot be copied.*state_dict\(\)"):
+            copy.deepcopy(wanted)
     assert run.steps(2).ensemble.cycle == 1

@@ -1,0 +1,368 @@
+"""A search ends: another controller takes over, it is frozen, or a run goes on without one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from tests.distributed import run_ranks
+from tests.harness import Run, Scripted, batch, loss_of, model, policies, probe, taught
+
+from .helpers import on_all_ranks
+
+TOTAL, EVERY, OVER = 200, 4, 20
+SOFTMAX = functools.partial(hdet.SoftmaxController, decay=None)
+
+
+class Listener(hdet.Controller):
+    """Writes down when it was asked, and doubles the rate once, at its third cycle."""
+
+    name, needs_replicas, state_keys, at = "listener", False, ("steps",), 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        self.steps.append(float(evidence.step))
+        factor = 2.0 if len(self.steps) == self.at else 1.0
+        return [hdet.Decision(factor=factor) for _ in evidence.knobs]
+
+
+class First(Listener):
+    """Doubles it in its second cycle, and is finished after its fifth, at step `OVER`."""
+
+    name, at = "first", 2
+    finished = property(lambda self: len(self.steps) >= OVER // EVERY)
+
+
+def chained(then: Any, first: Any = None, **settings: Any) -> Run:
+    settings = {"lr": 1e-3, "total": TOTAL, "every": EVERY, "data": taught, **settings}
+    return Run(controller=hdet.SequentialController(first or First(), then), **settings)
+
+
+def test_the_other_decides_from_the_next_cycle_on() -> None:
+    then = Listener()
+    run = chained(then).steps(OVER - 1)
+    assert not run.controller.handed_over and not then.steps
+    run.step()
+    assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
+    assert run.steps().ensemble.corrections == {"lr": 4.0}
+    assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
+    assert len(run.controller.first.steps) == OVER // EVERY
+
+
+def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
+    """At a rate that is far too low it votes for more, and freezes at half of the run."""
+    net = model()
+    run = chained(probe(net, freeze_after=0.5), net=net, together=4, lr=1e-4, data=batch)
+    while not run.controller.handed_over:
+        assert run.equal() and not run.ensemble.engine.explores
+        run.step()
+    assert run.index == OVER
+    assert not run.steps(3).equal() and run.ensemble.engine.explores
+    assert run.steps().equal() and run.ensemble.corrections["lr"] > 2
+    assert run.controller.then.frozen and run.controller.idle
+
+
+@pytest.mark.parametrize("after", [8, 40])
+def test_resumed_it_goes_on_where_it_was(after: int) -> None:
+    first = chained(Listener()).steps(after)
+    second = chained(Listener()).loaded(first.saved())
+    assert second.controller.handed_over is first.controller.handed_over is (after > OVER)
+    assert second.controller.then.steps == first.controller.then.steps
+    assert second.ensemble.values() == first.ensemble.values()
+    assert torch.equal(first.steps().weights(), second.steps().weights())
+    assert first.controller.then.steps == second.controller.then.steps
+    with pytest.raises(ValueError, match="controller"):
+        Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(
+            first.ensemble.state_dict()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
+    """A probe that had not seen the peak would wait for it, and probe, to the end."""
+    net = model()
+    cosine = functools.partial(torchs.CosineAnnealingLR, T_max=TOTAL)
+    run = chained(probe(net), net=net, scheduler=cosine, every=20).steps(TOTAL * 3 // 4)
+    assert run.controller.handed_over and run.controller.then.warm == [True] and run.controller.idle
+
+
+def test_a_damaged_state_changes_nothing() -> None:
+    run = chained(Listener())
+    state, controller = run.ensemble.state_dict(), run.controller
+    whole = copy.deepcopy(state["controller_state"])
+    for broken, said in (
+        ({**whole, "first": {}, "handed_over": True}, "First's state lacks"),
+        ({"first": {}}, "SequentialController's state lacks"),
+        ({**whole, "handed_over": True}, "has handed over before the first was finished"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run.ensemble.load_state_dict({**state, "controller_state": broken})
+    assert controller.then.steps == []
+    assert not controller.then.frozen and not controller.handed_over
+
+
+def test_what_is_no_other_controller_is_refused() -> None:
+    first: Any = First()
+    for other in (Listener, 3, None):
+        with pytest.raises(TypeError, match="then must be a controller"):
+            hdet.SequentialController(first, other)
+        with pytest.raises(TypeError, match="first must be a controller"):
+            hdet.SequentialController(other, first)
+    with pytest.raises(ValueError, match="both controllers have a measurement 'probe'"):
+        hdet.SequentialController(probe(model()), probe(model()))
+    with pytest.raises(ValueError, match="pass decay=None"):
+        hdet.SequentialController(first, hdet.SoftmaxController(decay="floor"))
+
+
+class Fussy(Listener):
+    def start(self, run: hdet.Run) -> None:
+        raise ValueError(f"{run.total_steps} steps are too few")
+
+
+def test_what_follows_asks_for_what_it_needs() -> None:
+    """As if it were alone: a run that suits it, and replicas, of which one explores nothing."""
+    with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
+        chained(Fussy())
+    with pytest.warns(UserWarning, match="one replica explores nothing"):
+        both = chained(SOFTMAX()).controller
+    assert both.name == "first, then softmax" and both.needs_replicas and not both.idle
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_can() -> None:
+    net = nn.Sequential(nn.Dropout(0.1), model())
+
+    def build(judges: bool, held_out: bool) -> None:
+        first = First()
+        first.judges_held_out = judges
+        then, knobs = probe(net, held_out=held_out), [hdet.LearningRate(), hdet.Dropout(net)]
+        chained(then, first, net=net, knobs=knobs, gradients="local", moments="keep")
+
+    build(True, True)
+    for judges, held_out in ((False, True), (True, False)):
+        with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
+            build(judges, held_out)
+
+
+def two_processes(rank: int, world: int) -> Any:
+    """[(handed over, weights are equal on all ranks) before the end of each step], corrections."""
+    run = chained(SOFTMAX(1e-3), rank=rank)
+    seen: list[tuple[bool, bool]] = []
+    run.optimizer.register_step_post_hook(
+        lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
+    )
+    return seen, run.steps(60).ensemble.corrections
+
+
+def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
+    (seen, corrections), (others, same) = run_ranks(two_processes, 2)
+    assert seen == others and corrections == same and corrections["lr"] not in (1.0, 2.0)
+    assert seen == [(False, True)] * OVER + [(True, False)] * (60 - OVER)
+
+
+# -- frozen -------------------------------------------------------------------------------------
+
+
+def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None:
+    scored: set[int] = set()
+
+    def counting(m: torch.nn.Module, data: Any) -> torch.Tensor:
+        scored.add(run.ensemble.engine.step)
+        return loss_of(m, data)
+
+    def controller(net: torch.nn.Module) -> hdet.Controller:
+        batches = [batch(i) for i in range(8)]
+        return hdet.ProbeController(counting, batches, model=net, freeze_after=0.5)
+
+    settings = {"optimizer": hdet.FusedSGD, "lr": 1e-4, "scheduler": None}
+    run = Run(together=2, total=60, controller=controller, **settings)
+    corrections = [run.steps(1).ensemble.corrections["lr"] for _ in range(60)]
+    assert sorted(scored) == [5, 10, 15, 20, 25, 30]
+    assert corrections[29] != 1.0 and set(corrections[29:]) == {corrections[29]}
+    assert run.ensemble.multipliers == {"lr": 1.0} and run.controller.idle
+
+
+def drop_in(**settings: Any) -> hdet.OneCycleAutoLR:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    settings = {"auto_lr_warmup_steps": 0, "model_sync_interval": 5, **policies(**settings)}
+    return hdet.OneCycleAutoLR(optimizer, 0.1, 40, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+def test_the_drop_in_passes_it_on_to_whom_it_makes() -> None:
+    controller = drop_in(enable_auto_lr=True, freeze_after=0.25).ensemble.engine.controller
+    assert isinstance(controller, hdet.SoftmaxController) and controller.freeze_after == 0.25
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but a controller is given"):
+        drop_in(controller=hdet.SoftmaxController(decay=None), freeze_after=0.5)
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but enable_auto_lr is off"):
+        drop_in(freeze_after=0.5)
+
+
+# -- copies of the parameters ------------------------------------------------------------------
+
+SIZE = 300_000
+
+
+class Large(nn.Module):
+    """Of one weight, of which all but a few numbers are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE // 300, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[:6, :1]
+
+
+def auto_then_probe(net: nn.Module) -> hdet.Controller:
+    return hdet.SequentialController(hdet.AutoLR(net), probe(net, interval=1, freeze_after=0.95))
+
+
+def copies(run: Run) -> int:
+    run.optimizer.zero_grad()
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return len({x.data_ptr() for x in tensors if x.numel() == SIZE})
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+@pytest.mark.parametrize(("controller", "total", "needed", "over"), [
+    (lambda net: probe(net, interval=2, freeze_after=0.5), 200, 3, 200),
+    # of a trial: the run and its copy, its beginning and five arms
+    (hdet.AutoLR, 1000, 8, 60),
+    (auto_then_probe, 1000, 8, 1000),
+])  # fmt: skip
+def test_copies_are_kept_while_they_are_needed(
+    controller: Any, total: int, needed: int, over: int
+) -> None:
+    """The parameters are one, and what has to wait for another has none yet."""
+
+    def run(steps: int) -> Run:
+        return Run(
+            net=Large(), controller=controller, optimizer=torch.optim.SGD, lr=1e-3, total=total,
+            every=2, data=taught, closure=True,
+        ).steps(steps)  # fmt: skip
+
+    ran = run(7)
+    assert copies(ran) == needed
+    ran.ensemble.close()
+    assert copies(ran) == 1
+    del ran
+    ran = run(over)
+    assert ran.controller.finished and ran.controller.idle and copies(ran) == 1
+    ran.ensemble.close()
+    assert copies(ran) == 1
+
+
+# -- turned off ---------------------------------------------------------------------------------
+
+GONE = r"saved with controller 'scripted', and this run has none: the corrections lr 0.5 stay in "
+
+
+def saved(**settings: Any) -> tuple[Run, dict[str, Any]]:
+    """In the middle of a cycle, after a move: the rate is halved at the end of the first."""
+    run = Run(**{"controller": Scripted([0.5]), **settings}).steps(13)
+    run.ensemble.converge()
+    return run, run.saved()
+
+
+def resumed(state: dict[str, Any], **settings: Any) -> Run:
+    return Run(**settings).loaded(state)
+
+
+@pytest.mark.parametrize(
+    "scheduler", ["one cycle", lambda o: torchs.CosineAnnealingLR(o, 40), None]
+)
+def test_without_a_controller_the_corrected_rate_goes_on(scheduler: Any) -> None:
+    """It does what the controller, which moves nothing any more, has left, and loads silently."""
+    run, state = saved(scheduler=scheduler, spread=0.0)
+    with pytest.warns(UserWarning, match=GONE + "force.*any more$"):
+        off = resumed(state, scheduler=scheduler, spread=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        later = resumed(off.saved(), scheduler=scheduler, spread=0.0)
+    assert later.ensemble.corrections == off.ensemble.corrections == {"lr": 0.5}
+    for _ in range(13, 40):
+        run.step(), off.step()
+        assert off.rate == run.rate
+    assert torch.equal(off.weights(), run.weights())
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.3, True), (0.0, False)])
+def test_a_probe_is_turned_off_and_a_spread_that_stays_is_said(spread: float, told: bool) -> None:
+    """With several replicas the average goes on as long as they differ."""
+    settings: dict[str, Any] = {"together": 4, "total": 60, "lr": 1e-5}
+    _, state = saved(**settings, controller=probe)
+    state["ensemble"]["corrections"] = [1.75]
+    with pytest.warns(UserWarning, match="controller 'probe'.* lr 1.75 stay") as caught:
+        off = resumed(state, **settings, spread=spread)
+    assert any("LearningRate(0)" in str(one.message) for one in caught) == told
+    assert off.steps().ensemble.corrections == {"lr": 1.75} and off.equal()
+    assert (len(set(off.records[-1]["multipliers"]["lr"])) > 1) == told
+
+
+def test_another_controller_is_refused_with_the_way_out() -> None:
+    said = r"controller 'scripted', this run has 'softmax'.*controller=None, "
+    with pytest.raises(ValueError, match=said + "which keeps the corrections"):
+        resumed(saved()[1], controller=hdet.SoftmaxController(decay=None))
+
+
+def test_a_decay_that_stands_for_the_schedule_cannot_be_left_alone() -> None:
+    """Without its controller the rate would stay where it is to the end."""
+    run, state = saved(together=4, controller=hdet.SoftmaxController())
+    with pytest.raises(ValueError, match="'softmax'.*in the place of the schedule.*freeze_after=1"):
+        resumed(state, together=4)
+    frozen = hdet.SoftmaxController(freeze_after=1)
+    values = resumed(state, together=4, controller=frozen).steps().ensemble.values()
+    assert frozen.frozen and values["lr"] < state["ensemble"]["bases"][0]
+    assert not run.steps().controller.frozen
+
+
+def sequence(o: torch.optim.Optimizer) -> torchs.LRScheduler:
+    return torchs.SequentialLR(
+        o, [torchs.LinearLR(o, 0.1, total_iters=3), torchs.CosineAnnealingLR(o, 37)], [3]
+    )
+
+
+LAMBDA: Any = lambda o: torchs.LambdaLR(o, lambda step: 1 - step / 41)
+ONE_CYCLE: Any = lambda o: torchs.OneCycleLR(o, 3e-3, 41, cycle_momentum=False)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(("scheduler", "by_hand", "kept"), [
+    *((make, *how) for make in (LAMBDA, ONE_CYCLE) for how in ((0, 0), (1, 1))),
+    (lambda o: torchs.CosineAnnealingLR(o, 41), 0, 1),
+    (lambda o: torchs.StepLR(o, 10), 0, 1),
+    (sequence, 0, 1),
+])  # fmt: skip
+def test_what_becomes_of_the_rate_without_hdet(scheduler: Any, by_hand: bool, kept: bool) -> None:
+    """As docs/faq.md says."""
+    run, _ = saved(scheduler=scheduler, spread=0.0)
+    correction = run.ensemble.corrections["lr"]
+    bare, other = (torch.optim.AdamW(run.net.parameters(), lr=3e-3) for _ in range(2))
+    schedule, own = scheduler(bare), scheduler(other)
+    bare.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    schedule.load_state_dict(copy.deepcopy(run.scheduler.state_dict()))
+    if by_hand:
+        for group in bare.param_groups:
+            for key in {"initial_lr", "max_lr", "min_lr"} & group.keys():
+                group[key] *= correction
+        schedule.base_lrs = [rate * correction for rate in schedule.base_lrs]
+    for _ in range(13):
+        own.step()
+    for _ in range(20):
+        schedule.step(), own.step()
+        expected = (correction if kept else 1.0) * other.param_groups[0]["lr"]
+        assert bare.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-9)
