@@ -109,13 +109,7 @@ class Run:
         self.wrapped = (
             DistributedDataParallel(self.net) if ddp and dist.is_initialized() else self.net
         )
-        self.replicas = (
-            hdet.CoresidentReplicas(
-                self.net, together, storage=settings.pop("storage", "parameters")
-            )
-            if together > 1
-            else None
-        )
+        self.replicas = hdet.CoresidentReplicas(self.net, together) if together > 1 else None
         make = optimizer or (torch.optim.AdamW if self.replicas is None else hdet.FusedAdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=weight_decay)
         self.scheduler = (
