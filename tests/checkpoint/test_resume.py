@@ -36,22 +36,14 @@ def interrupted(
 
 
 CASES = [
-    (helpers.ddp, helpers.torch_adamw, 2, 10),
-    (helpers.ddp, helpers.torch_adamw, 2, 12),
-    (helpers.ddp, helpers.torch_adamw, 2, 0),
-    (helpers.ddp, helpers.torch_sgd, 2, 0),
-    (helpers.ddp, helpers.torch_sgd, 2, 7),
-    (helpers.ddp, helpers.plain_sgd, 2, 7),
-    (helpers.ddp, helpers.fused_adamw, 2, 10),
-    (helpers.ddp, helpers.fused_adamw, 2, 0),
-    (helpers.ddp, helpers.fused_split, 2, 12),
-    (helpers.ddp, helpers.fused_fp32, 2, 12),
-    (helpers.shards, helpers.torch_adamw, 4, 12),
-    (helpers.shards, helpers.fused_adamw, 4, 10),
-    (helpers.groups, helpers.torch_adamw, 4, 12),
-    (helpers.hsdp, helpers.torch_adamw, 4, 12),
-    (helpers.hsdp, helpers.fused_adamw, 4, 10),
-    (helpers.hsdp, helpers.FusedEightBit, 4, 10),
+    (helpers.ddp, helpers.torch_adamw, 2, 10), (helpers.ddp, helpers.torch_adamw, 2, 12),
+    (helpers.ddp, helpers.torch_adamw, 2, 0), (helpers.ddp, helpers.torch_sgd, 2, 0),
+    (helpers.ddp, helpers.torch_sgd, 2, 7), (helpers.ddp, helpers.plain_sgd, 2, 7),
+    (helpers.ddp, helpers.fused_adamw, 2, 10), (helpers.ddp, helpers.fused_adamw, 2, 0),
+    (helpers.ddp, helpers.fused_split, 2, 12), (helpers.ddp, helpers.fused_fp32, 2, 12),
+    (helpers.shards, helpers.torch_adamw, 4, 12), (helpers.shards, helpers.fused_adamw, 4, 10),
+    (helpers.groups, helpers.torch_adamw, 4, 12), (helpers.hsdp, helpers.torch_adamw, 4, 12),
+    (helpers.hsdp, helpers.fused_adamw, 4, 10), (helpers.hsdp, helpers.FusedEightBit, 4, 10),
     (helpers.hsdp_bf16, helpers.torch_adamw, 4, 10),
     (helpers.streaming, helpers.torch_adamw, 2, 10),
     (helpers.streaming, helpers.torch_adamw, 2, 12),
@@ -60,13 +52,12 @@ CASES = [
     (helpers.compressed, helpers.torch_adamw, 2, 13),
     (helpers.exact_local, helpers.fused_base, 2, 10),
     (helpers.exact_local, helpers.fused_base_fp32, 2, 12),
-    (helpers.local, helpers.torch_adamw, 2, 10),
-    (helpers.local, helpers.fused_adamw, 2, 12),
+    (helpers.local, helpers.torch_adamw, 2, 10), (helpers.local, helpers.fused_adamw, 2, 12),
     (partial(helpers.local, moments="average"), helpers.torch_adamw, 2, 12),
     (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 10),
     (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 12),
     (helpers.local_fsdp, helpers.torch_adamw, 4, 12),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "make", "world", "at"), CASES)

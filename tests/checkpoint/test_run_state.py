@@ -43,11 +43,9 @@ class Odd(torch.optim.Optimizer):
                     state = self.state[p]
                     state["count"] = state.get("count", 0) + 1
                     state["factors"] = {
-                        "rows": state.get("factors", {}).get("rows", 0)
-                        + p.grad.flatten(1).abs().sum(1)
-                        if p.dim() > 1
-                        else p.grad.abs()
-                    }
+                        "rows": state.get("factors", {}).get("rows",
+                            0) + p.grad.flatten(1).abs().sum(1) if p.dim() > 1 else p.grad.abs(),
+                    }  # fmt: skip
                     state["list"] = [p.grad.clone()]
                     p.add_(p.grad, alpha=-group["lr"])
 

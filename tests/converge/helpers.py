@@ -105,11 +105,9 @@ def account() -> Iterator[list[tuple[str, float]]]:
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     ]
     payloads = [
-        lambda t, n: 2 * (n - 1) / n * t[0].nbytes,
-        lambda t, n: (n - 1) / n * t[1].nbytes,
-        lambda t, n: (n - 1) * t[1].nbytes,
-        lambda t, n: (n - 1) / n * t[1].nbytes,
-    ]
+        lambda t, n: 2 * (n - 1) / n * t[0].nbytes, lambda t, n: (n - 1) / n * t[1].nbytes,
+        lambda t, n: (n - 1) * t[1].nbytes, lambda t, n: (n - 1) / n * t[1].nbytes,
+    ]  # fmt: skip
     chosen = [next(name for name in either if hasattr(dist, name)) for either in names]
     real = [getattr(dist, name) for name in chosen]
     try:

@@ -173,15 +173,10 @@ class OnDevice(list[float]):
         self[:] = [weight * x for x in self]
 
 
-@pytest.mark.parametrize(
-    ("cuda", "config", "torch_has_it", "multiplies"),
-    [
-        (True, "cpu:gloo,cuda:nccl", True, True),
-        (True, "cuda:nccl", False, False),
-        (True, "cpu:gloo,cuda:gloo", True, False),
-        (False, "cuda:nccl", True, False),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "config", "torch_has_it", "multiplies"), [
+    (True, "cpu:gloo,cuda:nccl", True, True), (True, "cuda:nccl", False, False),
+    (True, "cpu:gloo,cuda:gloo", True, False), (False, "cuda:nccl", True, False),
+])  # fmt: skip
 def test_nccl_multiplies_on_the_way_but_not_by_zero(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, torch_has_it: bool, multiplies: bool
 ) -> None:

@@ -216,38 +216,20 @@ def stepping_three() -> hdet.FusedAdamW:
     return optimizer
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "changes", "message"),
-    [
-        (
-            torch.optim.SGD(parameter(), lr=0.1),
-            {},
-            "ExactLocal needs one of hdet's fused optimizers.*got SGD",
-        ),
-        (
-            hdet.FusedAdamW(parameter(), lr=0.1),
-            {},
-            "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'",
-        ),
-        (
-            hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1),
-            {},
-            "weight_decay=0.1 of group 0 is part of the gradient",
-        ),
-        (
-            hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1),
-            {},
-            "parameter 0 of group 0 is torch.bfloat16 without a master",
-        ),
-        (hdet.FusedSGD(parameter(), lr=0.1), {"gradients": "local"}, "gradients='shared'"),
-        (
-            hdet.FusedSGD(parameter(), lr=0.1),
-            {"buffers": [torch.zeros(3)]},
-            "tensor 1 is not the optimizer's.*buffers",
-        ),
-        (stepping_three(), {}, "steps 3 replicas already"),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "changes", "message"), [
+    (torch.optim.SGD(parameter(), lr=0.1), {},
+        "ExactLocal needs one of hdet's fused optimizers.*got SGD"),
+    (hdet.FusedAdamW(parameter(), lr=0.1), {},
+        "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"),
+    (hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1), {},
+        "weight_decay=0.1 of group 0 is part of the gradient"),
+    (hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1), {},
+        "parameter 0 of group 0 is torch.bfloat16 without a master"),
+    (hdet.FusedSGD(parameter(), lr=0.1), {"gradients": "local"}, "gradients='shared'"),
+    (hdet.FusedSGD(parameter(), lr=0.1), {"buffers": [torch.zeros(3)]},
+        "tensor 1 is not the optimizer's.*buffers"),
+    (stepping_three(), {}, "steps 3 replicas already"),
+])  # fmt: skip
 def test_what_has_no_mean_of_its_own_is_refused(
     optimizer: Any, changes: dict[str, Any], message: str
 ) -> None:
@@ -291,11 +273,9 @@ def used_and_closed(rank: int, world: int) -> list[Any]:
         during = registered(optimizer)
         first.close()
         left = (
-            registered(optimizer) - hooks,
-            optimizer.num_replicas,
-            sorted(optimizer.state[parameter]),
-            list(optimizer.multipliers),
-        )
+            registered(optimizer) - hooks, optimizer.num_replicas,
+            sorted(optimizer.state[parameter]), list(optimizer.multipliers),
+        )  # fmt: skip
         with torch.no_grad():
             parameter.fill_(float(rank))
         optimizer.load_state_dict(optimizer.state_dict())

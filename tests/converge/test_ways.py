@@ -322,28 +322,23 @@ def given(count: int, **changes: Any) -> Task:
     return task([torch.zeros(4)], replicas=Replicas(0, count), **changes)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
-        (
-            lambda: Hierarchical(3).build(given(4)),
-            "replicas_per_node=3 does not divide the 4 replicas",
-        ),
-        (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
-        (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
-        (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
-        (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
-        (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
-        (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
-        (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
-        (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
-        (lambda: Outer(rate=0.0), "rate must be"),
-        (lambda: Outer(rate=float("nan")), "rate must be"),
-        (lambda: Outer(momentum=1.0), "momentum must be"),
-        (lambda: Outer().build(given(2)), "gradients='local'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
+    (lambda: Hierarchical(3).build(given(4)),
+        "replicas_per_node=3 does not divide the 4 replicas"),
+    (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
+    (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
+    (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
+    (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
+    (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
+    (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
+    (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
+    (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
+    (lambda: Outer(rate=0.0), "rate must be"),
+    (lambda: Outer(rate=float("nan")), "rate must be"),
+    (lambda: Outer(momentum=1.0), "momentum must be"),
+    (lambda: Outer().build(given(2)), "gradients='local'"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

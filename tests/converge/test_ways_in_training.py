@@ -31,13 +31,10 @@ from ..distributed import run_ranks
 from .helpers import task
 
 WAYS: dict[str, Averaging] = {
-    "plain": Plain(),
-    "bf16": Compressed("bf16"),
-    "int8": Compressed("int8", 16),
-    "streaming": Streaming(3),
-    "overlapped": Overlapped(2),
+    "plain": Plain(), "bf16": Compressed("bf16"), "int8": Compressed("int8", 16),
+    "streaming": Streaming(3), "overlapped": Overlapped(2),
     "exact local": ExactLocal(check_every=3),
-}
+}  # fmt: skip
 
 
 def run_of(rank: int, way: Averaging) -> Run:
@@ -52,13 +49,9 @@ def trained(rank: int, world: int) -> dict[str, Any]:
         run.ensemble.converge()
         loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
         report[name] = (
-            run.weights(),
-            before,
-            converged,
-            run.ensemble.in_sync,
-            loss,
+            run.weights(), before, converged, run.ensemble.in_sync, loss,
             run.ensemble.mean() is not None,
-        )
+        )  # fmt: skip
     return report
 
 

@@ -27,13 +27,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     (interrupted / "pids").mkdir(parents=True)
     whole.mkdir()
     torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         "--max-restarts=5",
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         [*torchrun, "-m", elastic_worker.__name__, str(interrupted)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},

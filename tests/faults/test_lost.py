@@ -12,18 +12,15 @@ from . import scenarios
 from .harness import check_left, run_faulty
 
 
-@pytest.mark.parametrize(
-    ("scenario", "ranks", "settings", "when"),
-    [
-        (scenarios.killed_in_a_cycle, 3, {}, ("training step", 1, 6)),
-        # With local gradients nobody speaks to anybody before the cycle's end, so that is where it is noticed.
-        (scenarios.killed_in_a_cycle, 2, {"local": True}, ("statistics", 1, 8)),
-        (scenarios.killed_in_an_average, 2, {"nth": 1}, ("statistics", 1, 8)),
-        (scenarios.killed_in_an_average, 2, {"nth": 2}, ("average", 1, 8)),
-        (scenarios.killed_in_a_fragment, 2, {}, ("average", 1, 6)),
-        (scenarios.killed_at_the_start, 2, {}, ("agreement", 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("scenario", "ranks", "settings", "when"), [
+    (scenarios.killed_in_a_cycle, 3, {}, ("training step", 1, 6)),
+    # With local gradients nobody speaks to anybody before the cycle's end, so that is where it is noticed.
+    (scenarios.killed_in_a_cycle, 2, {"local": True}, ("statistics", 1, 8)),
+    (scenarios.killed_in_an_average, 2, {"nth": 1}, ("statistics", 1, 8)),
+    (scenarios.killed_in_an_average, 2, {"nth": 2}, ("average", 1, 8)),
+    (scenarios.killed_in_a_fragment, 2, {}, ("average", 1, 6)),
+    (scenarios.killed_at_the_start, 2, {}, ("agreement", 0, 0)),
+])  # fmt: skip
 def test_one_is_killed(
     scenario: Any, ranks: int, settings: dict[str, Any], when: tuple[str, int, int], tmp_path: Path
 ) -> None:

@@ -47,11 +47,9 @@ def shared_gradients(rank: int, world: int) -> dict[str, Any]:
                 dist.all_gather(before, torch.tensor(training.numbers()))
             training.ensemble.step(loss)
         found[fault] = {
-            "before": before,
-            "after": torch.tensor(training.numbers()),
-            "record": training.records[-1],
-            "next": training.cycle(),
-        }
+            "before": before, "after": torch.tensor(training.numbers()),
+            "record": training.records[-1], "next": training.cycle(),
+        }  # fmt: skip
     return found
 
 
@@ -60,15 +58,12 @@ def shared() -> list[dict[str, Any]]:
     return run_ranks(shared_gradients, 3)
 
 
-@pytest.mark.parametrize(
-    ("fault", "averaged", "total", "note"),
-    [
-        ("its loss is NaN", [0, 2], 1, "of the average: loss not finite"),
-        ("it has no loss", [0, 1, 2], 1, ": no finite loss"),
-        ("its parameters become inf", [0, 2], 2, "of the average: parameters not finite"),
-        ("it diverges", [0, 2], 3, "times its peers'"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "averaged", "total", "note"), [
+    ("its loss is NaN", [0, 2], 1, "of the average: loss not finite"),
+    ("it has no loss", [0, 1, 2], 1, ": no finite loss"),
+    ("its parameters become inf", [0, 2], 2, "of the average: parameters not finite"),
+    ("it diverges", [0, 2], 3, "times its peers'"),
+])  # fmt: skip
 def test_one_replica_under_ddp(
     fault: str, averaged: list[int], total: int, note: str, shared: list[dict[str, Any]]
 ) -> None:
@@ -185,17 +180,12 @@ def all_explode(
     }
 
 
-@pytest.mark.parametrize(
-    ("fault", "rollback", "lower", "settings"),
-    [
-        ("rate", "device", 0.5, {}),
-        ("rate", "host", 0.5, {}),
-        ("rate", "host", 0.1, {"optimizer": hdet.FusedAdamW}),
-        ("rate", "device", 0.5, {"local": True, "moments": "keep", "optimizer": torch.optim.AdamW}),
-        ("NaN once", "device", 0.5, {}),
-        ("NaN once", "host", 0.5, {}),
-    ],
-)
+@pytest.mark.parametrize(("fault", "rollback", "lower", "settings"), [
+    ("rate", "device", 0.5, {}), ("rate", "host", 0.5, {}),
+    ("rate", "host", 0.1, {"optimizer": hdet.FusedAdamW}),
+    ("rate", "device", 0.5, {"local": True, "moments": "keep", "optimizer": torch.optim.AdamW}),
+    ("NaN once", "device", 0.5, {}), ("NaN once", "host", 0.5, {}),
+])  # fmt: skip
 def test_all_replicas_are_taken_back_and_the_run_ends_finite(
     fault: str, rollback: str, lower: float, settings: dict[str, Any]
 ) -> None:

@@ -31,11 +31,8 @@ class Held:
 
 def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None:
     net, held, tasks, criterion = (
-        Net(),
-        Held(4.0),
-        {"click": 1.0, "like": 0.5},
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-    )
+        Net(), Held(4.0), {"click": 1.0, "like": 0.5}, nn.CrossEntropyLoss(label_smoothing=0.1),
+    )  # fmt: skip
     knobs = [
         hdet.Dropout(net), hdet.Temperature(net), hdet.LabelSmoothing(criterion), hdet.LossWeights(tasks, tasks=["like"]), held.knob(),
         hdet.ClipNorm(2.0),
@@ -208,15 +205,10 @@ def test_dropout_moves_what_it_is_told_to(
         assert [net.a.p, net.b.p, net.off.p, net.attention.dropout] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("part", "modules", "message"),
-    [
-        ("", ["c"], "'c'"),
-        ("", ["linear"], "'linear'"),
-        ("", ["off"], "is 0"),
-        ("linear", None, "Linear has no dropout above 0"),
-    ],
-)
+@pytest.mark.parametrize(("part", "modules", "message"), [
+    ("", ["c"], "'c'"), ("", ["linear"], "'linear'"), ("", ["off"], "is 0"),
+    ("linear", None, "Linear has no dropout above 0"),
+])  # fmt: skip
 def test_dropout_that_is_not_there_is_refused(
     part: str, modules: list[str] | None, message: str
 ) -> None:

@@ -25,8 +25,7 @@ def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
 VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
 KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     # name: (knob, what it says of itself)
-    "silent": (lambda net: Silent(), set()),
-    "lr": (lambda net: hdet.LearningRate(), {VALID}),
+    "silent": (lambda net: Silent(), set()), "lr": (lambda net: hdet.LearningRate(), {VALID}),
     "weight_decay": (lambda net: hdet.WeightDecay(), set()),
     "beta2": (lambda net: hdet.Betas(which=[1]), {VALID, DIVERGE}),
     "eps": (lambda net: hdet.Eps(), {VALID}),
@@ -39,22 +38,15 @@ KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
     "dropout": (lambda net: hdet.Dropout(net), set()),
     "label_smoothing": (lambda net: hdet.LabelSmoothing(0.1), set()),
-    "label_smoothing of a loss": (
-        lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)),
-        set(),
-    ),
+    "label_smoothing of a loss":
+        (lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)), set()),
     "loss_weight/a": (lambda net: hdet.LossWeights({"a": 1.0}), set()),
     "temperature": (lambda net: hdet.Temperature(net), {VALID, "affects_eval_loss"}),
-}
+}  # fmt: skip
 FORWARD = [
-    "silent",
-    "mine",
-    "valid mine",
-    "dropout",
-    "label_smoothing",
-    "label_smoothing of a loss",
+    "silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss",
     "loss_weight/a",
-]
+]  # fmt: skip
 
 
 def knob_of(name: str) -> tuple[Net, Any, dict[str, Any]]:
@@ -192,17 +184,10 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
     assert run.multipliers
 
 
-@pytest.mark.parametrize(
-    "knob",
-    [
-        hdet.WeightDecay(),
-        hdet.Betas(),
-        hdet.Eps(),
-        hdet.ClipNorm(),
-        hdet.ClipNorm(1.0),
-        hdet.Scalar("x", value=1.0),
-    ],
-)
+@pytest.mark.parametrize("knob", [
+    hdet.WeightDecay(), hdet.Betas(), hdet.Eps(), hdet.ClipNorm(), hdet.ClipNorm(1.0),
+    hdet.Scalar("x", value=1.0),
+])  # fmt: skip
 def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(
     knob: Any,
 ) -> None:
@@ -280,85 +265,61 @@ def test_the_drop_in_keeps_permutations() -> None:
 # -- single knobs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("knob", "message"),
-    [
-        (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
-        (lambda: hdet.Scalar("x"), "needs get and set"),
-        (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
-        (
-            lambda: hdet.Scalar("x", value=1.0, scale="cubic"),
-            "scale of 'x' must be 'log' or 'linear'",
-        ),
-        (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
-        (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
-        (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
-        (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
-        (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
-        (
-            lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)),
-            "bounds is .* with product=True",
-        ),
-        (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
-        (lambda: hdet.Betas(which=[2]), "which must list 0"),
-        (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
-        (lambda: hdet.GroupValue("betas"), "use hdet.Betas"),
-        (lambda: hdet.GroupValue(""), "key must be the name"),
-        (lambda: hdet.GroupValue(3), "key must be the name"),
-        (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
-        (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
-        (
-            lambda: hdet.LearningRate(groups=[]),
-            "groups must be None, 'each' or a list .* not empty",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("knob", "message"), [
+    (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
+    (lambda: hdet.Scalar("x"), "needs get and set"),
+    (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
+    (lambda: hdet.Scalar("x", value=1.0, scale="cubic"),
+        "scale of 'x' must be 'log' or 'linear'"),
+    (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
+    (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
+    (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
+    (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
+    (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
+    (lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)),
+        "bounds is .* with product=True"),
+    (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
+    (lambda: hdet.Betas(which=[2]), "which must list 0"),
+    (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
+    (lambda: hdet.GroupValue("betas"), "use hdet.Betas"),
+    (lambda: hdet.GroupValue(""), "key must be the name"),
+    (lambda: hdet.GroupValue(3), "key must be the name"),
+    (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
+    (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
+    (lambda: hdet.LearningRate(groups=[]),
+        "groups must be None, 'each' or a list .* not empty"),
+])  # fmt: skip
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         knob()
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
-        ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
-        (
-            [hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)],
-            "x is nan: begin with a finite number",
-        ),
-        (
-            [hdet.Temperature(nn.Linear(1, 1), attribute="forward")],
-            "'forward' of a module is .*, but a knob is a number or a 0-d tensor",
-        ),
-        ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
-        ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
-        ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
-        ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
-        ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
-        ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
-        (
-            [hdet.WeightDecay(groups=["drop"])],
-            r"'drop', but the optimizer has the groups \['first', 'last'\]",
-        ),
-        (
-            [hdet.WeightDecay(product=True)],
-            "no knob moves the rate of its groups: add a LearningRate",
-        ),
-        (
-            [hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)],
-            "no knob moves the rate",
-        ),
-        (
-            [hdet.LabelSmoothing(nn.MSELoss())],
-            "target must be an nn.CrossEntropyLoss or a number, got MSELoss",
-        ),
-        ([hdet.LossWeights({})], "weights must be a dict"),
-        ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
-        ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
-        ([hdet.Scalar("x", value=1.0), hdet.Scalar("x", value=2.0)], "different names"),
-    ],
-)
+@pytest.mark.parametrize(("knobs", "message"), [
+    ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
+    ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
+    ([hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)],
+        "x is nan: begin with a finite number"),
+    ([hdet.Temperature(nn.Linear(1, 1), attribute="forward")],
+        "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
+    ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
+    ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
+    ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
+    ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
+    ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
+    ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
+    ([hdet.WeightDecay(groups=["drop"])],
+        r"'drop', but the optimizer has the groups \['first', 'last'\]"),
+    ([hdet.WeightDecay(product=True)],
+        "no knob moves the rate of its groups: add a LearningRate"),
+    ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)],
+        "no knob moves the rate"),
+    ([hdet.LabelSmoothing(nn.MSELoss())],
+        "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
+    ([hdet.LossWeights({})], "weights must be a dict"),
+    ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
+    ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
+    ([hdet.Scalar("x", value=1.0), hdet.Scalar("x", value=2.0)], "different names"),
+])  # fmt: skip
 def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ensemble(Net(), knobs, **LOCAL)

@@ -172,15 +172,10 @@ def rate_in_step(optimizer: Any) -> float:
 
 
 @both
-@pytest.mark.parametrize(
-    ("rho", "factor", "base", "used"),
-    [
-        (1.5, 1.0, 0.01, 0.012),
-        (0.5, 1.0, 0.01, 0.005),
-        (0.5, 0.1, 0.004, 0.004),
-        (1.5, 9.0, 0.012, 0.012),
-    ],
-)
+@pytest.mark.parametrize(("rho", "factor", "base", "used"), [
+    (1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004),
+    (1.5, 9.0, 0.012, 0.012),
+])  # fmt: skip
 def test_bounds_hold_base_values_and_replicas_values_of_rates(
     kind: Any, rho: float, factor: float, base: float, used: float
 ) -> None:

@@ -165,30 +165,11 @@ def test_peers_part_and_meet_and_shards_stay_apart(eight: list[dict[str, Any]]) 
 def test_runs_as_a_user_starts_it(text: Path) -> None:
     """Two processes, each a replica: stages and shards are in the tests above, and starting processes costs most of the time."""
     command = [
-        *(
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-        ),
-        *(
-            "examples/parallel.py",
-            "--tp",
-            "1",
-            "--pp",
-            "1",
-            "--steps",
-            "4",
-            "--sync-interval",
-            "2",
-            "--data",
-            str(text),
-        ),
-    ]
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", "2"),
+        *("examples/parallel.py", "--tp", "1", "--pp", "1", "--steps", "4", "--sync-interval", "2",
+            "--data", str(text)),
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,

@@ -145,11 +145,8 @@ def subgroup(replicas: hdet.Replicas) -> Any:
 
 
 CASES = {
-    "context": context_parallel,
-    "expert": expert_parallel,
-    "pipeline": pipeline,
-    "groups": groups,
-}
+    "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups,
+}  # fmt: skip
 
 
 class Seen(NamedTuple):

@@ -65,15 +65,10 @@ def make(rank: int, world: int, kind: str, arguments: dict[str, Any]) -> dict[st
     return seen(getattr(hdet.Replicas, kind)(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "ranks"),
-    [
-        (4, {"tp": 2}, [[0, 1], [2, 3]]),
-        (4, {"pp": 2}, [[0, 2], [1, 3]]),
-        (4, {}, [[0], [1], [2], [3]]),
-        (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    ],
-)
+@pytest.mark.parametrize(("world", "sizes", "ranks"), [
+    (4, {"tp": 2}, [[0, 1], [2, 3]]), (4, {"pp": 2}, [[0, 2], [1, 3]]),
+    (4, {}, [[0], [1], [2], [3]]), (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+])  # fmt: skip
 def test_from_layout(world: int, sizes: dict[str, int], ranks: list[list[int]]) -> None:
     check(run_ranks(make, world, "from_layout", sizes), ranks)
 
@@ -117,23 +112,15 @@ def from_mesh(
 HSDP = ("dp_replicate", "dp_shard")
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "part", "replicate", "ranks"),
-    [
-        ((2, 2), HSDP, None, None, [[0, 1], [2, 3]]),
-        # A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four.
-        ((2, 2), HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
-        ((2, 2), HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
-        (
-            (2, 2, 2),
-            ("node", "tp", "dp_replicate"),
-            None,
-            ("node", "dp_replicate"),
-            [[0, 2], [1, 3], [4, 6], [5, 7]],
-        ),
-        ((2, 2, 2), (*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    ],
-)
+@pytest.mark.parametrize(("shape", "names", "part", "replicate", "ranks"), [
+    ((2, 2), HSDP, None, None, [[0, 1], [2, 3]]),
+    # A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four.
+    ((2, 2), HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
+    ((2, 2), HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
+    ((2, 2, 2), ("node", "tp", "dp_replicate"), None, ("node", "dp_replicate"),
+        [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ((2, 2, 2), (*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
 def test_from_mesh(
     shape: tuple[int, ...],
     names: tuple[str, ...],
@@ -166,16 +153,12 @@ def own_order(rank: int, world: int, ranks: list[list[int]]) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("world", "ranks"),
-    [
-        (
-            4,
-            [[2, 3], [0, 1]],
-        ),  # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
-        (6, [[0, 1], [3, 2]]),  # ranks that the mesh leaves out are told
-    ],
-)
+@pytest.mark.parametrize(("world", "ranks"), [
+    # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
+    (4, [[2, 3], [0, 1]]),
+    # ranks that the mesh leaves out are told
+    (6, [[0, 1], [3, 2]]),
+])  # fmt: skip
 def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: list[list[int]]) -> None:
     results = run_ranks(own_order, world, ranks)
     if SORTS and ranks != sorted(ranks):
@@ -227,18 +210,14 @@ def from_megatron(
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "instances", "ranks"),
-    [
-        (4, {}, 1, [[0], [1], [2], [3]]),
-        (4, {"tp": 2}, 1, [[0, 1], [2, 3]]),
-        (4, {"pp": 2}, 1, [[0, 2], [1, 3]]),
-        (4, {"ep": 2}, 1, [[0, 1], [2, 3]]),
-        (8, {"tp": 2, "pp": 2}, 1, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (8, {"ep": 4}, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (4, {}, 2, [[0, 1], [2, 3]]),  # of a distributed optimizer
-    ],
-)
+@pytest.mark.parametrize(("world", "sizes", "instances", "ranks"), [
+    (4, {}, 1, [[0], [1], [2], [3]]), (4, {"tp": 2}, 1, [[0, 1], [2, 3]]),
+    (4, {"pp": 2}, 1, [[0, 2], [1, 3]]), (4, {"ep": 2}, 1, [[0, 1], [2, 3]]),
+    (8, {"tp": 2, "pp": 2}, 1, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (8, {"ep": 4}, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    # of a distributed optimizer
+    (4, {}, 2, [[0, 1], [2, 3]]),
+])  # fmt: skip
 def test_from_megatron(
     world: int, sizes: dict[str, int], instances: int, ranks: list[list[int]]
 ) -> None:
@@ -321,28 +300,19 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
     assert "on all ranks with the same arguments" in results[0][1]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (("from_layout", {"tp": 3}), "not divisible"),
-        (
-            ("from_mesh", {"mesh": True, "replicate": "dp"}),
-            "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard",
-        ),
-        (
-            ("from_mesh", {"mesh": None}),
-            "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType",
-        ),
-        (
-            ("from_group", {"group": [[0, 1], [2]]}),
-            "lists of 2, 1 ranks: all replicas must be of one size",
-        ),
-        (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
-        (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),
-        (("from_group", {"group": [[0, 1], [2, 4]]}), "ranks 4, but the world has ranks 0-3"),
-        (("from_group", {"group": [0, 1, 2, 3]}), "lists of rank numbers"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (("from_layout", {"tp": 3}), "not divisible"),
+    (("from_mesh", {"mesh": True, "replicate": "dp"}),
+        "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard"),
+    (("from_mesh", {"mesh": None}),
+        "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType"),
+    (("from_group", {"group": [[0, 1], [2]]}),
+        "lists of 2, 1 ranks: all replicas must be of one size"),
+    (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
+    (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),
+    (("from_group", {"group": [[0, 1], [2, 4]]}), "ranks 4, but the world has ranks 0-3"),
+    (("from_group", {"group": [0, 1, 2, 3]}), "lists of rank numbers"),
+])  # fmt: skip
 def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
     for kind, text in run_ranks(ask_differently, 4, [call] * 4):
         assert kind == "ValueError" and re.search(message, text), text

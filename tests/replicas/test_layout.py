@@ -47,11 +47,8 @@ SIZES = st.sampled_from([1, 1, 2, 3, 4])
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     tp, cp, pp, dp = (
-        draw(SIZES),
-        draw(SIZES),
-        draw(st.sampled_from([1, 2, 3])),
-        draw(st.integers(1, 8)),
-    )
+        draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 8)),
+    )  # fmt: skip
     ep, etp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([None, None, 1, 2]))
     order = "-".join(draw(st.permutations(["tp", "cp", "ep", "dp", "pp"])))
     shard = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
@@ -108,13 +105,9 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
 @given(layouts())
 def test_groups_of_any_layout(layout: Layout) -> None:
     sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "dp": layout.dp,
-        "pp": layout.pp,
-        "shard": layout.shard,
+        "tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "shard": layout.shard,
         "ep": layout.ep,
-    }
+    }  # fmt: skip
     for axis, size in sizes.items():
         groups = layout.groups(axis)
         if axis == "ep" and not groups:
@@ -152,47 +145,33 @@ def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"world": 0}, "world must be a whole number >= 1, got 0"),
-        ({"tp": True}, "tp must be a whole number >= 1, got True"),
-        ({"etp": 0}, "etp must be a whole number >= 1, got 0"),
-        ({"tp": 3}, "8 ranks are not divisible by tp 3 .* start a multiple"),
-        ({"ep": 3}, "8 ranks are not divisible by etp 1 \\* ep 3 .* start a multiple"),
-        ({"shard": 3}, "shard 3 does not divide dp 8 \\* cp 1 = 8: choose"),
-        (
-            {"world": 12, "cp": 2, "shard": 3},
-            "shard 3 cuts through groups of cp 2 ranks.*multiple of cp",
-        ),
-        ({"order": "tp-dp-xp"}, "order must be made of tp, cp, ep, dp, pp.*it has 'xp'"),
-        ({"order": "tp-tp-dp"}, "order must be made of.*twice"),
-        ({"order": 3}, "order must be made of.*no text"),
-        ({"order": "tp-cp-pp"}, "lacks dp: say where"),
-        ({"pp": 2, "order": "tp-dp"}, "lacks pp: say where"),
-        (
-            {"ep": 2, "tp": 2, "pp": 2, "etp": 1, "order": "tp-pp-dp-ep"},
-            "other pipelines.*put pp last",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"world": 0}, "world must be a whole number >= 1, got 0"),
+    ({"tp": True}, "tp must be a whole number >= 1, got True"),
+    ({"etp": 0}, "etp must be a whole number >= 1, got 0"),
+    ({"tp": 3}, "8 ranks are not divisible by tp 3 .* start a multiple"),
+    ({"ep": 3}, "8 ranks are not divisible by etp 1 \\* ep 3 .* start a multiple"),
+    ({"shard": 3}, "shard 3 does not divide dp 8 \\* cp 1 = 8: choose"),
+    ({"world": 12, "cp": 2, "shard": 3},
+        "shard 3 cuts through groups of cp 2 ranks.*multiple of cp"),
+    ({"order": "tp-dp-xp"}, "order must be made of tp, cp, ep, dp, pp.*it has 'xp'"),
+    ({"order": "tp-tp-dp"}, "order must be made of.*twice"),
+    ({"order": 3}, "order must be made of.*no text"),
+    ({"order": "tp-cp-pp"}, "lacks dp: say where"),
+    ({"pp": 2, "order": "tp-dp"}, "lacks pp: say where"),
+    ({"ep": 2, "tp": 2, "pp": 2, "etp": 1, "order": "tp-pp-dp-ep"},
+        "other pipelines.*put pp last"),
+])  # fmt: skip
 def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**{"world": 8, **sizes})
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"tp": 2, "ep": 2, "pp": 2},
-        {"shard": 8},
-        {
-            "ep": 2,
-            "shard": 4,
-            "order": "tp-cp-dp-ep-pp",
-        },  # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
-    ],
-)
+@pytest.mark.parametrize("sizes", [
+    {"tp": 2, "ep": 2, "pp": 2}, {"shard": 8},
+    # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
+    {"ep": 2, "shard": 4, "order": "tp-cp-dp-ep-pp"},
+])  # fmt: skip
 def test_all_in_one_replica(sizes: dict[str, Any]) -> None:
     """Whoever asks for replicas refuses it (from_layout); as a table it is right."""
     assert lists(Layout(8, **sizes).replicas) == [[*range(8)]]
@@ -237,16 +216,10 @@ def test_replicas_that_are_not_alike_are_refused(
         paired(range(world), sharing, copies)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([2, 0, 1], "0-2"),
-        ([0, 2, 3, 9], "0, 2-3, 9"),
-        (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "text"), [
+    ([], ""), ([3], "3"), ([2, 0, 1], "0-2"), ([0, 2, 3, 9], "0, 2-3, 9"),
+    (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+])  # fmt: skip
 def test_brief(ranks: Any, text: str) -> None:
     assert brief(ranks) == text
 

@@ -195,61 +195,36 @@ MIXED = type(
 )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (
-            named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"),
-            "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2",
-        ),
-        (
-            named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module),
-            "DeepSpeedEngine is DeepSpeed's",
-        ),
-        (named("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"), "is DeepSpeed's"),
-        (
-            named("AcceleratedOptimizer", "accelerate.optimizer", torch.optim.Optimizer),
-            "accelerate's wrapper.*its .optimizer",
-        ),
-        (
-            named("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer", MIXED),
-            "pass .*optimizer.optimizer.*from_megatron",
-        ),
-        (
-            named("FP32Optimizer", "megatron.core.optimizer.optimizer", MEGATRON),
-            "pass .*optimizer.optimizer",
-        ),
-        (
-            named("ChainedOptimizer", "megatron.core.optimizer.optimizer", MEGATRON),
-            "chained_optimizers\\[0\\].optimizer",
-        ),
-        (
-            named(
-                "DistributedFusedAdam",
-                "apex.contrib.optimizers.distributed_fused_adam",
-                torch.optim.Optimizer,
-            ),
-            "on one rank for all",
-        ),
-        (named("OSS", "fairscale.optim.oss", torch.optim.Optimizer), "on one rank for all"),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "message"), [
+    (named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"),
+        "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2"),
+    (named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module),
+        "DeepSpeedEngine is DeepSpeed's"),
+    (named("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"), "is DeepSpeed's"),
+    (named("AcceleratedOptimizer", "accelerate.optimizer", torch.optim.Optimizer),
+        "accelerate's wrapper.*its .optimizer"),
+    (named("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer", MIXED),
+        "pass .*optimizer.optimizer.*from_megatron"),
+    (named("FP32Optimizer", "megatron.core.optimizer.optimizer", MEGATRON),
+        "pass .*optimizer.optimizer"),
+    (named("ChainedOptimizer", "megatron.core.optimizer.optimizer", MEGATRON),
+        "chained_optimizers\\[0\\].optimizer"),
+    (named("DistributedFusedAdam", "apex.contrib.optimizers.distributed_fused_adam",
+        torch.optim.Optimizer), "on one rank for all"),
+    (named("OSS", "fairscale.optim.oss", torch.optim.Optimizer), "on one rank for all"),
+])  # fmt: skip
 def test_other_peoples_optimizers(optimizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_wrapper(optimizer)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        named("FusedAdam", "deepspeed.ops.adam.fused_adam", torch.optim.Optimizer),
-        named(
-            "HybridDeviceOptimizer", "megatron.core.optimizer.cpu_offloading", torch.optim.Optimizer
-        ),
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
-        hdet.FusedAdamW([torch.zeros(1, requires_grad=True)]),
-    ],
-)
+@pytest.mark.parametrize("optimizer", [
+    named("FusedAdam", "deepspeed.ops.adam.fused_adam", torch.optim.Optimizer),
+    named("HybridDeviceOptimizer", "megatron.core.optimizer.cpu_offloading",
+        torch.optim.Optimizer),
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
+    hdet.FusedAdamW([torch.zeros(1, requires_grad=True)]),
+])  # fmt: skip
 def test_plain_optimizers_pass_wherever_they_come_from(optimizer: Any) -> None:
     check_wrapper(optimizer)
 
