@@ -20,7 +20,7 @@ from hdet.converge import (
     Plain,
     Streaming,
     Task,
-)
+)  # fmt: skip
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks

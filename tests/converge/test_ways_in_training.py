@@ -65,8 +65,8 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
     assert converged == (name in ("plain", "exact local"))
     assert torch.equal(before, weights) == (name not in ("streaming", "overlapped"))
     plain, _, _, _, reference, _ = runs[0]["plain"]
-    # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45 steps
-    # of Adam; the rounding of bf16 and int8; for the others gradients are taken elsewhere.
+    # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45
+    # steps of Adam; the rounding of bf16 and int8; for the others gradients are taken elsewhere.
     allowed = {"plain": 0.0, "exact local": 2e-6, "bf16": 2e-3, "int8": 5e-3}.get(name, 0.05)
     assert reference < 1.0
     assert abs(loss - reference) <= allowed * reference
