@@ -15,24 +15,17 @@ from hdet import checkpoint
 
 from ..distributed import run_ranks
 from . import helpers
-from .helpers import Run
+
+Make = Callable[..., Any]
 
 
-def interrupted(
-    rank: int,
-    world: int,
-    build: Callable[..., Run],
-    make: Callable[..., Any],
-    root: str,
-    at: int,
-    more: int,
-) -> tuple[Any, Any]:
+def interrupted(rank: int, world: int, build: Make, make: Make, root: str, at: int) -> Any:
     """What a run comes to that goes on after a save, and one that begins from it."""
     run = build(rank, world, make).steps(at)
     checkpoint.save(root, run.state, at)
-    straight = run.steps(more).facts()
+    straight = run.steps(8).facts()
     run.ensemble.close()
-    return straight, build(rank, world, make).resume(root).steps(more).facts()
+    return straight, build(rank, world, make).resume(root).steps(8).facts()
 
 
 CASES = [
@@ -62,10 +55,10 @@ CASES = [
 
 @pytest.mark.parametrize(("build", "make", "world", "at"), CASES)
 def test_resumed_run_is_the_same_run(
-    tmp_path: Path, build: Callable[..., Run], make: Callable[..., Any], world: int, at: int
+    tmp_path: Path, build: Make, make: Make, world: int, at: int
 ) -> None:
     """Saved at the end of a cycle, in its middle, and before the first step."""
-    for straight, resumed in run_ranks(interrupted, world, build, make, str(tmp_path), at, 8):
+    for straight, resumed in run_ranks(interrupted, world, build, make, str(tmp_path), at):
         assert straight == resumed
 
 
@@ -75,33 +68,21 @@ def one_cycle_facts(continues: Path | None, steps: int, root: Path | None = None
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = hdet.OneCycleAutoLR(
-        optimizer,
-        max_lr=1e-2,
-        total_steps=12,
-        auto_lr_warmup_steps=0,
-        model_sync_interval=3,
+        optimizer, max_lr=1e-2, total_steps=12, auto_lr_warmup_steps=0, model_sync_interval=3,
         enable_auto_lr=False,
-    )
+    )  # fmt: skip
     state = checkpoint.RunState(model, scheduler.ensemble)
     at = 0 if continues is None else checkpoint.load(continues, state, missing=0)
     found = []
     for step in range(at, at + steps):
-        loss = (
-            (model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))) - 1)
-            .square()
-            .mean()
-        )
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - 1).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step(loss.detach())
-        found.append(
-            [
-                scheduler.get_last_lr(),
-                scheduler.last_epoch,
-                *(p.detach().tolist() for p in model.parameters()),
-            ]
-        )
+        weights = [p.detach().tolist() for p in model.parameters()]
+        found.append([scheduler.get_last_lr(), scheduler.last_epoch, *weights])
     if root is not None:
         checkpoint.save(root, state)
     return found
