@@ -28,28 +28,20 @@ def interrupted(rank: int, world: int, build: Make, make: Make, root: str, at: i
     return straight, build(rank, world, make).resume(root).steps(8).facts()
 
 
+H, ADAMW, FUSED = helpers, helpers.torch_adamw, helpers.fused_adamw
 CASES = [
-    (helpers.ddp, helpers.torch_adamw, 2, 10), (helpers.ddp, helpers.torch_adamw, 2, 12),
-    (helpers.ddp, helpers.torch_adamw, 2, 0), (helpers.ddp, helpers.torch_sgd, 2, 0),
-    (helpers.ddp, helpers.torch_sgd, 2, 7), (helpers.ddp, helpers.plain_sgd, 2, 7),
-    (helpers.ddp, helpers.fused_adamw, 2, 10), (helpers.ddp, helpers.fused_adamw, 2, 0),
-    (helpers.ddp, helpers.fused_split, 2, 12), (helpers.ddp, helpers.fused_fp32, 2, 12),
-    (helpers.shards, helpers.torch_adamw, 4, 12), (helpers.shards, helpers.fused_adamw, 4, 10),
-    (helpers.groups, helpers.torch_adamw, 4, 12), (helpers.hsdp, helpers.torch_adamw, 4, 12),
-    (helpers.hsdp, helpers.fused_adamw, 4, 10), (helpers.hsdp, helpers.FusedEightBit, 4, 10),
-    (helpers.hsdp_bf16, helpers.torch_adamw, 4, 10),
-    (helpers.streaming, helpers.torch_adamw, 2, 10),
-    (helpers.streaming, helpers.torch_adamw, 2, 12),
-    (helpers.overlapped, helpers.torch_adamw, 2, 11),
-    (helpers.compressed, helpers.torch_adamw, 2, 10),
-    (helpers.compressed, helpers.torch_adamw, 2, 13),
-    (helpers.exact_local, helpers.fused_base, 2, 10),
-    (helpers.exact_local, helpers.fused_base_fp32, 2, 12),
-    (helpers.local, helpers.torch_adamw, 2, 10), (helpers.local, helpers.fused_adamw, 2, 12),
-    (partial(helpers.local, moments="average"), helpers.torch_adamw, 2, 12),
-    (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 10),
-    (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 12),
-    (helpers.local_fsdp, helpers.torch_adamw, 4, 12),
+    *((H.ddp, ADAMW, 2, at) for at in (0, 10, 12)), *((H.ddp, H.torch_sgd, 2, at) for at in (0, 7)),
+    (H.ddp, H.plain_sgd, 2, 7), (H.ddp, FUSED, 2, 10), (H.ddp, FUSED, 2, 0),
+    (H.ddp, H.fused_split, 2, 12), (H.ddp, H.fused_fp32, 2, 12),
+    (H.shards, ADAMW, 4, 12), (H.shards, FUSED, 4, 10), (H.groups, ADAMW, 4, 12),
+    (H.hsdp, ADAMW, 4, 12), (H.hsdp, FUSED, 4, 10), (H.hsdp, H.FusedEightBit, 4, 10),
+    (H.hsdp_bf16, ADAMW, 4, 10), (H.streaming, ADAMW, 2, 10), (H.streaming, ADAMW, 2, 12),
+    (H.overlapped, ADAMW, 2, 11), (H.compressed, ADAMW, 2, 10), (H.compressed, ADAMW, 2, 13),
+    (H.exact_local, H.fused_base, 2, 10), (H.exact_local, H.fused_base_fp32, 2, 12),
+    (H.local, ADAMW, 2, 10), (H.local, FUSED, 2, 12),
+    (partial(H.local, moments="average"), ADAMW, 2, 12),
+    *((partial(H.local, moments="reset"), ADAMW, 2, at) for at in (10, 12)),
+    (H.local_fsdp, ADAMW, 4, 12),
 ]  # fmt: skip
 
 
