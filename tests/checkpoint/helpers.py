@@ -113,16 +113,21 @@ def hsdp(
 hsdp_bf16 = partial(hsdp, bf16=True)
 
 
-def local_fsdp(rank: int, world: int, make: Make = torch_adamw) -> Run:
+def local_fsdp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """A one-dimensional FSDP mesh for each replica: nothing travels between replicas in a cycle."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    net = mlp()
+    net, own = mlp(), {"gradients": "local", "moments": "keep", **settings}
     fully_shard(net, mesh=mesh["dp_shard"])
-    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", moments="keep")
+    return Run(net, Replicas.from_mesh(mesh), make, rank, **own)
 
 
-def local(rank: int, world: int, make: Make = torch_adamw, *, moments: str = "keep") -> Run:
-    return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", moments=moments)
+def local(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
+    own = {"gradients": "local", "moments": "keep", **settings}
+    return Run(mlp(), Replicas.from_group(), make, rank, **own)
+
+
+outer = partial(local, converge=converge.Outer())
+outer_fsdp = partial(local_fsdp, converge=converge.Outer())
 
 
 def table(ranks: list[list[int]]) -> Replicas:

@@ -41,7 +41,7 @@ CASES = [
     (H.local, ADAMW, 2, 10), (H.local, FUSED, 2, 12),
     (partial(H.local, moments="average"), ADAMW, 2, 12),
     *((partial(H.local, moments="reset"), ADAMW, 2, at) for at in (10, 12)),
-    (H.local_fsdp, ADAMW, 4, 12),
+    (H.local_fsdp, ADAMW, 4, 12), (H.outer, ADAMW, 2, 10), (H.outer_fsdp, ADAMW, 4, 10),
 ]  # fmt: skip
 
 

@@ -165,14 +165,13 @@ def test_nccl_multiplies_on_the_way_but_not_by_zero(
 ) -> None:
     """With stand-ins: what a collective is given, and what it is asked to do with it."""
     calls: list[tuple[list[float], Any]] = []
-    dist = collectives.dist
+    noted = lambda tensor, op, group, async_op: calls.append((list(tensor), op))
+    dist, premultiplied = collectives.dist, "_make_nccl_premul_sum"
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(dist, "_make_nccl_premul_sum", lambda w: f"times {w}", raising=False)
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    monkeypatch.setattr(dist, premultiplied, lambda w: f"times {w}", raising=False)
     if not torch_has_it:
-        monkeypatch.delattr(dist, "_make_nccl_premul_sum")
-    monkeypatch.setattr(
-        dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((list(tensor), op))
-    )
+        monkeypatch.delattr(dist, premultiplied)
     for weight in (0.25, 0.0):
         tensor = OnDevice([4.0, 8.0 if weight else float("nan")])
         tensor.is_cuda = cuda

@@ -1,20 +1,15 @@
-"""Outer: DiLoCo's step on the mean displacement, beside its equations in float64; in a run."""
+"""Outer: DiLoCo's step on the mean displacement, beside its equations in float64."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import hdet
-from hdet.converge import Outer, Plain
+from hdet.converge import Outer
 
 from ..distributed import run_ranks
-from ..harness import Run, model
 from .helpers import KINDS, equal, exact, held, rounding_of, task, written
 
 SHAPES = [(5, 7), (40,), (3, 1000)]
@@ -130,36 +125,3 @@ def sliced(rank: int, world: int) -> Any:
 def test_a_parameter_may_be_a_part_of_another_tensor() -> None:
     for notes, parameter in run_ranks(sliced, 2):
         assert notes == [] and torch.allclose(parameter, torch.tensor(0.7 * 0.5 * 1.9))
-
-
-def local(rank: int, sharded: bool, converge: hdet.converge.Averaging) -> Run:
-    """Of two replicas; ``sharded``: of two ranks each, which hold a part of the parameters."""
-    net, settings = model(), {"gradients": "local", "moments": "keep", "converge": converge}
-    if sharded:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(net, mesh=mesh["shard"])
-        settings["replicas"] = hdet.Replicas.from_mesh(mesh, replicate="replicate")
-    return Run(rank, net=net, ddp=False, total=20, **settings)
-
-
-def weights(run: Run) -> torch.Tensor:
-    parameters = run.net.parameters()
-    return torch.cat([getattr(p, "full_tensor", p.clone)().detach().flatten() for p in parameters])
-
-
-def trained(rank: int, world: int, root: str, sharded: bool) -> Any:
-    whole = local(rank, sharded, Outer()).steps()
-    first = local(rank, sharded, Outer()).steps(10)
-    hdet.checkpoint.save(root, hdet.checkpoint.RunState(first.net, first.ensemble))
-    second = local(rank, sharded, Outer())
-    second.index = hdet.checkpoint.load(root, hdet.checkpoint.RunState(second.net, second.ensemble))
-    runs = [whole, second.steps(), local(rank, sharded, Plain()).steps()]
-    return *map(weights, runs), whole.notes()
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_resumed_run_is_the_run_to_the_bit(tmp_path: Path, sharded: bool) -> None:
-    ranks = run_ranks(trained, 4 if sharded else 2, str(tmp_path), sharded)
-    for whole, resumed, plain, notes in ranks:
-        assert torch.equal(whole, ranks[0][0]) and torch.equal(whole, resumed) and notes == []
-        assert not torch.allclose(whole, plain)

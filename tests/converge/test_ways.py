@@ -117,15 +117,12 @@ def coded(size: float) -> Sent:
 
 
 SENT: list[tuple[Averaging, Sent, Sent]] = [
-    (Plain(), WHOLE, WHOLE),
-    (Hierarchical(2), NODES, NODES),
+    (Plain(), WHOLE, WHOLE), (Hierarchical(2), NODES, NODES),
     (Compressed("bf16"), WHOLE, coded(RING / 4)),
-    (Compressed("int8", 64), WHOLE, coded(RING / 8 * (1 + 4 / 64))),
-    (Streaming(2), HALVES, HALVES),
-    (Overlapped(2), WHOLE, WHOLE),
-    (Outer(), OUTER, OUTER),
+    (Compressed("int8", 64), WHOLE, coded(RING / 8 * (1 + 4 / 64))), (Streaming(2), HALVES, HALVES),
+    (Overlapped(2), WHOLE, WHOLE), (Outer(), OUTER, OUTER),
     (ExactLocal(10), {4: [("all_reduce", DIGESTS)]}, {}),
-]
+]  # fmt: skip
 
 
 def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:

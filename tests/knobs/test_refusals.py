@@ -12,6 +12,19 @@ import torch
 from torch import nn
 
 import hdet
+from hdet import (
+    Betas,
+    ClipNorm,
+    Dropout,
+    Eps,
+    GroupValue,
+    LabelSmoothing,
+    LearningRate,
+    LossWeights,
+    Scalar,
+    Temperature,
+    WeightDecay,
+)
 from hdet.knobs import Bound, of_model, of_optimizer
 from hdet.knobs.cells import attribute_cell, held_cell
 
@@ -24,28 +37,27 @@ def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
     )
 
 
+X = partial(Scalar, "x")
 VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
 LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)
 KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     # name: (knob, what it says of itself)
-    "silent": (lambda net: Silent(), set()),
-    "lr": (lambda net: hdet.LearningRate(), {VALID}),
-    "weight_decay": (lambda net: hdet.WeightDecay(), set()),
-    "beta2": (lambda net: hdet.Betas(which=[1]), {VALID, DIVERGE}),
-    "eps": (lambda net: hdet.Eps(), {VALID}),
-    "eps2": (lambda net: hdet.GroupValue("eps2"), {DIVERGE}),
-    "valid eps2": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
-    "clip_norm": (lambda net: hdet.ClipNorm(), {VALID, DIVERGE}),
+    "silent": (lambda net: Silent(), set()), "lr": (lambda net: LearningRate(), {VALID}),
+    "weight_decay": (lambda net: WeightDecay(), set()),
+    "beta2": (lambda net: Betas(which=[1]), {VALID, DIVERGE}), "eps": (lambda net: Eps(), {VALID}),
+    "eps2": (lambda net: GroupValue("eps2"), {DIVERGE}),
+    "valid eps2": (lambda net: GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
+    "clip_norm": (lambda net: ClipNorm(), {VALID, DIVERGE}),
     "silent of gradients": (lambda net: Silent(on_gradients=True), {DIVERGE, "on_gradients"}),
-    "clip_norm of the loop": (lambda net: hdet.ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
-    "mine": (lambda net: hdet.Scalar("mine", value=1.0), set()),
-    "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
-    "dropout": (lambda net: hdet.Dropout(net), set()),
-    "label_smoothing": (lambda net: hdet.LabelSmoothing(0.1), set()),
-    "label_smoothing of a loss": (lambda net: hdet.LabelSmoothing(LOSS), set()),
-    "loss_weight/a": (lambda net: hdet.LossWeights({"a": 1.0}), set()),
-    "temperature": (lambda net: hdet.Temperature(net), {VALID, "affects_eval_loss"}),
-}
+    "clip_norm of the loop": (lambda net: ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
+    "mine": (lambda net: Scalar("mine", value=1.0), set()),
+    "valid mine": (lambda net: Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
+    "dropout": (lambda net: Dropout(net), set()),
+    "label_smoothing": (lambda net: LabelSmoothing(0.1), set()),
+    "label_smoothing of a loss": (lambda net: LabelSmoothing(LOSS), set()),
+    "loss_weight/a": (lambda net: LossWeights({"a": 1.0}), set()),
+    "temperature": (lambda net: Temperature(net), {VALID, "affects_eval_loss"}),
+}  # fmt: skip
 FORWARD = [
     "silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss",
     "loss_weight/a",
@@ -129,7 +141,7 @@ def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference
     says = f"'{title(name)}' acts in the forward pass, but with gradients='shared'"
     with pytest.raises(ValueError, match=f"{says}.*gradients='local'"):
         ensemble(net, [knob], controller=probe_of(net, held_out=True))
-    knobs = [hdet.Temperature(net), hdet.WeightDecay()]  # but a temperature is scored directly
+    knobs = [Temperature(net), WeightDecay()]  # but a temperature is scored directly
     run = ensemble(net, knobs, controller=probe_of(net, held_out=True))
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
@@ -149,7 +161,7 @@ def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
     with pytest.raises(ValueError, match="with gradients='shared' they are equal on all replicas"):
-        ensemble(Net(), [hdet.LearningRate(), hdet.Eps(), hdet.WeightDecay()], moments="average")
+        ensemble(Net(), [LearningRate(), Eps(), WeightDecay()], moments="average")
 
 
 @pytest.mark.parametrize(("make", "coupled"), [
@@ -164,14 +176,14 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
     net = Net()
     if coupled:
         with pytest.raises(ValueError, match="'weight_decay' differ in their moments"):
-            ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)))
+            ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)))
     given = {"moments": "average"} if coupled else {}
-    assert ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)), **given).multipliers
+    assert ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)), **given).multipliers
 
 
 @pytest.mark.parametrize("knob", [
-    hdet.WeightDecay(), hdet.Betas(), hdet.Eps(), hdet.ClipNorm(), hdet.ClipNorm(1.0),
-    hdet.Scalar("x", value=1.0),
+    WeightDecay(), Betas(), Eps(), ClipNorm(), ClipNorm(1.0),
+    X(value=1.0),
 ])  # fmt: skip
 def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob) -> None:
     net = Net()
@@ -185,7 +197,7 @@ def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_onl
 
 
 def several(count: int) -> list[Any]:
-    return [hdet.Scalar(f"k{i}", value=1.0, valid_on_train_loss=True) for i in range(count)]
+    return [Scalar(f"k{i}", value=1.0, valid_on_train_loss=True) for i in range(count)]
 
 
 def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_that_regress() -> None:
@@ -198,11 +210,11 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     with pytest.raises(ValueError, match=says):
         ensemble(net, several(4), **regresses, **given)
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), **given)
-    knobs = [hdet.LearningRate(0.2), hdet.Eps(0.0)]  # nor can one without a spread be told
+    knobs = [LearningRate(0.2), Eps(0.0)]  # nor can one without a spread be told
     with pytest.raises(ValueError, match="the knob 'eps' has spread 0.*leave it out"):
         ensemble(net, knobs, **regresses)
     ensemble(net, knobs, controller=hdet.SoftmaxController(decay=None))
-    ensemble(net, [hdet.LearningRate(0.0)], **regresses)
+    ensemble(net, [LearningRate(0.0)], **regresses)
 
 
 @pytest.mark.parametrize(("knobs", "count", "asked", "found"), [
@@ -230,63 +242,28 @@ def test_the_drop_in_keeps_permutations() -> None:
 
 
 @pytest.mark.parametrize(("knob", "message"), [
-    (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
-    (lambda: hdet.Scalar("x"), "needs get and set"),
-    (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
-    (lambda: hdet.Scalar("x", value=1.0, scale="cubic"),
-        "scale of 'x' must be 'log' or 'linear'"),
-    (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
-    (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
-    (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
-    (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
-    (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
-    (lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)),
-        "bounds is .* with product=True"),
-    (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
-    (lambda: hdet.Betas(which=[2]), "which must list 0"),
-    (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
-    (lambda: hdet.GroupValue("betas"), "use hdet.Betas"),
-    (lambda: hdet.GroupValue(""), "key must be the name"),
-    (lambda: hdet.GroupValue(3), "key must be the name"),
-    (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
-    (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
-    (lambda: hdet.LearningRate(groups=[]),
-        "groups must be None, 'each' or a list .* not empty"),
+    (lambda: Scalar("", value=1.0), "name must be a text"), (X, "needs get and set"),
+    (lambda: X(get=lambda: 1.0), "needs get and set"),
+    (lambda: X(value=1.0, scale="cubic"), "scale of 'x' must be 'log' or 'linear'"),
+    (lambda: X(value=1.0, scale="linear"), "unit of 'x' is None"),
+    (lambda: X(value=1.0, unit=2.0), "the log scale has none"),
+    (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),
+    (lambda: X(value=1.0, bounds=3.0), "bounds must be"),
+    (lambda: X(value=1.0, spread=1.0), "spread must be a number"),
+    (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
+    (lambda: WeightDecay(product=1), "product must be True or False"),
+    (lambda: Betas(which=[2]), "which must list 0"),
+    (lambda: GroupValue("lr"), "use hdet.LearningRate"),
+    (lambda: GroupValue("betas"), "use hdet.Betas"),
+    (lambda: GroupValue(""), "key must be the name"),
+    (lambda: GroupValue(3), "key must be the name"),
+    (lambda: GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
+    (lambda: Eps(groups="all"), "groups must be None, 'each'"),
+    (lambda: LearningRate(groups=[]), "groups must be None, 'each' or a list .* not empty"),
 ])  # fmt: skip
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         knob()
-
-
-@pytest.mark.parametrize(("knobs", "message"), [
-    ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
-    ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
-    ([hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)],
-        "x is nan: begin with a finite number"),
-    ([hdet.Temperature(nn.Linear(1, 1), attribute="forward")],
-        "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
-    ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
-    ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
-    ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
-    ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
-    ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
-    ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
-    ([hdet.WeightDecay(groups=["drop"])],
-        r"'drop', but the optimizer has the groups \['first', 'last'\]"),
-    ([hdet.WeightDecay(product=True)],
-        "no knob moves the rate of its groups: add a LearningRate"),
-    ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)],
-        "no knob moves the rate"),
-    ([hdet.LabelSmoothing(nn.MSELoss())],
-        "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
-    ([hdet.LossWeights({})], "weights must be a dict"),
-    ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
-    ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
-    ([hdet.Scalar("x", value=1.0), hdet.Scalar("x", value=2.0)], "different names"),
-])  # fmt: skip
-def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ensemble(Net(), knobs, **LOCAL)
 
 
 class Bad:
@@ -301,23 +278,49 @@ class Bad:
 
 
 OF_BAD = "of the knob 'bad' must be"
+DROPPED, TRAINED = Net(), Net()
+TRAINED.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"acts": "explore"},
+@pytest.mark.parametrize(("knobs", "message"), [
+    ([X(value=0.0)], "x is 0, and scale='log' multiplies"),
+    ([X(value=float("inf"))], "x is inf: begin with a finite number"),
+    ([X(value=float("nan"), scale="linear", unit=1.0)], "x is nan: begin with a finite number"),
+    ([Temperature(nn.Linear(1, 1), attribute="forward")],
+        "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
+    ([ClipNorm()], "AdamW has max_grad_norm None"),
+    ([LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
+    ([WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
+    ([Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
+    ([X(value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
+    ([WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
+    ([WeightDecay(groups=["drop"])],
+        r"'drop', but the optimizer has the groups \['first', 'last'\]"),
+    ([WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
+    ([LearningRate(groups=["last"]), WeightDecay(product=True)], "no knob moves the rate"),
+    ([LabelSmoothing(nn.MSELoss())],
+        "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
+    ([LossWeights({})], "weights must be a dict"),
+    ([LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
+    ([Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
+    ([X(value=1.0), X(value=2.0)], "different names"),
+    ([Temperature(TRAINED)], "is a parameter, which the optimizer"),
+    ([Dropout(DROPPED), Dropout(DROPPED, name="again")],
+        "'dropout' and 'again' share one Dropout"),
+    # and a knob of your own
+    ([Bad(acts="explore")],
         rf"acts {OF_BAD} 'step' or 'forward' \(inside explore\(\)\), got 'explore'"),
-    ({"cells": []}, f"cells {OF_BAD} a list with at least one cell"),
-    ({"cells": held_cell(1.0)}, f"cells {OF_BAD} a list with at least one cell"),
-    ({"scale": "linear"}, rf"scale {OF_BAD} made by scale_of\(bounds, kind, unit\), got 'linear'"),
-    ({"cells": [attribute_cell(Bad("text"), "found")]},
+    ([Bad(cells=[])], f"cells {OF_BAD} a list with at least one cell"),
+    ([Bad(cells=held_cell(1.0))], f"cells {OF_BAD} a list with at least one cell"),
+    ([Bad(scale="linear")],
+        rf"scale {OF_BAD} made by scale_of\(bounds, kind, unit\), got 'linear'"),
+    ([Bad(cells=[attribute_cell(Bad("text"), "found")])],
         r"bad is \('text',\): begin with a finite number"),
-    ({"cells": [held_cell(0.0)], "acts": "forward"}, "bad is 0, and scale='log' multiplies"),
+    ([Bad(cells=[held_cell(0.0)], acts="forward")], "bad is 0, and scale='log' multiplies"),
 ])  # fmt: skip
-def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(
-    settings: Any, message: str
-) -> None:
+def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ensemble(Net(), [Bad(**settings)], **LOCAL)
+        ensemble(Net(), knobs, **LOCAL)
 
 
 BOUND = Bound("bad", 0.3, [held_cell(1.0)])
@@ -326,28 +329,19 @@ RETURNS, LISTED = "Bad.bind gave .*: it must return a list of hdet.knobs.Bound",
 
 @pytest.mark.parametrize(("wrong", "message"), [
     (Bad(None), RETURNS), (Bad(BOUND), RETURNS), (Bad([None]), RETURNS),
-    (BOUND, f"knobs {LISTED} knobs such as"), (hdet.LearningRate, f"knobs {LISTED} knobs such as"),
+    (BOUND, f"knobs {LISTED} knobs such as"), (LearningRate, f"knobs {LISTED} knobs such as"),
 ])  # fmt: skip
 def test_what_is_no_knob_is_refused(wrong: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ensemble(Net(), [wrong])
 
 
-def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused() -> None:
-    net, trained = Net(), Net()
-    trained.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="is a parameter, which the optimizer trains"):
-        ensemble(trained, [hdet.Temperature(trained)], **LOCAL)
-    with pytest.raises(ValueError, match="'dropout' and 'again' share one Dropout.p"):
-        ensemble(net, [hdet.Dropout(net), hdet.Dropout(net, name="again")], **LOCAL)
-
-
 @pytest.mark.parametrize(("knob", "message"), [
-    (hdet.Betas(), "SGD have no 'betas': leave the knob out"),
-    (hdet.Eps(), "SGD have no 'eps': leave the knob out"),
-    (hdet.GroupValue("rho"), "have no 'rho'"), (hdet.GroupValue("nesterov"), "which is no number"),
-    (hdet.GroupValue("dampening"), "begin above 0"),
-    (hdet.WeightDecay(), "no parameter group has a weight_decay to.*begin above 0 .*trainers is 0"),
+    (Betas(), "SGD have no 'betas': leave the knob out"),
+    (Eps(), "SGD have no 'eps': leave the knob out"),
+    (GroupValue("rho"), "have no 'rho'"), (GroupValue("nesterov"), "which is no number"),
+    (GroupValue("dampening"), "begin above 0"),
+    (WeightDecay(), "no parameter group has a weight_decay to.*begin above 0 .*trainers is 0"),
 ])  # fmt: skip
 def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: str) -> None:
     net = Net()
@@ -359,14 +353,14 @@ def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
     printed = hdet.SoftmaxController(decay="printed")
     says = "decay='printed' takes the place of a rate's schedule.*'eps'"
     with pytest.raises(ValueError, match=says):
-        ensemble(Net(), [hdet.Eps()], controller=printed, total_steps=100)
+        ensemble(Net(), [Eps()], controller=printed, total_steps=100)
 
 
 @pytest.mark.parametrize(("knob", "count", "message"), [
-    (hdet.LearningRate(groups="each"), 4, ""),
-    (hdet.WeightDecay(), 4, "ExactLocal.*'weight_decay'"),
-    (hdet.LearningRate(bounds=(0.0, 1.0)), 4, "ExactLocal.*'lr'"),
-    (hdet.LearningRate(groups="each"), 3,
+    (LearningRate(groups="each"), 4, ""),
+    (WeightDecay(), 4, "ExactLocal.*'weight_decay'"),
+    (LearningRate(bounds=(0.0, 1.0)), 4, "ExactLocal.*'lr'"),
+    (LearningRate(groups="each"), 3,
         "no orthogonal design of 3 replicas for 2 knobs is balanced"),
 ])  # fmt: skip
 def test_the_exact_local_mean_is_of_balanced_rates_alone(
