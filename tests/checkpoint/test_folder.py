@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,11 +200,8 @@ def test_a_checkpoint_of_the_former_format_is_refused_by_name(tmp_path: Path) ->
         checkpoint.save(tmp_path, run.state, 3)
 
 
-class Renamed(nn.Sequential):
-    def __init__(self) -> None:
-        net = mlp()
-        super().__init__()
-        self.first, self.between, self.last = net
+def renamed() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(zip(("first", "between", "last"), mlp(), strict=True)))
 
 
 def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -214,7 +212,7 @@ def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     says = "it lacks 'first.weight', 'first.bias', 'last.weight' and 1 more and has '0.weight', "
-    assert says in refusal(tmp_path, alone(net=Renamed()))
+    assert says in refusal(tmp_path, alone(net=renamed()))
     wide = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     assert "'0.weight' is torch.float32 of shape (8, 6) there" in refusal(tmp_path, alone(net=wide))
     assert "is torch.float32 of shape" in refusal(tmp_path, alone(net=mlp(torch.bfloat16)))
@@ -282,23 +280,21 @@ def anothers(path: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", ["a folder", "a file", "a link", "a link to a checkpoint"])
+IN_THE_WAY: dict[str, Callable[[Path, Path, Path], object]] = {
+    "a folder": lambda place, theirs, ours: theirs.rename(place),
+    "a file": lambda place, theirs, ours: place.write_text("theirs"),
+    "a link": lambda place, theirs, ours: place.symlink_to(theirs, target_is_directory=True),
+    "a link to ours": lambda place, theirs, ours: place.symlink_to(ours, target_is_directory=True),
+}
+
+
+@pytest.mark.parametrize("put", IN_THE_WAY.values(), ids=IN_THE_WAY)
 def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(
-    tmp_path: Path, how: str
+    tmp_path: Path, put: Callable[..., object]
 ) -> None:
-    place, elsewhere = (
-        tmp_path / "step-00000005",
-        anothers(tmp_path / "elsewhere", "note", "theirs"),
-    )
-    if how == "a folder":
-        elsewhere.rename(place)
-    elif how == "a file":
-        place.write_text("theirs")
-    elif how == "a link":
-        place.symlink_to(elsewhere, target_is_directory=True)
-    else:
-        saved(tmp_path / "other", 3)
-        place.symlink_to(tmp_path / "other" / "step-00000003", target_is_directory=True)
+    saved(tmp_path / "other", 3)
+    theirs = anothers(tmp_path / "elsewhere", "note", "theirs")
+    put(tmp_path / "step-00000005", theirs, tmp_path / "other" / "step-00000003")
     before, run = tree(tmp_path), alone().steps(5)
     facts = run.facts()
     with pytest.raises(CheckpointError, match="step-00000005.*holds what this version of hdet"):
@@ -374,6 +370,8 @@ def test_two_writers_at_once_publish_whole_checkpoints_only(tmp_path: Path) -> N
 
 def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
     run = ddp(rank, world).steps(10)
+    # The first rank says whether there is one: the other is on a disk that only the second sees.
+    assert checkpoint.load(Path(root, "own", str(rank)), run.state, missing=2) == 2
     path = checkpoint.save(root, run.state, 10)
     # Only one rank's part does not fit: nothing is changed on the other one either.
     other = ddp(rank, world).steps(2)
@@ -396,18 +394,10 @@ def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
 
 
 def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
+    saved(tmp_path / "own" / "1", 3)
     one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
     assert one == two and len(one) == 3
     assert "parameter groups" in one[0] and "(on rank 1 of 2)" in one[0]
-
-
-def begun(rank: int, world: int, root: str) -> int:
-    return checkpoint.load(Path(root, str(rank)), ddp(rank, world).state, missing=2)
-
-
-def test_the_first_rank_says_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path / "1", 3)  # on a disk that only the second rank sees
-    assert run_ranks(begun, 2, str(tmp_path)) == [2, 2]
 
 
 UNLIKE = {

@@ -123,7 +123,6 @@ def pipeline(rank: int) -> Part:
 
 def groups(rank: int) -> Part:
     """Ranks 0 and 1 share a rate, and 2 and 3: plain data parallelism inside."""
-    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]])
     net = model()
     ddp = nn.parallel.DistributedDataParallel(net)
 
@@ -132,7 +131,7 @@ def groups(rank: int) -> Part:
         loss.backward()
         observe(loss)
 
-    return replicas, list(net.parameters()), backward, {}
+    return hdet.Replicas.from_group([[0, 1], [2, 3]]), list(net.parameters()), backward, {}
 
 
 CASES = {
@@ -203,15 +202,14 @@ def after(seen: Seen, i: int) -> list[torch.Tensor]:
     return seen.parts(seen.trace.weights(i))
 
 
-def alike_inside(ranks: list[Seen]) -> bool:
-    weights = [[seen.trace.weights(i) for seen in ranks] for i in range(STEPS)]
-    return all(torch.equal(w[0], w[1]) and torch.equal(w[2], w[3]) for w in weights)
-
-
-def test_one_sample_on_two_ranks_of_cp(runs: dict[str, list[Seen]]) -> None:
-    ranks = runs["context"]
-    check_parts(ranks, lambda a, b: a)
-    assert alike_inside(ranks)
+@pytest.mark.parametrize(("case", "shards"), [("context", 1), ("groups", 2)])
+def test_one_sample_on_two_ranks_of_cp(runs: Any, case: str, shards: int) -> None:
+    """Or groups of replicas that share a rate: what is inside of one stays equal."""
+    ranks = runs[case]
+    check_parts(ranks, lambda a, b: a, shards=shards)
+    for i in range(STEPS):
+        weights = [seen.trace.weights(i) for seen in ranks]
+        assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
 
 
 def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -> None:
@@ -221,12 +219,6 @@ def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -
     one, two = (after(ranks[member], STEPS - 1) for member in (0, 1))
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
     assert not torch.equal(one[2], two[2])
-
-
-def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: dict[str, list[Seen]]) -> None:
-    ranks = runs["groups"]
-    check_parts(ranks, lambda a, b: a, shards=2)
-    assert alike_inside(ranks)
 
 
 def test_stages_and_a_matrix_on_two_of_them() -> None:
