@@ -127,9 +127,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path, how) -> None:
     saved(tmp_path, 3, 6)
     damage(tmp_path / "step-00000006", how)
     message = refusal(tmp_path, alone().steps(2))
@@ -178,9 +176,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_contents_that_are_wrong_under_right_checksums_change_nothing(
-    tmp_path: Path, how: str
-) -> None:
+def test_contents_that_are_wrong_under_right_checksums_change_nothing(tmp_path, how) -> None:
     saved(tmp_path, 3)
     change, says = CHANGES[how]
     sign(tmp_path / "step-00000003", change)
@@ -264,9 +260,7 @@ ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "says"), ARGUMENTS)
-def test_arguments_that_cannot_be_are_refused_by_name(
-    tmp_path: Path, call: Callable[..., object], error: type[Exception], says: str
-) -> None:
+def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, call, error, says) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(error, match=says):
         call(tmp_path, alone())
@@ -320,9 +314,7 @@ def test_what_others_have_there_stays(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step-00000004", run.state) == 4, "and reads as before"
 
 
-def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path, monkeypatch) -> None:
     said: list[str] = []
     run, second = alone().steps(3), alone(net=mlp(seed=1)).steps(3)
     facts, write_files = second.facts(), tensor_files.write_files

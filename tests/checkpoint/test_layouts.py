@@ -148,9 +148,8 @@ def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part() -> None:
             stage = member // 2
             own = Laid.over(stage, *row[2 * stage : 2 * stage + 2])
             replicas = Replicas(replica, 2, ranks=ranks, member=member)
-            rows.append(
-                tensor_files.describe({"tp": own, "all": Laid.over(0, *range(8))}, replicas)
-            )
+            tensors = {"tp": own, "all": Laid.over(0, *range(8))}
+            rows.append(tensor_files.describe(tensors, replicas))
     index, _ = tensor_files.plan_files(rows)
     held = {name: [(c["peers"], c["holders"]) for c in chunks] for name, chunks in index.items()}
     assert held == {

@@ -46,9 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("build", "make", "world", "at"), CASES)
-def test_resumed_run_is_the_same_run(
-    tmp_path: Path, build: Make, make: Make, world: int, at: int
-) -> None:
+def test_resumed_run_is_the_same_run(tmp_path, build, make, world, at) -> None:
     """Saved at the end of a cycle, in its middle, and before the first step."""
     for straight, resumed in run_ranks(interrupted, world, build, make, str(tmp_path), at):
         assert straight == resumed

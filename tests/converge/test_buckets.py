@@ -46,9 +46,7 @@ def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes
     # two halves of a small bucket are filled again and again
     (1000, 30, 1 << 16, 4),
 ])  # fmt: skip
-def test_collectives_and_extra_memory_are_bounded(
-    size: int, count: int, bucket_bytes: int, expected: int
-) -> None:
+def test_collectives_and_extra_memory_are_bounded(size, count, bucket_bytes, expected) -> None:
     for collectives_, extra in run_ranks(count_collectives, 2, size, count, bucket_bytes):
         assert collectives_ <= expected and extra <= (0 if size >= 1 << 18 else bucket_bytes)
 
@@ -59,11 +57,8 @@ def masters_in_place(rank: int, world: int) -> list[bool]:
     buckets = Buckets(lambda: [part], in_place=True)
     buckets.average(Replicas.from_group())
     mean = torch.linspace(1.0, 1.0001, 1 << 20) + 5e-5
-    return [
-        buckets.extra_bytes == 0,
-        bool((master - mean).abs().max() < 2e-7),
-        torch.equal(part.tensor, master.bfloat16()),
-    ]
+    near = bool((master - mean).abs().max() < 2e-7)
+    return [buckets.extra_bytes == 0, near, torch.equal(part.tensor, master.bfloat16())]
 
 
 def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> None:
@@ -78,9 +73,7 @@ def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> No
         (torch.ones(2), (10,), "bucket_bytes"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_by_name(
-    last: torch.Tensor, settings: tuple[int, ...], message: str
-) -> None:
+def test_what_cannot_be_averaged_is_refused_by_name(last, settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         average_tensors([torch.ones(2), last], Replicas.single(), None, *settings)
 

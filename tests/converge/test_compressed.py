@@ -52,9 +52,7 @@ def averages(rank: int, world: int, way: Compressed, weights: list[float], bucke
     [([0.5, 0.5], 1 << 13), ([0.25] * 4, 1 << 20), ([0.5, 0.0, 0.25, 0.25], 1 << 15)],
     ids=str,
 )
-def test_an_average_is_within_its_rounding_and_the_same_everywhere(
-    way: Compressed, weights: list[float], bucket: int
-) -> None:
+def test_an_average_is_within_its_rounding_and_the_same_everywhere(way, weights, bucket) -> None:
     ranks = run_ranks(averages, len(weights), way, weights, bucket)
     half_step = 2.0**-9 if way.dtype == "bf16" else 0.5 / 127
     for step, (_, after, bits) in enumerate(ranks[0]):

@@ -105,9 +105,8 @@ def run_faulty(
     found = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
     for one in found:
         one.update({key: tuple(one[key]) for key in ("lost", "late") if key in one})
-    return [
-        Outcome(r, w.exitcode, **one) for r, (w, one) in enumerate(zip(workers, found, strict=True))
-    ]
+    ends = zip(workers, found, strict=True)
+    return [Outcome(rank, worker.exitcode, **one) for rank, (worker, one) in enumerate(ends)]
 
 
 @dataclass

@@ -54,9 +54,7 @@ def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "local", "phase"), [
     (2, True, "statistics"), (3, False, "training step"),
 ])  # fmt: skip
-def test_a_straggler_beyond_the_timeout(
-    ranks: int, local: bool, phase: str, tmp_path: Path
-) -> None:
+def test_a_straggler_beyond_the_timeout(ranks, local, phase, tmp_path) -> None:
     """It still runs, which is said; and when it comes, it is told that it was late. Under DDP the
     others wait for it in their backward pass."""
     outcomes = run_faulty(scenarios.late, ranks, tmp_path, timeout=5.0, local=local)

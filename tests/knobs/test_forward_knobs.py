@@ -87,9 +87,7 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
     ("correction", "rho", "base", "used"),
     [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)],
 )
-def test_bounds_are_hard_for_the_base_and_for_replicas(
-    correction: float, rho: float, base: float, used: float
-) -> None:
+def test_bounds_are_hard_for_the_base_and_for_replicas(correction, rho, base, used) -> None:
     held = Held(0.8)
     knob = held.knob(bounds=(0.5, 1.0), spread=0.5)
     run = ensemble(Net(), [knob], controller=given(rho), **LOCAL)

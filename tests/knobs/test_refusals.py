@@ -32,9 +32,8 @@ from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
 
 def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
-    return hdet.ProbeController(
-        lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings
-    )
+    mean = lambda model, x: model(x).mean()
+    return hdet.ProbeController(mean, [torch.ones(2, 4)] * 8, model=net, **settings)
 
 
 X = partial(Scalar, "x")
@@ -187,10 +186,8 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
 ])  # fmt: skip
 def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob) -> None:
     net = Net()
-    optimizer, replicas = (
-        adamw(net, hdet.FusedAdamW, max_grad_norm=1.0),
-        hdet.CoresidentReplicas(net, 4),
-    )
+    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
+    replicas = hdet.CoresidentReplicas(net, 4)
     says = "co-resident replicas.*one process per replica|gradients='local'"
     with pytest.raises(ValueError, match=says):
         hdet.Ensemble(optimizer, knobs=[knob], replicas=replicas)
@@ -204,9 +201,7 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     net = Net()
     regresses, given = {"controller": probe_of(net)}, {"count": 4, **LOCAL}
     ensemble(net, several(3), **regresses, **given)
-    says = (
-        r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replicas or"
-    )
+    says = r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replica"
     with pytest.raises(ValueError, match=says):
         ensemble(net, several(4), **regresses, **given)
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), **given)
@@ -363,9 +358,7 @@ def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
     (LearningRate(groups="each"), 3,
         "no orthogonal design of 3 replicas for 2 knobs is balanced"),
 ])  # fmt: skip
-def test_the_exact_local_mean_is_of_balanced_rates_alone(
-    knob: Any, count: int, message: str
-) -> None:
+def test_the_exact_local_mean_is_of_balanced_rates_alone(knob, count, message) -> None:
     net, way = Net(), hdet.converge.ExactLocal()
     optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
     with pytest.raises(ValueError, match=message) if message else nullcontext():

@@ -58,14 +58,6 @@ def make(rank: int, world: int, kind: str, arguments: dict[str, Any]) -> dict[st
     return seen(getattr(hdet.Replicas, kind)(**arguments))
 
 
-@pytest.mark.parametrize(("world", "sizes", "ranks"), [
-    (4, {"tp": 2}, [[0, 1], [2, 3]]), (4, {"pp": 2}, [[0, 2], [1, 3]]),
-    (4, {}, [[0], [1], [2], [3]]), (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-])  # fmt: skip
-def test_from_layout(world: int, sizes: dict[str, int], ranks: Table) -> None:
-    check(run_ranks(make, world, "from_layout", sizes), ranks)
-
-
 @pytest.mark.parametrize("lists", [
     [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]],
     ((0,), (1,), (2,), (3,)),
@@ -169,16 +161,24 @@ def from_megatron(
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(("world", "sizes", "instances", "ranks"), [
-    (4, {}, 1, [[0], [1], [2], [3]]), (4, {"tp": 2}, 1, [[0, 1], [2, 3]]),
-    (4, {"pp": 2}, 1, [[0, 2], [1, 3]]), (4, {"ep": 2}, 1, [[0, 1], [2, 3]]),
-    (8, {"tp": 2, "pp": 2}, 1, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (8, {"ep": 4}, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    # of a distributed optimizer
-    (4, {}, 2, [[0, 1], [2, 3]]),
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize(("world", "sizes", "ranks"), [
+    (4, {}, [[0], [1], [2], [3]]), (4, {"tp": 2}, [[0, 1], [2, 3]]),
+    (4, {"pp": 2}, [[0, 2], [1, 3]]), (4, {"ep": 2}, [[0, 1], [2, 3]]),
+    (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
 ])  # fmt: skip
-def test_from_megatron(world: int, sizes: dict[str, int], instances: int, ranks: Table) -> None:
-    check(run_ranks(from_megatron, world, sizes, instances, instances > 1), ranks)
+def test_from_layout_and_from_megatron(
+    world: int, sizes: Any, ranks: Table, megatron: bool
+) -> None:
+    if megatron:
+        check(run_ranks(from_megatron, world, sizes, 1, False), ranks)
+    else:
+        check(run_ranks(make, world, "from_layout", sizes), ranks)
+
+
+def test_two_instances_of_megatrons_distributed_optimizer() -> None:
+    check(run_ranks(from_megatron, 4, {}, 2, True), [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize(("sizes", "instances", "distributed", "drop", "message"), [
@@ -245,9 +245,7 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
     ("from_group", {"group": [[0, 1], [2, 4]]}, "ranks 4, but the world has ranks 0-3"),
     ("from_group", {"group": [0, 1, 2, 3]}, "lists of rank numbers"),
 ])  # fmt: skip
-def test_what_all_ranks_get_wrong_is_their_own_error(
-    kind: str, arguments: Any, message: str
-) -> None:
+def test_what_all_ranks_get_wrong_is_their_own_error(kind, arguments, message) -> None:
     for error, text in run_ranks(ask, 4, [(kind, arguments)] * 4):
         assert error == "ValueError" and re.search(message, text), text
 
