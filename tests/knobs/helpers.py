@@ -1,4 +1,4 @@
-"""One replica of several without a process group: enough to see what values it has, where and when."""
+"""One replica of several without a process group: enough to see what values it has."""
 
 from __future__ import annotations
 

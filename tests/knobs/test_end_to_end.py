@@ -1,4 +1,4 @@
-"""Whole runs with a known answer: several knobs at once move the right way under a ProbeController."""
+"""Whole runs with a known answer: several knobs at once move the right way under a probe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..distributed import run_ranks
 
 
 class Bent(nn.Module):
-    """y = tanh(steep x a) + x b: ``a`` is known, ``b`` learned, ``steep`` a number, 2 in the data."""
+    """y = tanh(steep x a) + x b: ``a`` is known, ``b`` learned, ``steep`` is 2 in the data."""
 
     def __init__(self, steep: float) -> None:
         super().__init__()

@@ -146,6 +146,8 @@ def with_batch_norm(rank: int, world: int, spread: float) -> Any:
             ddp = DDP(net, forward_sync_buffers=False)
         except TypeError:
             ddp = DDP(net, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(spread)])
     steps = []
     for i in range(STEPS):

@@ -1,4 +1,4 @@
-"""What cannot be averaged is refused before anything is changed, with the way out; real sharding on gloo ranks."""
+"""What cannot be averaged is refused before anything is changed, with the way out."""
 
 from __future__ import annotations
 
@@ -191,6 +191,6 @@ def test_lbfgs_has_its_own_number_of_backward_passes() -> None:
 def test_megatron_fsdp(strategy: str, refused: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     config = SimpleNamespace(outer_dp_sharding_strategy=strategy)
-    parameter._megatron_fsdp_model = SimpleNamespace(ddp_config=config)  # type: ignore[attr-defined]
+    vars(parameter)["_megatron_fsdp_model"] = SimpleNamespace(ddp_config=config)
     said = refusal(torch.optim.SGD([parameter], lr=0.1), hdet.Replicas(0, 2))
     assert ("outer_dp_sharding_strategy='no_shard'" in said) is refused
