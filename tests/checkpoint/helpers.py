@@ -26,14 +26,7 @@ from ..adversary.common import bits
 class Run(harness.Run):
     """With a controller that moves, and dropout from a generator that ``extra`` carries."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        replicas: Replicas | None,
-        make: Callable[..., Any],
-        stream: int,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, net: nn.Module, replicas: Any, make: Any, stream: int, **settings: Any):
         given = {} if replicas is None else {"replicas": replicas}
         settings = {"controller": hdet.SoftmaxController(decay=None), **given, **settings}
         super().__init__(stream, net=net, ddp=False, optimizer=make, weight_decay=0.01, **settings)
@@ -43,9 +36,8 @@ class Run(harness.Run):
 
     def dropped(self, data: harness.Batch) -> torch.Tensor:
         x, y = data
-        return harness.losses_of(
-            self.net, (x * (torch.rand(x.shape, generator=self.generator) > 0.1), y)
-        )
+        kept = torch.rand(x.shape, generator=self.generator) > 0.1
+        return harness.losses_of(self.net, (x * kept, y))
 
     @property
     def state(self) -> checkpoint.RunState:
@@ -53,8 +45,7 @@ class Run(harness.Run):
         return checkpoint.RunState(self.net, self.ensemble, self.extra)
 
     def resume(self, path: Path | str) -> Run:
-        # DDP orders its buckets anew after its first backward pass, and with them the sums of
-        # more than two ranks' gradients.
+        # DDP orders its buckets, and the sums of gradients, anew after its first backward pass.
         self.backward()
         self.optimizer.zero_grad()
         checkpoint.load(path, self.state)
@@ -103,23 +94,16 @@ def torch_sgd(params: Any, lr: float, weight_decay: float) -> torch.optim.Optimi
     return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5)
 
 
-# -- layouts --------------------------------------------------------------------------------------
+Make = Callable[..., Any]
 
 
 def hsdp(
-    rank: int,
-    world: int,
-    make: Callable[..., Any] = torch_adamw,
-    *,
-    bf16: bool = False,
-    shard: int = 2,
+    rank: int, world: int, make: Make = torch_adamw, *, bf16: bool = False, shard: int = 2,
     **settings: Any,
-) -> Run:
+) -> Run:  # fmt: skip
     """FSDP2 on a mesh of replicas x shards."""
-    mesh = init_device_mesh(
-        "cpu", (world // shard, shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    net = mlp()
+    shape, names = (world // shard, shard), ("dp_replicate", "dp_shard")
+    mesh, net = init_device_mesh("cpu", shape, mesh_dim_names=names), mlp()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in (net[0], net[2], net):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -129,49 +113,42 @@ def hsdp(
 hsdp_bf16 = partial(hsdp, bf16=True)
 
 
-def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
+def local_fsdp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """A one-dimensional FSDP mesh for each replica: nothing travels between replicas in a cycle."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    net = mlp()
+    net, own = mlp(), {"gradients": "local", "moments": "keep", **settings}
     fully_shard(net, mesh=mesh["dp_shard"])
-    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", moments="keep")
+    return Run(net, Replicas.from_mesh(mesh), make, rank, **own)
 
 
-def local(
-    rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, moments: str = "keep"
-) -> Run:
-    return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", moments=moments)
+def local(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
+    own = {"gradients": "local", "moments": "keep", **settings}
+    return Run(mlp(), Replicas.from_group(), make, rank, **own)
+
+
+outer = partial(local, converge=converge.Outer())
+outer_fsdp = partial(local_fsdp, converge=converge.Outer())
 
 
 def table(ranks: list[list[int]]) -> Replicas:
     """Replicas by their ranks, [replica][member]; every rank makes all groups."""
     me = dist.get_rank()
     peers = [dist.new_group(list(column)) for column in zip(*ranks, strict=True)]
-    index, member = next(
-        (r, m) for r, row in enumerate(ranks) for m, rank in enumerate(row) if rank == me
-    )
-    return Replicas(
-        index, len(ranks), peers[member], ranks=ranks, member=member, world_group=dist.group.WORLD
-    )
+    index = next(r for r, row in enumerate(ranks) if me in row)
+    member, settings = ranks[index].index(me), {"world_group": dist.group.WORLD, "ranks": ranks}
+    return Replicas(index, len(ranks), peers[member], member=member, **settings)
 
 
-def alone(
-    make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, **settings: Any
-) -> Run:
+def alone(make: Make = torch_adamw, net: nn.Module | None = None, **settings: Any) -> Run:
     """One replica, without torch.distributed."""
     return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
 
 
-def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+def ddp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """In bfloat16 if the optimizer keeps master weights."""
     small = "master_weights" in getattr(make, "keywords", {})
-    return Run(
-        DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32)),
-        None,
-        make,
-        rank,
-        **settings,
-    )
+    net = DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32))
+    return Run(net, None, make, rank, **settings)
 
 
 streaming = partial(ddp, converge=converge.Streaming(2))
@@ -180,7 +157,7 @@ compressed = partial(ddp, converge=converge.Compressed("int8"))
 exact_local = partial(ddp, converge=converge.ExactLocal())
 
 
-def groups(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+def groups(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """Two replicas of world / 2 ranks each, data parallel inside and between."""
     half = world // 2
     replicas = table([list(range(half)), list(range(half, world))])
@@ -192,15 +169,14 @@ class Shard(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup, place: int) -> None:
         super().__init__()
-        whole = mlp()
-        self.group = group
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 4)
-        self.down = nn.Linear(4, 1, bias=False)
+        up, _, down = mlp()
+        part = slice(4 * place, 4 * place + 4)
+        self.group, self.norm = group, nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 4), nn.Linear(4, 1, bias=False)
         with torch.no_grad():
-            self.up.weight.copy_(whole[0].weight[4 * place : 4 * place + 4])
-            self.up.bias.copy_(whole[0].bias[4 * place : 4 * place + 4])
-            self.down.weight.copy_(whole[2].weight[:, 4 * place : 4 * place + 4])
+            self.up.weight.copy_(up.weight[part])
+            self.up.bias.copy_(up.bias[part])
+            self.down.weight.copy_(down.weight[:, part])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         partial = self.down(torch.tanh(self.up(self.norm(x))))
@@ -209,7 +185,7 @@ class Shard(nn.Module):
         return partial + (total - partial.detach())
 
 
-def shards(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+def shards(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """tp 2 x dp 2: ranks {0, 1} and {2, 3} are replicas; DDP is over {0, 2} and {1, 3}."""
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     replicas = table([[0, 1], [2, 3]])

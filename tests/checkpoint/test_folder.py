@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,6 @@ def refusal(path: Path, run: Run) -> str:
 
 def checkpoints(root: Path) -> list[str]:
     return sorted(entry.name for entry in root.iterdir() if entry.name != folder.LOCK)
-
-
-# -- what is kept ---------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
@@ -101,62 +99,39 @@ def test_a_run_begins_where_nothing_is_and_continues_where_something_is(tmp_path
         checkpoint.load(tmp_path / "step-00000099", fresh.state, missing=0)
 
 
-# -- what is refused, and has changed nothing -----------------------------------------------------
-
-
 def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 4
     file.write_bytes(content)
 
 
+GONE, UNREADABLE = "is missing, or no regular file: it is damaged", "is unreadable"
+# of a file of tensors and the manifest
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "flipped": (lambda f, m: flip(f, f.stat().st_size // 2), "has changed: it is damaged"),
+    "truncated": (lambda f, m: f.write_bytes(f.read_bytes()[:-100]), "bytes instead of"),
+    "missing": (lambda f, m: f.unlink(), GONE),
+    "a link": (lambda f, m: f.symlink_to(f.rename(f.parents[1] / "elsewhere")), GONE),
+    "a pipe": (lambda f, m: (f.unlink(), os.mkfifo(f)), GONE),
+    "state flipped": (lambda f, m: flip(m.with_name("state.json"), 200), "'state.json' of checkp"),
+    "no manifest": (lambda f, m: m.unlink(), "has no manifest.json: it is damaged"),
+    "manifest truncated": (lambda f, m: m.write_text(m.read_text()[:-20]), UNREADABLE),
+    "manifest nested": (lambda f, m: m.write_text("[" * 100_000), UNREADABLE),
+    "manifest changed": (lambda f, m: m.write_text(m.read_text().replace('"step": 6', '"step": 7')),
+        "has been changed: it is damaged"),
+}  # fmt: skip
+
+
 def damage(path: Path, how: str) -> None:
-    data, manifest = min(path.glob("*.safetensors")), path / "manifest.json"
-    if how == "flipped":
-        flip(data, data.stat().st_size // 2)
-    elif how == "truncated":
-        data.write_bytes(data.read_bytes()[:-100])
-    elif how == "missing":
-        data.unlink()
-    elif how == "a link":
-        data.symlink_to(data.rename(path.parent / "elsewhere"))
-    elif how == "a pipe":
-        data.unlink()
-        os.mkfifo(data)
-    elif how == "state flipped":
-        flip(path / "state.json", 200)
-    elif how == "no manifest":
-        manifest.unlink()
-    elif how == "manifest truncated":
-        manifest.write_text(manifest.read_text()[:-20])
-    elif how == "manifest nested":
-        manifest.write_text("[" * 100_000)
-    else:
-        manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 7'))
-
-
-DAMAGES = {
-    "flipped": "has changed: it is damaged",
-    "truncated": "bytes instead of",
-    "missing": "is missing, or no regular file: it is damaged",
-    "a link": "is missing, or no regular file",
-    "a pipe": "is missing, or no regular file",
-    "state flipped": "'state.json' of checkpoint",
-    "no manifest": "has no manifest.json: it is damaged",
-    "manifest truncated": "is unreadable",
-    "manifest nested": "is unreadable",
-    "manifest changed": "has been changed: it is damaged",
-}
+    DAMAGES[how][0](min(path.glob("*.safetensors")), path / "manifest.json")
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path, how) -> None:
     saved(tmp_path, 3, 6)
     damage(tmp_path / "step-00000006", how)
     message = refusal(tmp_path, alone().steps(2))
-    assert DAMAGES[how] in message and str(tmp_path / "step-00000006") in message
+    assert DAMAGES[how][1] in message and str(tmp_path / "step-00000006") in message
     assert message.endswith(f"; load the one before, '{tmp_path / 'step-00000003'}'")
     run = alone().resume(tmp_path / "step-00000003").steps(3)
     checkpoint.save(tmp_path, run.state, 6)  # it can be saved again
@@ -176,42 +151,32 @@ def sign(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object])
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
 
 
-def chunk(state: dict[str, Any], name: str = "model.0.weight") -> dict[str, Any]:
-    return state["tensors"][name][0]
+WEIGHT, FITS = "model.0.weight", "does not fit this run"
 
 
-def ensemble(state: dict[str, Any]) -> dict[str, Any]:
-    return state["parts"]["ensemble"]["values"][0]
+def values(state: dict[str, Any], part: str) -> dict[str, Any]:
+    return state["parts"][part]["values"][0]
 
 
+# of manifest and state
 CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "former format": (
-        lambda m, s: m.update(version=1),
-        "has format 1, and this hdet reads format 2",
-    ),
     "a file elsewhere": (lambda m, s: m["files"].update({"../x": {}}), "has a wrong files"),
     "a step that is none": (lambda m, s: m.update(step="3"), "has a wrong step"),
-    "a gap": (lambda m, s: chunk(s).update(sizes=[8, 5]), "index differ in 'model.0.weight'"),
-    "no chunk": (lambda m, s: s["tensors"].update({"model.0.bias": []}), "does not fit this run"),
-    "another dtype": (lambda m, s: chunk(s).update(dtype="float64"), "is torch.float64 of shape"),
-    "a tensor that is none": (lambda m, s: chunk(s).update(dtype="nn"), "does not fit this run"),
-    "no optimizer": (lambda m, s: s["parts"].pop("optimizer"), "does not fit this run"),
-    "a wrong correction": (
-        lambda m, s: ensemble(s).update(corrections=[-1.0]),
-        "does not fit this run.*corrections",
-    ),
-    "a wrong schedule": (lambda m, s: ensemble(s).update(scheduler=3), "does not fit this run"),
-    "a wrong last part": (
-        lambda m, s: s["parts"]["extra"]["values"][0]["generator"].update({"$tensor": "none"}),
-        "does not fit this run",
-    ),
-}
+    "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), f"differ in '{WEIGHT}'"),
+    "no chunk": (lambda m, s: s["tensors"].update({"model.0.bias": []}), FITS),
+    "float64": (lambda m, s: s["tensors"][WEIGHT][0].update(dtype="float64"), "is torch.float64 o"),
+    "no dtype": (lambda m, s: s["tensors"][WEIGHT][0].update(dtype="nn"), FITS),
+    "no optimizer": (lambda m, s: s["parts"].pop("optimizer"), FITS),
+    "a correction":
+        (lambda m, s: values(s, "ensemble").update(corrections=[-1.0]), f"{FITS}.*corrections"),
+    "a wrong schedule": (lambda m, s: values(s, "ensemble").update(scheduler=3), FITS),
+    "the last part":
+        (lambda m, s: values(s, "extra")["generator"].update({"$tensor": "none"}), FITS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_contents_that_are_wrong_under_right_checksums_change_nothing(
-    tmp_path: Path, how: str
-) -> None:
+def test_contents_that_are_wrong_under_right_checksums_change_nothing(tmp_path, how) -> None:
     saved(tmp_path, 3)
     change, says = CHANGES[how]
     sign(tmp_path / "step-00000003", change)
@@ -224,16 +189,15 @@ def test_a_checkpoint_of_the_former_format_is_refused_by_name(tmp_path: Path) ->
     (path / ".metadata").write_bytes(b"torch's pickle")
     old = {"format": "hdet-checkpoint", "version": 1, "hdet": "0.1.0", "step": 3}
     (path / "manifest.json").write_text(json.dumps(old))
-    assert refusal(tmp_path, run).endswith("load it with the hdet that wrote it ('0.1.0')")
+    message = refusal(tmp_path, run)
+    assert "has format 1, and this hdet reads format 2" in message
+    assert message.endswith("load it with the hdet that wrote it ('0.1.0')")
     with pytest.raises(CheckpointError, match="holds what this version of hdet does not write"):
         checkpoint.save(tmp_path, run.state, 3)
 
 
-class Renamed(nn.Sequential):
-    def __init__(self) -> None:
-        net = mlp()
-        super().__init__()
-        self.first, self.between, self.last = net
+def renamed() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(zip(("first", "between", "last"), mlp(), strict=True)))
 
 
 def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -244,7 +208,7 @@ def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     says = "it lacks 'first.weight', 'first.bias', 'last.weight' and 1 more and has '0.weight', "
-    assert says in refusal(tmp_path, alone(net=Renamed()))
+    assert says in refusal(tmp_path, alone(net=renamed()))
     wide = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     assert "'0.weight' is torch.float32 of shape (8, 6) there" in refusal(tmp_path, alone(net=wide))
     assert "is torch.float32 of shape" in refusal(tmp_path, alone(net=mlp(torch.bfloat16)))
@@ -259,86 +223,72 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert "it has no extra" in refusal(tmp_path, alone())
 
 
-def one_cycle_scheduler() -> hdet.OneCycleAutoLR:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+def one_cycle() -> hdet.OneCycleAutoLR:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     return hdet.OneCycleAutoLR(optimizer, max_lr=0.1, total_steps=10, controller=None)
 
 
-State = checkpoint.RunState
-LATE = "open'] holds what a checkpoint cannot give back"
+def opened_later(run: Run) -> checkpoint.RunState:
+    state = State(run.net, run.ensemble, {"index": 1})
+    state.extra["open"] = Path
+    return state
+
+
+State, save, load = checkpoint.RunState, checkpoint.save, checkpoint.load
+export = checkpoint.export_safetensors
+LOST = "open.* holds what a checkpoint cannot give back"
+NO_FOLDER = "FileExistsError|NotADirectoryError"
 ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
-    (lambda at, run: checkpoint.save(at, {}, 1), TypeError, "must be an hdet.checkpoint.RunState"),
-    (lambda at, run: checkpoint.load(at, {}), TypeError, "must be an hdet.checkpoint.RunState"),
-    (lambda at, run: checkpoint.save(at, run.state, -1), ValueError, "step must be a whole number"),
-    (lambda at, run: checkpoint.save(at, run.state, 1, keep=0), ValueError, "keep must be a whole"),
-    (lambda at, run: checkpoint.load(at, run.state, missing=-1), ValueError, "missing must be a"),
-    (
-        lambda at, run: State(run, run.ensemble),
-        TypeError,
-        "model must be a torch.nn.Module, got Run",
-    ),
+    (lambda at, run: save(at, {}, 1), TypeError, "must be an hdet.checkpoint.RunState"),
+    (lambda at, run: load(at, {}), TypeError, "must be an hdet.checkpoint.RunState"),
+    (lambda at, run: save(at, run.state, -1), ValueError, "step must be a whole number"),
+    (lambda at, run: save(at, run.state, 1, keep=0), ValueError, "keep must be a whole"),
+    (lambda at, run: save(at, opened_later(run), 1), CheckpointError, f"extra.{LOST}"),
+    (lambda at, run: save(at / "file", run.state, 1), CheckpointError, NO_FOLDER),
+    (lambda at, run: load(at, run.state, missing=-1), ValueError, "missing must be a"),
+    (lambda at, run: State(run, run.ensemble), TypeError, "must be a torch.nn.Module, got Run"),
     (lambda at, run: State(run.net, run), TypeError, "ensemble must be an hdet.Ensemble, got Run"),
-    (
-        lambda at, run: State(run.net, one_cycle_scheduler()),
-        TypeError,
-        "AutoLR: pass its .ensemble",
-    ),
-    (
-        lambda at, run: State(mlp(), run.ensemble),
-        ValueError,
-        "parameter 0 of the optimizer is not in",
-    ),
+    (lambda at, run: State(run.net, one_cycle()), TypeError, "AutoLR: pass its .ensemble"),
+    (lambda at, run: State(mlp(), run.ensemble), ValueError, "parameter 0 of the optimizer is not"),
     (lambda at, run: State(run.net, run.ensemble, [1]), TypeError, "extra must be a dict, or have"),
-    (lambda at, run: State(run.net, run.ensemble, {"open": Path}), ValueError, LATE),
-]
+    (lambda at, run: State(run.net, run.ensemble, {"open": Path}), ValueError, LOST),
+    (lambda at, run: export(at / "model.pt", run.net, run.ensemble), ValueError,
+        "path must end in .safetensors, got"),
+    (lambda at, run: export(at / "file" / "model.safetensors", run.net, run.ensemble),
+        CheckpointError, NO_FOLDER),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "says"), ARGUMENTS)
-def test_arguments(
-    tmp_path: Path, call: Callable[[Path, Run], object], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=re.escape(says)):
-        call(tmp_path, alone())
-
-
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    run = alone()
-    state = State(run.net, run.ensemble, {"index": 1})
-    state.extra["open"] = Path
-    with pytest.raises(
-        CheckpointError, match="extra.open holds what a checkpoint cannot give back"
-    ):
-        checkpoint.save(tmp_path, state, 1)
+def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, call, error, says) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="FileExistsError|NotADirectoryError"):
-        checkpoint.save(tmp_path / "file", run.state, 1)
+    with pytest.raises(error, match=says):
+        call(tmp_path, alone())
+    assert [name for name in checkpoints(tmp_path) if "partial" not in name] == ["file"]
 
 
-# -- whose folders a save touches -----------------------------------------------------------------
-
-
-def anothers(path: Path, **files: str) -> Path:
+def anothers(path: Path, name: str, text: str) -> Path:
     """A folder of another program."""
     path.mkdir(parents=True)
-    for name, text in files.items():
-        (path / name.replace("_json", ".json")).write_text(text)
+    (path / name).write_text(text)
     return path
 
 
-@pytest.mark.parametrize("how", ["a folder", "a file", "a link", "a link to a checkpoint"])
+IN_THE_WAY: dict[str, Callable[[Path, Path, Path], object]] = {
+    "a folder": lambda place, theirs, ours: theirs.rename(place),
+    "a file": lambda place, theirs, ours: place.write_text("theirs"),
+    "a link": lambda place, theirs, ours: place.symlink_to(theirs, target_is_directory=True),
+    "a link to ours": lambda place, theirs, ours: place.symlink_to(ours, target_is_directory=True),
+}
+
+
+@pytest.mark.parametrize("put", IN_THE_WAY.values(), ids=IN_THE_WAY)
 def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(
-    tmp_path: Path, how: str
+    tmp_path: Path, put: Callable[..., object]
 ) -> None:
-    place, elsewhere = tmp_path / "step-00000005", anothers(tmp_path / "elsewhere", note="theirs")
-    if how == "a folder":
-        elsewhere.rename(place)
-    elif how == "a file":
-        place.write_text("theirs")
-    elif how == "a link":
-        place.symlink_to(elsewhere, target_is_directory=True)
-    else:
-        saved(tmp_path / "other", 3)
-        place.symlink_to(tmp_path / "other" / "step-00000003", target_is_directory=True)
+    saved(tmp_path / "other", 3)
+    theirs = anothers(tmp_path / "elsewhere", "note", "theirs")
+    put(tmp_path / "step-00000005", theirs, tmp_path / "other" / "step-00000003")
     before, run = tree(tmp_path), alone().steps(5)
     facts = run.facts()
     with pytest.raises(CheckpointError, match="step-00000005.*holds what this version of hdet"):
@@ -348,8 +298,8 @@ def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(
 
 def test_what_others_have_there_stays(tmp_path: Path) -> None:
     """Also a checkpoint that its owner has moved to another disk, with a link in its place."""
-    anothers(tmp_path / "step-00000001", weights="theirs")
-    anothers(tmp_path / "step-00000002", manifest_json='{"format": "another tool\'s"}')
+    anothers(tmp_path / "step-00000001", "weights", "theirs")
+    anothers(tmp_path / "step-00000002", "manifest.json", '{"format": "another tool\'s"}')
     (tmp_path / "step-00000003").write_text("a file of that name")
     run = saved(tmp_path, 4)
     moved = (tmp_path / "step-00000004").rename(tmp_path / "moved")
@@ -364,9 +314,7 @@ def test_what_others_have_there_stays(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step-00000004", run.state) == 4, "and reads as before"
 
 
-def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path, monkeypatch) -> None:
     said: list[str] = []
     run, second = alone().steps(3), alone(net=mlp(seed=1)).steps(3)
     facts, write_files = second.facts(), tensor_files.write_files
@@ -412,93 +360,73 @@ def test_two_writers_at_once_publish_whole_checkpoints_only(tmp_path: Path) -> N
     assert all(re.fullmatch(r"step-0000000\d", name) for name in checkpoints(tmp_path))
 
 
-# -- on several ranks -----------------------------------------------------------------------------
-
-
 def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
     run = ddp(rank, world).steps(10)
+    # The first rank says whether there is one: the other is on a disk that only the second sees.
+    assert checkpoint.load(Path(root, "own", str(rank)), run.state, missing=2) == 2
     path = checkpoint.save(root, run.state, 10)
-    before, found = run.facts(), []
-    for how in ("flipped", "truncated"):
-        copy = Path(root, how, "step-00000010")
-        if rank == 0:
-            shutil.copytree(path, copy)
-            damage(copy, how)
-        torch.distributed.barrier()
-        try:
-            checkpoint.load(copy, run.state)
-        except CheckpointError as error:
-            found.append(str(error))
     # Only one rank's part does not fit: nothing is changed on the other one either.
     other = ddp(rank, world).steps(2)
     if rank == 1:
         other.optimizer.param_groups[0]["params"].reverse()
-    facts = other.facts()
-    try:
-        checkpoint.load(path, other.state)
-    except CheckpointError as error:
-        found.append(str(error))
-    assert run.facts() == before and other.facts() == facts
+    before, found, cases = (run.facts(), other.facts()), [], [(path, other)]
+    for how in ("flipped", "truncated"):
+        cases.append((Path(root, how, "step-00000010"), run))
+        if rank == 0:
+            shutil.copytree(path, cases[-1][0])
+            damage(cases[-1][0], how)
+    torch.distributed.barrier()
+    for place, into in cases:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(place, into.state)
+        found.append(str(caught.value))
+    assert (run.facts(), other.facts()) == before
     run.steps(2)  # nobody hangs, and training goes on
     return found
 
 
 def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
+    saved(tmp_path / "own" / "1", 3)
     one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
     assert one == two and len(one) == 3
-    assert "parameter groups" in one[2] and "(on rank 1 of 2)" in one[2]
+    assert "parameter groups" in one[0] and "(on rank 1 of 2)" in one[0]
 
 
-def begun(rank: int, world: int, root: str) -> int:
-    return checkpoint.load(Path(root, str(rank)), ddp(rank, world).state, missing=2)
+UNLIKE = {
+    "folders": "is not one folder for all ranks",
+    "steps": r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]",
+    "moments": "the optimizer's state differ between replicas 0 and 1",
+    "parameters": "the parameters differ between replicas 0 and 1 .in 'model.0.bias'",
+}
 
 
-def test_the_first_rank_says_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path / "1", 3)  # on a disk that only the second rank sees
-    assert run_ranks(begun, 2, str(tmp_path)) == [2, 2]
+def misused(rank: int, world: int, root: str) -> list[str]:
+    """Of each: the second rank has one of its own."""
+    found = []
+    for how in UNLIKE:
+        run, place, step = ddp(rank, world).steps(5), Path(root, how), 5
+        checkpoint.save(place, run.state, 1)
+        if how == "folders":
+            place = place / f"host {rank}"
+        if how == "steps":
+            step += rank
+        if how == "moments" and rank == 1:
+            next(iter(run.optimizer.state.values()))["exp_avg"].mul_(1.5)
+        if how == "parameters" and rank == 1:
+            run.net.module[0].bias.data.add_(1)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(place, run.state, step, keep=1)
+        found.append(str(caught.value))
+    return found
 
 
-def misused(rank: int, world: int, root: str, how: str) -> str:
-    run, place, step = ddp(rank, world).steps(5), Path(root), 5
-    checkpoint.save(place, run.state, 1)
-    if how == "folders of their own":
-        place = place / f"host {rank}"
-    if how == "steps of their own":
-        step += rank
-    if how == "moments of their own" and rank == 1:
-        next(iter(run.optimizer.state.values()))["exp_avg"].mul_(1.5)
-    if how == "parameters of their own" and rank == 1:
-        with torch.no_grad():
-            run.net.module[0].bias.add_(1)
-    try:
-        checkpoint.save(place, run.state, step, keep=1)
-    except CheckpointError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("folders of their own", "is not one folder for all ranks"),
-        (
-            "steps of their own",
-            r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]",
-        ),
-        ("moments of their own", "the optimizer's state differ between replicas 0 and 1"),
-        (
-            "parameters of their own",
-            "the parameters differ between replicas 0 and 1 .in 'model.0.bias'",
-        ),
-    ],
-)
-def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(
-    tmp_path: Path, how: str, says: str
-) -> None:
-    found = run_ranks(misused, 2, str(tmp_path), how)
-    assert [name for name in checkpoints(tmp_path) if "step-" in name[:5]] == ["step-00000001"]
-    assert all(re.search(says, text) for text in found), found
-    assert found[0] == found[1] and not list(tmp_path.glob("host */step-*"))
+def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_path: Path) -> None:
+    one, two = run_ranks(misused, 2, str(tmp_path))
+    assert one == two
+    for (how, says), text in zip(UNLIKE.items(), one, strict=True):
+        assert re.search(says, text)
+        assert [path.name for path in tmp_path.glob(f"{how}/step-*")] == ["step-00000001"]
+    assert not list(tmp_path.glob("*/host */step-*"))
 
 
 def sharded(rank: int, world: int, root: str) -> None:
@@ -508,7 +436,5 @@ def sharded(rank: int, world: int, root: str) -> None:
 def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
     """A shard that is not there, under checksums that are right."""
     run_ranks(sharded, 4, str(tmp_path))
-    sign(
-        tmp_path / "step-00000002", lambda manifest, state: state["tensors"]["model.0.weight"].pop()
-    )
-    assert "its index has gaps: no file holds all of 'model.0.weight'" in refusal(tmp_path, alone())
+    sign(tmp_path / "step-00000002", lambda m, s: s["tensors"][WEIGHT].pop())
+    assert f"its index has gaps: no file holds all of '{WEIGHT}'" in refusal(tmp_path, alone())

@@ -43,26 +43,24 @@ def restarted(rank: int, world: int, folder: str, step: int) -> tuple[list[float
 
 
 def weights(run: Run) -> list[float]:
-    return [x for p in run.net.parameters() for x in p.detach().flatten().tolist()]
+    return run.weights().tolist()
 
 
 def die_in(world: World, where: str) -> None:
+    write_files, rename = save_load.write_files, os.rename
+
+    def half(folder: Path, *args: Any) -> None:
+        write_files(folder, *args)
+        file = next(folder.glob(f"rank-{world.rank:05d}-*"))
+        os.truncate(file, file.stat().st_size // 2)
+        world.die()
+
+    def last(source: Any, target: Any) -> None:
+        world.die() if Path(target).name.startswith("step-") else rename(source, target)
+
     if where == "data":
-        write_files = save_load.write_files
-
-        def half(folder: Path, *args: Any) -> None:
-            write_files(folder, *args)
-            file = next(folder.glob(f"rank-{world.rank:05d}-*"))
-            os.truncate(file, file.stat().st_size // 2)
-            world.die()
-
         save_load.write_files = half
     else:
-        rename = os.rename
-
-        def last(source: Any, target: Any) -> None:
-            world.die() if Path(target).name.startswith("step-") else rename(source, target)
-
         os.rename = last
 
 
@@ -79,9 +77,8 @@ def test_killed_in_a_write(tmp_path: Path, where: str) -> None:
     assert sorted(os.listdir(root)) == left_there, "killed in the middle"
     assert checkpoint.latest(root) == root / "step-00000005"
     with pytest.warns(UserWarning, match="one replica explores nothing"):
-        assert (
-            checkpoint.load(root, alone(controller=hdet.SoftmaxController(decay=None)).state) == 5
-        )
+        run = alone(controller=hdet.SoftmaxController(decay=None))
+    assert checkpoint.load(root, run.state) == 5
     for rank, (weights, entries) in enumerate(run_ranks(restarted, 2, str(tmp_path), 5)):
         assert weights == json.loads((tmp_path / f"weights-{rank}.json").read_text())
         assert entries == [".hdet-lock", "step-00000005", "step-00000007"]

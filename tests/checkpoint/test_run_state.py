@@ -37,19 +37,15 @@ class Odd(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.calls += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["count"] = state.get("count", 0) + 1
-                    state["factors"] = {
-                        "rows": state.get("factors", {}).get("rows", 0)
-                        + p.grad.flatten(1).abs().sum(1)
-                        if p.dim() > 1
-                        else p.grad.abs()
-                    }
-                    state["list"] = [p.grad.clone()]
-                    p.add_(p.grad, alpha=-group["lr"])
+        for group, p in ((g, p) for g in self.param_groups for p in g["params"]):
+            if p.grad is not None:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                rows = p.grad.flatten(1).abs().sum(1) if p.dim() > 1 else p.grad.abs()
+                before = state.get("factors", {}).get("rows", 0)
+                state["factors"] = {"rows": before + rows if p.dim() > 1 else rows}
+                state["list"] = [p.grad.clone()]
+                p.add_(p.grad, alpha=-group["lr"])
 
 
 def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
@@ -70,9 +66,6 @@ def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
     assert other.resumed().steps(2).facts() == run.steps(2).facts()
 
 
-# -- another number of replicas -------------------------------------------------------------------
-
-
 def grown(rank: int, world: int, root: str, mode: Callable[..., Run], loads: bool) -> Any:
     run = mode(rank, world)
     if loads:
@@ -82,22 +75,12 @@ def grown(rank: int, world: int, root: str, mode: Callable[..., Run], loads: boo
         run.steps(3)
         run.ensemble.converge()
     else:
-        run.steps(10)
-        checkpoint.save(root, run.state, 10)
+        checkpoint.save(root, run.steps(10).state, 10)
         before = run.facts()
-    ensemble = before["ensemble"]
-    kept = {
-        key: ensemble[key]
-        for key in (
-            "cycle",
-            "step",
-            "corrections",
-            "bases",
-            "controller_state",
-            "scheduled",
-            "scheduler",
-        )
-    }
+    names = (
+        "cycle", "step", "corrections", "bases", "controller_state", "scheduled", "scheduler",
+    )  # fmt: skip
+    kept = {name: before["ensemble"][name] for name in names}
     return before["model"], before["optimizer"], before["rates"], kept, run.facts()["model"]
 
 
@@ -169,15 +152,11 @@ def test_averaged_moments_are_stored_once_and_counters_for_each_replica(tmp_path
     assert found["optimizer.state.0.weight.step"] == [[0], [1]]
 
 
-# -- what each rank has for itself ----------------------------------------------------------------
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.norm = nn.BatchNorm1d(6)
+        self.embed, self.norm = nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight  # tied
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
@@ -186,19 +165,14 @@ class Normed(nn.Module):
         return self.head(self.norm(self.embed(x)))
 
 
-def normed(rank: int, world: int, averaged: bool) -> Run:
+def own_buffers(rank: int, world: int, root: str, averaged: bool, loads: bool) -> Any:
     net = Normed()
     wrapped = DistributedDataParallel(torch.compile(net, backend="eager"), broadcast_buffers=False)
-    return Run(wrapped, None, helpers.torch_adamw, rank, buffers=net if averaged else ())
-
-
-def own_buffers(rank: int, world: int, root: str, averaged: bool, loads: bool) -> Any:
-    run = normed(rank, world, averaged)
+    run = Run(wrapped, None, helpers.torch_adamw, rank, buffers=net if averaged else ())
     if loads:
         run.resume(root)
     else:
-        run.steps(5)
-        checkpoint.save(root, run.state, 5)
+        checkpoint.save(root, run.steps(5).state, 5)
     return run.facts()["model"]
 
 
@@ -208,13 +182,13 @@ def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averag
     assert run_ranks(own_buffers, 2, str(tmp_path), averaged, True) == saved
     assert (saved[0] != saved[1]) is not averaged
     found = holders(tmp_path / "step-00000005")
-    names = {name.removeprefix("model.") for name in found if name.startswith("model.")}
-    assert names == {
-        *("embed.weight", "norm.weight", "norm.bias", "frozen"),  # a tied one once
-        *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
-    }
-    assert found["model.embed.weight"] == found["model.frozen"] == [[0, 1]]
-    assert found["model.norm.running_mean"] == ([[0, 1]] if averaged else [[0], [1]])
+    found = {name: ranks for name, ranks in found.items() if name.startswith("model.")}
+    assert found.pop("model.norm.num_batches_tracked")
+    statistics, once = [[0, 1]] if averaged else [[0], [1]], [[0, 1]]
+    assert found == {
+        **{f"model.{n}": once for n in ("embed.weight", "norm.weight", "norm.bias", "frozen")},
+        **{f"model.norm.running_{n}": statistics for n in ("mean", "var")},
+    }  # a tied one once
 
 
 class Loader:
@@ -237,33 +211,35 @@ def things() -> dict[str, Any]:
     return {"loader": Loader(), "generator": torch.Generator(), "scaler": scaler, "epoch": 0}
 
 
+def state_with(extra: Any) -> checkpoint.RunState:
+    run = alone()
+    return checkpoint.RunState(run.net, run.ensemble, extra)
+
+
 def test_extra_has_objects_with_a_state_generators_and_plain_values(tmp_path: Path) -> None:
-    run, extra = alone().steps(1), things()
-    state = checkpoint.RunState(run.net, run.ensemble, extra)
+    extra, other = things(), things()
+    state, objects, draw = state_with(extra), dict(other), partial(torch.rand, 3)
     assert extra["loader"].asked == 0, "a data loader may start its workers for it"
     extra["loader"].at, extra["epoch"] = 17, 3
     extra["scaler"].load_state_dict({**extra["scaler"].state_dict(), "scale": 32.0})
-    extra["generator"].manual_seed(5)
-    torch.rand(3, generator=extra["generator"])
-    checkpoint.save(tmp_path, state)
+    draw(generator=extra["generator"].manual_seed(5))
+    checkpoint.save(tmp_path, state, 1)
 
-    fresh, other = alone(), things()
-    objects = dict(other)
-    assert checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other)) == 1
+    assert checkpoint.load(tmp_path, state_with(other)) == 1
     assert other["loader"].at == 17 and other["epoch"] == 3 and other["scaler"].get_scale() == 32.0
     assert all(other[key] is objects[key] for key in ("loader", "generator", "scaler"))
-    assert torch.equal(
-        torch.rand(3, generator=other["generator"]), torch.rand(3, generator=extra["generator"])
-    )
+    theirs, ours = (draw(generator=values["generator"]) for values in (other, extra))
+    assert torch.equal(theirs, ours)
 
-    other["sampler"] = Loader()
+    fresh = alone().steps(1)
     before = fresh.facts()
+    more = checkpoint.RunState(fresh.net, fresh.ensemble, {**other, "sampler": Loader()})
     with pytest.raises(CheckpointError, match=r"it has no extra\['sampler'\]"):
-        checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other))
+        checkpoint.load(tmp_path, more)
     assert fresh.facts() == before
     with pytest.raises(CheckpointError, match="not with a dict|it has no extra"):
-        checkpoint.save(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, Counted()))
-        checkpoint.load(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, things()))
+        checkpoint.save(tmp_path / "b", state_with(Counted()), 1)
+        checkpoint.load(tmp_path / "b", state_with(things()))
 
 
 class Counted(Loader):
@@ -271,14 +247,9 @@ class Counted(Loader):
         return [self.at]
 
 
-# -- one process ----------------------------------------------------------------------------------
-
-
-def together(count: int, storage: str) -> harness.Run:
-    make = helpers.fused_fp32 if storage == "parameters" else helpers.fused_base
-    return harness.Run(
-        net=mlp(torch.bfloat16), together=count, storage=storage, optimizer=make, every=4
-    )
+def together(count: int) -> harness.Run:
+    net = mlp(torch.bfloat16)
+    return harness.Run(net=net, together=count, optimizer=helpers.fused_fp32, every=4)
 
 
 def state_of(run: harness.Run) -> checkpoint.RunState:
@@ -287,43 +258,34 @@ def state_of(run: harness.Run) -> checkpoint.RunState:
 
 def all_of(run: harness.Run) -> Any:
     """Parameters and masters of each replica."""
-    params = list(run.net.parameters())
-    return bits(
-        [
-            [*run.optimizer.replica_parameters(k), *run.optimizer.masters(params, k)]
-            for k in run.replicas.local
-        ]
-    )
+    params, optimizer = list(run.net.parameters()), run.optimizer
+    of = lambda k: [*optimizer.replica_parameters(k), *optimizer.masters(params, k)]
+    return bits([of(k) for k in run.replicas.local])
 
 
-@pytest.mark.parametrize("storage", ["parameters", "displacement"])
 @pytest.mark.parametrize("at", [4, 6])
-def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
+def test_coresident_replicas(tmp_path: Path, at: int) -> None:
     """One of them is stored: they are equal then. So another number can take over."""
-    run = together(3, storage).steps(at)
+    run = together(3).steps(at)
     with run.replica(1), pytest.raises(ValueError, match="inside `with replicas.use"):
         state_of(run)
     folder = checkpoint.save(tmp_path, state_of(run), at)
     mean = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     assert not any("replica" in name for name in holders(folder))
-    other = together(3, storage).steps(2)
+    other = together(3).steps(2)
     other.index = checkpoint.load(tmp_path, state_of(other))
     assert all_of(other.steps(5)) == all_of(run.steps(5))
-    five = together(5, storage)
+    five = together(5)
     checkpoint.load(tmp_path, state_of(five))
     five.steps(5)
-    if storage == "displacement":
-        assert run_ranks(taken_over, 2, str(folder)) == [bits(dict(mean))] * 2
+    assert run_ranks(taken_over, 2, str(folder)) == [bits(dict(mean))] * 2
 
 
 def taken_over(rank: int, world: int, path: str) -> Any:
     """By replicas of a process each."""
-    run = harness.Run(rank, net=mlp(torch.bfloat16), optimizer=helpers.fused_base, every=4)
+    run = harness.Run(rank, net=mlp(torch.bfloat16), optimizer=helpers.fused_fp32, every=4)
     checkpoint.load(path, state_of(run))
     return bits({name.removeprefix("module."): p for name, p in run.net.named_parameters()})
-
-
-# -- plain torch.save -----------------------------------------------------------------------------
 
 
 def recipe(rank: int, world: int) -> bool:
@@ -342,23 +304,18 @@ def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> Non
     assert run_ranks(recipe, 2) == [True, True]
 
 
-# -- kinds of values ------------------------------------------------------------------------------
-
-
 def sixteen_bits(make: Callable[..., Any]) -> Run:
     return alone(make, mlp(torch.bfloat16))
 
 
-def values_of(run: Run) -> list[Any]:
+def values_of(run: Run) -> Any:
     """Exact values behind the parameters, and moments."""
-    masters = run.optimizer.masters(list(run.net.parameters()))
+    params = list(run.net.parameters())
     exact = [
         rounding.join(p.detach(), m) if m.dtype == torch.int16 else m
-        for p, m in zip(run.net.parameters(), masters, strict=True)
+        for p, m in zip(params, run.optimizer.masters(params), strict=True)
     ]
-    return [bits(x) for x in exact] + [
-        bits(state["exp_avg"]) for state in run.optimizer.state.values()
-    ]
+    return bits([exact, [state["exp_avg"] for state in run.optimizer.state.values()]])
 
 
 def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
@@ -366,14 +323,11 @@ def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
     run = alone(helpers.torch_adamw).steps(6)
     checkpoint.save(tmp_path / "a", run.state, 6)
     fused = alone(helpers.fused_adamw).resume(tmp_path / "a")
-    assert (
-        run.facts()["model"] == fused.facts()["model"]
-        and run.facts()["optimizer"] == fused.facts()["optimizer"]
-    )
+    for name in ("model", "optimizer"):
+        assert run.facts()[name] == fused.facts()[name]
     checkpoint.save(tmp_path / "b", fused.state, 6)
-    assert (
-        alone(helpers.torch_adamw).resume(tmp_path / "b").steps(4).facts() == run.steps(4).facts()
-    )
+    again = alone(helpers.torch_adamw).resume(tmp_path / "b")
+    assert again.steps(4).facts() == run.steps(4).facts()
 
     checkpoint.save(tmp_path / "c", sixteen_bits(helpers.fused_fp32).steps(6).state, 6)
     halves = sixteen_bits(partial(hdet.FusedAdamW, master_weights="split")).resume(tmp_path / "c")
@@ -391,20 +345,16 @@ VALUES: dict[str, Any] = {
     "a.b": torch.zeros(1),
     "a": {"b": torch.ones(2, 3).t(), "views": [t := torch.arange(6.0), t[:2], t[3:]]},
     "tensors": [
-        torch.tensor(3, dtype=torch.int16),
-        torch.zeros(0, 3),
-        torch.ones(2, dtype=torch.bool),
-        torch.tensor([1 + 2j], dtype=torch.complex128),
-        torch.arange(3).to(torch.float8_e4m3fn),
+        torch.tensor(3, dtype=torch.int16), torch.zeros(0, 3), torch.ones(2, dtype=torch.bool),
+        torch.tensor([1 + 2j], dtype=torch.complex128), torch.arange(3).to(torch.float8_e4m3fn),
     ],
-}
+}  # fmt: skip
 
 
 def test_what_extra_can_hold_comes_back(tmp_path: Path) -> None:
-    run, extra = alone(), dict(VALUES)
-    checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble, extra), 1)
+    checkpoint.save(tmp_path, state_with(dict(VALUES)), 1)
     given: dict[str, Any] = {}
-    checkpoint.load(tmp_path, checkpoint.RunState(run.net, run.ensemble, given))
+    checkpoint.load(tmp_path, state_with(given))
     assert bits(given) == bits(VALUES)
     assert [type(value) for value in given["kinds"]] == [type(value) for value in VALUES["kinds"]]
     assert type(given["tuple"]) is tuple and list(given["keys"]) == list(VALUES["keys"])

@@ -1,4 +1,4 @@
-"""What tests of the ways of averaging share: tasks, random tensors, and an account of what travels."""
+"""What tests of the ways of averaging share: tasks, tensors, and an account of what travels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 
 from hdet.converge import Task
 from hdet.kernels.spec import rounding
 from hdet.replicas import Replicas
 
-Held = tuple[list[torch.Tensor], list[torch.Tensor | None]]
+Tensors, Masters = Sequence[torch.Tensor], Sequence[torch.Tensor | None]
 KINDS = (
-    "float32", "float64", "bfloat16", "float16", "bfloat16 with fp32 master", "bfloat16 split", "float32 transposed",
-    "bfloat16 with fp32 master transposed", "bfloat16 split transposed",
+    "float32", "float64", "bfloat16", "float16", "bfloat16 with fp32 master", "bfloat16 split",
+    "float32 transposed", "bfloat16 with fp32 master transposed", "bfloat16 split transposed",
 )  # fmt: skip
 
 
-def held(values: Sequence[torch.Tensor], kinds: Sequence[str]) -> Held:
+def held(values: Tensors, kinds: Sequence[str]) -> tuple[list[Any], list[Any]]:
     """float64 values as tensors of these kinds, and their masters."""
     tensors, masters = [], []
     for value, kind in zip(values, kinds, strict=True):
@@ -33,34 +34,32 @@ def held(values: Sequence[torch.Tensor], kinds: Sequence[str]) -> Held:
         else:
             tensor = value.to(getattr(torch, stored))
         if stored != kind and value.dim() == 2:
-            tensor, master = (
-                None if t is None else t.t().contiguous().t() for t in (tensor, master)
-            )
+            turned = (None if t is None else t.t().contiguous().t() for t in (tensor, master))
+            tensor, master = turned
         tensors.append(tensor)
         masters.append(master)
     return tensors, masters
 
 
-def exact(
-    tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
+def exact(tensors: Tensors, masters: Masters) -> list[torch.Tensor]:
     """The float64 values that `held` tensors stand for."""
-    values = []
-    for tensor, master in zip(tensors, masters, strict=True):
-        if master is None:
-            values.append(tensor.double())
-        else:
-            values.append(
-                (rounding.join(tensor, master) if master.dtype == torch.int16 else master).double()
-            )
-    return values
+
+    def value(tensor: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+        if master is not None and master.dtype == torch.int16:
+            return rounding.join(tensor, master).double()
+        return (tensor if master is None else master).double()
+
+    return [value(*pair) for pair in zip(tensors, masters, strict=True)]
 
 
-def written(
-    tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
+def written(tensors: Tensors, masters: Masters) -> list[torch.Tensor]:
     """All there is to compare bitwise."""
     return [t.clone() for t in (*tensors, *masters) if t is not None]
+
+
+def equal(some: Tensors, others: Tensors) -> bool:
+    """To the bit."""
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def rounding_of(kind: str) -> float:
@@ -68,64 +67,46 @@ def rounding_of(kind: str) -> float:
     return {"float64": 1e-15, "bfloat16": 2.0**-8, "float16": 2.0**-11}.get(kind, 2.0**-22)
 
 
-def task(
-    tensors: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor | None] | None = None,
-    **changes: Any,
-) -> Task:
+def task(tensors: Tensors, masters: Masters | None = None, **changes: Any) -> Task:
     """A task in the world's ranks; changes: fields of Task."""
     replicas = changes.pop("replicas", None) or Replicas.from_group()
-    optimizer = changes.pop("optimizer", None) or torch.optim.SGD(
-        [torch.nn.Parameter(torch.zeros(1))], lr=0.1
-    )
+    some = torch.nn.Parameter(torch.zeros(1))
+    optimizer = changes.pop("optimizer", None) or torch.optim.SGD([some], lr=0.1)
     settings = {"sync_interval": 4, "bucket_bytes": 1 << 14, **changes}
     return Task(tensors, replicas, optimizer, lambda: masters or [None] * len(tensors), **settings)
 
 
+# Collectives, whose second names are older than torch 2.13's, and what a rank has to send at the
+# least, in a ring: of its tensors, the output first, and of the number of ranks.
+COLLECTIVES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "all_reduce": (("all_reduce",), lambda t, n: 2 * (n - 1) / n * t[0].nbytes),
+    "all_to_all": (("all_to_all_single",), lambda t, n: (n - 1) / n * t[1].nbytes),
+    "all_gather": (
+        ("all_gather_single", "all_gather_into_tensor"),
+        lambda t, n: (n - 1) * t[1].nbytes,
+    ),
+    "reduce_scatter": (
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        lambda t, n: (n - 1) / n * t[1].nbytes,
+    ),
+}
+
+
 @contextmanager
 def account() -> Iterator[list[tuple[str, float]]]:
-    """Every collective inside: its name and the bytes that this rank has to send in it, at the least (a ring's)."""
+    """Every collective inside: its name and the bytes that this rank has to send in it."""
     sent: list[tuple[str, float]] = []
 
     def watch(name: str, real: Any, payload: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [
-                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)
-            ]  # output first
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             sent.append((name, payload(tensors, dist.get_world_size(kwargs.get("group")))))
             return real(*args, **kwargs)
 
         return call
 
-    # torch 2.13 has new names for two of them
-    names = [
-        ("all_reduce",),
-        ("all_to_all_single",),
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    ]
-    payloads = [
-        lambda t, n: 2 * (n - 1) / n * t[0].nbytes,
-        lambda t, n: (n - 1) / n * t[1].nbytes,
-        lambda t, n: (n - 1) * t[1].nbytes,
-        lambda t, n: (n - 1) / n * t[1].nbytes,
-    ]
-    chosen = [next(name for name in either if hasattr(dist, name)) for either in names]
-    real = [getattr(dist, name) for name in chosen]
-    try:
-        for name, call, payload in zip(chosen, real, payloads, strict=True):
-            setattr(
-                dist,
-                name,
-                watch(
-                    name.removesuffix("_single")
-                    .removesuffix("_into_tensor")
-                    .removesuffix("_tensor"),
-                    call,
-                    payload,
-                ),
-            )
+    with MonkeyPatch.context() as patch:
+        for name, (either, payload) in COLLECTIVES.items():
+            chosen = next(one for one in either if hasattr(dist, one))
+            patch.setattr(dist, chosen, watch(name, getattr(dist, chosen), payload))
         yield sent
-    finally:
-        for name, call in zip(chosen, real, strict=True):
-            setattr(dist, name, call)

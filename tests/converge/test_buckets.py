@@ -16,10 +16,8 @@ from .helpers import account
 def two_replicas(rank: int, world: int, weights: list[float]) -> Any:
     """A tensor that is reduced where it lies, and one that goes into a bucket."""
     value = float("nan") if weights[rank] == 0 else 2.0 + 2 * rank
-    tensors = [
-        torch.full((1 << 20,), value, requires_grad=True),
-        torch.full((5,), -value, requires_grad=True),
-    ]
+    cases = (((1 << 20,), value), ((5,), -value))
+    tensors = [torch.full(shape, x, requires_grad=True) for shape, x in cases]
     average_tensors(tensors, Replicas.from_group(), weights)
     return [t.unique().tolist() for t in tensors]
 
@@ -29,40 +27,28 @@ def test_weight_zero_contributes_nothing_not_even_nan(weights: list[float], mean
     assert run_ranks(two_replicas, 2, weights) == [[[mean], [-mean]]] * 2
 
 
-def count_collectives(
-    rank: int, world: int, shapes: list[tuple[int, ...]], bucket_bytes: int
-) -> tuple[int, int]:
-    tensors = [torch.ones(shape) for shape in shapes]
+def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes: int) -> Any:
+    tensors = [torch.ones(size) for _ in range(count)]
     buckets = Buckets(lambda: list(map(Part, tensors)), bucket_bytes, in_place=True)
     with account() as sent:
         buckets.average(Replicas.from_group())
         buckets.average(Replicas.from_group())
-    assert sum(size for _, size in sent) == 2 * sum(t.nbytes for t in tensors), (
-        "every element travels exactly once per average"
-    )
+    # every element travels exactly once per average
+    assert sum(n for _, n in sent) == 2 * sum(t.nbytes for t in tensors)
     return len(sent) // 2, buckets.extra_bytes
 
 
-@pytest.mark.parametrize(
-    ("shapes", "bucket_bytes", "expected"),
-    [
-        (
-            [(1000,)] * 3000,
-            32 << 20,
-            1,
-        ),  # 12 MB of small tensors: one bucket, not 3 000 collectives
-        ([(1 << 20,)] * 3, 32 << 20, 3),  # large ones go as they are, without memory
-        ([(1000,)] * 30, 1 << 15, 4),  # a small bucket is filled again and again
-    ],
-)
-def test_collectives_and_extra_memory_are_bounded(
-    shapes: list[tuple[int, ...]], bucket_bytes: int, expected: int
-) -> None:
-    for n_collectives, extra in run_ranks(count_collectives, 2, shapes, bucket_bytes):
-        assert n_collectives <= expected
-        assert extra <= bucket_bytes
-        if shapes[0][0] >= 1 << 18:
-            assert extra == 0
+@pytest.mark.parametrize(("size", "count", "bucket_bytes", "expected"), [
+    # 12 MB of small tensors: one bucket, not 3 000 collectives
+    (1000, 3000, 32 << 20, 1),
+    # large ones go as they are, without memory
+    (1 << 20, 3, 32 << 20, 3),
+    # a small bucket is filled again and again
+    (1000, 30, 1 << 15, 4),
+])  # fmt: skip
+def test_collectives_and_extra_memory_are_bounded(size, count, bucket_bytes, expected) -> None:
+    for collectives_, extra in run_ranks(count_collectives, 2, size, count, bucket_bytes):
+        assert collectives_ <= expected and extra <= (0 if size >= 1 << 18 else bucket_bytes)
 
 
 def masters_in_place(rank: int, world: int) -> list[bool]:
@@ -71,11 +57,8 @@ def masters_in_place(rank: int, world: int) -> list[bool]:
     buckets = Buckets(lambda: [part], in_place=True)
     buckets.average(Replicas.from_group())
     mean = torch.linspace(1.0, 1.0001, 1 << 20) + 5e-5
-    return [
-        buckets.extra_bytes == 0,
-        bool((master - mean).abs().max() < 2e-7),
-        torch.equal(part.tensor, master.bfloat16()),
-    ]
+    near = bool((master - mean).abs().max() < 2e-7)
+    return [buckets.extra_bytes == 0, near, torch.equal(part.tensor, master.bfloat16())]
 
 
 def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> None:
@@ -90,9 +73,7 @@ def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> No
         (torch.ones(2), (10,), "bucket_bytes"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_by_name(
-    last: torch.Tensor, settings: tuple[int, ...], message: str
-) -> None:
+def test_what_cannot_be_averaged_is_refused_by_name(last, settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         average_tensors([torch.ones(2), last], Replicas.single(), None, *settings)
 
@@ -103,20 +84,17 @@ def test_all_finite_sees_a_single_bad_element(value: float) -> None:
     assert all_finite(tensors) == 1.0
     tensors[2][57, 3] = value
     assert all_finite(tensors) == 0.0
-    assert all_finite([torch.full((3,), 3e38)]) == 1.0, "large is not infinite"
+    assert all_finite([torch.full((3,), 3e38)]) == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        torch.empty((), dtype=dtype).element_size()
-    ]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     a, b = (torch.randn(1003).mul(50).to(dtype) for _ in range(2))
     a[0], a[1] = 1, 2  # whatever was drawn, an exchange of the two is one
     same = digest([a.clone(), b.clone()])
-    assert torch.equal(digest([a, b]), same) and torch.equal(
-        digest([torch.cat([b[:1], a])[1:], b]), same
-    ), "whatever the alignment"
+    assert torch.equal(digest([a, b]), same)
+    assert torch.equal(digest([torch.cat([b[:1], a])[1:], b]), same), "whatever the alignment"
     assert not torch.equal(digest([b, a]), same)
     assert not torch.equal(digest([a[[1, 0, *range(2, 1003)]], b]), same)
     assert same.shape == (2,) and same.dtype == torch.float64 and bool((same == same.round()).all())
@@ -128,11 +106,9 @@ def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
 
 
 def test_digest_sees_every_one_of_many_tensors() -> None:
-    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
-    tensors = [
-        torch.zeros(size, dtype=dtypes[i % 4])
-        for i, size in enumerate([1, 300, 20_000, 70_000, 5] * 12)
-    ]
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float64] * 15
+    sizes = [1, 300, 20_000, 70_000, 5] * 12
+    tensors = [torch.zeros(size, dtype=d) for size, d in zip(sizes, dtypes, strict=True)]
     seen = {tuple(digest(tensors).tolist())}
     for tensor in tensors:
         tensor[-1] = 1.0
@@ -173,28 +149,22 @@ class OnDevice(list[float]):
         self[:] = [weight * x for x in self]
 
 
-@pytest.mark.parametrize(
-    ("cuda", "config", "torch_has_it", "multiplies"),
-    [
-        (True, "cpu:gloo,cuda:nccl", True, True),
-        (True, "cuda:nccl", False, False),
-        (True, "cpu:gloo,cuda:gloo", True, False),
-        (False, "cuda:nccl", True, False),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "config", "torch_has_it", "multiplies"), [
+    (True, "cpu:gloo,cuda:nccl", True, True), (True, "cuda:nccl", False, False),
+    (True, "cpu:gloo,cuda:gloo", True, False), (False, "cuda:nccl", True, False),
+])  # fmt: skip
 def test_nccl_multiplies_on_the_way_but_not_by_zero(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, torch_has_it: bool, multiplies: bool
 ) -> None:
     """With stand-ins: what a collective is given, and what it is asked to do with it."""
     calls: list[tuple[list[float], Any]] = []
-    dist = collectives.dist
+    noted = lambda tensor, op, group, async_op: calls.append((list(tensor), op))
+    dist, premultiplied = collectives.dist, "_make_nccl_premul_sum"
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(dist, "_make_nccl_premul_sum", lambda w: f"times {w}", raising=False)
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    monkeypatch.setattr(dist, premultiplied, lambda w: f"times {w}", raising=False)
     if not torch_has_it:
-        monkeypatch.delattr(dist, "_make_nccl_premul_sum")
-    monkeypatch.setattr(
-        dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((list(tensor), op))
-    )
+        monkeypatch.delattr(dist, premultiplied)
     for weight in (0.25, 0.0):
         tensor = OnDevice([4.0, 8.0 if weight else float("nan")])
         tensor.is_cuda = cuda

@@ -1,87 +1,54 @@
-"""Outer: DiLoCo's step on the mean displacement, beside its equations in float64; and in a run, through checkpoints."""
+"""Outer: DiLoCo's step on the mean displacement, beside its equations in float64."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import hdet
-from hdet.converge import Outer, Plain
+from hdet.converge import Outer
 
 from ..distributed import run_ranks
-from ..harness import Run, model
-from .helpers import KINDS, exact, held, rounding_of, task, written
+from .helpers import KINDS, equal, exact, held, rounding_of, task, written
 
 SHAPES = [(5, 7), (40,), (3, 1000)]
 BUFFER = torch.arange(4.0)
 
 
-def displaced(seed: int, rank: int, cycle: int) -> list[torch.Tensor]:
-    """What a replica's cycle adds to each parameter, float64."""
-    generator = torch.Generator().manual_seed(1000 * seed + 100 * rank + cycle)
-    return [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+def drawn(seed: int) -> list[torch.Tensor]:
+    """One for each parameter, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-def beginning(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    generator = torch.Generator().manual_seed(3)
-    return held(
-        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES],
-        [kind] * len(SHAPES),
-    )
-
-
-def add(
-    tensors: list[torch.Tensor],
-    masters: list[torch.Tensor | None],
-    kind: str,
-    steps: list[torch.Tensor],
-) -> None:
-    moved = held(
-        [value + step for value, step in zip(exact(tensors, masters), steps, strict=True)],
-        [kind] * len(steps),
-    )
-    for old, new in zip((*tensors, *masters), (*moved[0], *moved[1]), strict=True):
-        if old is not None and new is not None:
-            old.copy_(new)
-
-
-def cycles(
-    rank: int, world: int, kind: str, way: Outer, weights: list[list[float]], apart: bool = False
-) -> Any:
+def cycles(rank: int, world: int, kind: str, way: Outer, weights: Any, apart: bool = False) -> Any:
     """[cycle]: (values before the average, values after it, all bits, notes, the buffer)"""
-    tensors, masters = beginning(kind)
+    kinds = [kind] * len(SHAPES)
+    tensors, masters = held(drawn(3), kinds)
     optimizer = torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1)
     parameters = [p.data for p in optimizer.param_groups[0]["params"]]
     optimizer.param_groups[0]["params"][:] = parameters
-    buffer = BUFFER + rank
-    made = way.build(
-        task([*parameters, buffer], [*masters, None], optimizer=optimizer, gradients="local")
-    )
+    buffer, given = BUFFER + rank, {"optimizer": optimizer, "gradients": "local"}
+    made = way.build(task([*parameters, buffer], [*masters, None], **given))
     if apart and rank == 1:
         parameters[1][3] += 0.25
     found = []
     for cycle, shares in enumerate(weights):
         made.on_cycle_start()
-        add(parameters, masters, kind, displaced(1, rank, cycle))
+        steps = [0.1 * step for step in drawn(1000 + 100 * rank + cycle)]
+        pairs = zip(exact(parameters, masters), steps, strict=True)
+        moved = held([value + step for value, step in pairs], kinds)
+        for old, new in zip((*parameters, *masters), (*moved[0], *moved[1]), strict=True):
+            if old is not None:
+                old.copy_(new)
         if shares[rank] == 0:
             parameters[0][0] = torch.nan
         before = [value.clone() for value in exact(parameters, masters)]
         notes = made.end_cycle(shares)
         assert made.idle and made.mean() is None and not made.acts_after(1)
-        found.append(
-            (
-                before,
-                [value.clone() for value in exact(parameters, masters)],
-                written(parameters, masters),
-                notes,
-                buffer.clone(),
-            )
-        )
+        after = [value.clone() for value in exact(parameters, masters)]
+        found.append((before, after, written(parameters, masters), notes, buffer.clone()))
     return found
 
 
@@ -92,69 +59,57 @@ def cycles(
 def test_it_is_the_equation(kind: str, way: Outer) -> None:
     weights = [[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]]
     ranks = run_ranks(cycles, 2, kind, way, weights)
-    begin = exact(*beginning(kind))
+    begin = exact(*held(drawn(3), [kind] * len(SHAPES)))
     momenta = [torch.zeros_like(a) for a in begin]
     for cycle, shares in enumerate(weights):
+        before, (_, got, bits, _, _) = [rank[cycle][0] for rank in ranks], ranks[0][cycle]
         for i, (a, v) in enumerate(zip(begin, momenta, strict=True)):
-            d = sum(w * (a - ranks[r][cycle][0][i]) for r, w in enumerate(shares) if w)
+            d = sum(w * (a - values[i]) for w, values in zip(shares, before, strict=True) if w)
             v.mul_(way.momentum).add_(d)
             expected = a - way.rate * (d + way.momentum * v if way.nesterov else v)
-            assert torch.allclose(
-                ranks[0][cycle][1][i], expected, rtol=0, atol=8 * rounding_of(kind)
-            ), (cycle, i)
+            allowed = 8 * rounding_of(kind)
+            assert torch.allclose(got[i], expected, rtol=0, atol=allowed), (cycle, i)
         for rank in ranks:
-            assert rank[cycle][3] == []
-            assert all(
-                torch.equal(x, y) for x, y in zip(rank[cycle][2], ranks[0][cycle][2], strict=True)
-            ), "replicas differ"
-        # Each is written as its format has it; the next cycle begins there.
-        begin = ranks[0][cycle][1]
+            assert rank[cycle][3] == [] and equal(rank[cycle][2], bits)
+        begin = got  # each is written as its format has it; the next cycle begins there
     assert torch.allclose(ranks[0][0][4], BUFFER + 0.5)
 
 
 def test_replicas_that_began_apart_are_averaged_plainly_and_step_from_then_on() -> None:
-    ranks = run_ranks(cycles, 2, "float32", Outer(), [[0.5, 0.5]] * 2, True)
-    for rank in ranks:
-        assert (
-            "had not begun the cycle with the same parameters" in rank[0][3][0] and rank[1][3] == []
-        )
-    for i in range(len(SHAPES)):
-        mean = (ranks[0][0][0][i] + ranks[1][0][0][i]) / 2
-        assert torch.allclose(ranks[0][0][1][i], mean, rtol=0, atol=1e-6)
-        assert torch.equal(ranks[0][1][1][i], ranks[1][1][1][i])
-        assert not torch.allclose(
-            ranks[0][1][1][i], (ranks[0][1][0][i] + ranks[1][1][0][i]) / 2, rtol=0, atol=1e-3
-        )
+    one, two = run_ranks(cycles, 2, "float32", Outer(), [[0.5, 0.5]] * 2, True)
+    for rank in (one, two):
+        assert "had not begun the cycle with the same parameters" in rank[0][3][0]
+        assert rank[1][3] == []
+    means = [[(a + b) / 2 for a, b in zip(one[c][0], two[c][0], strict=True)] for c in (0, 1)]
+    for first, mean in zip(one[0][1], means[0], strict=True):
+        assert torch.allclose(first, mean, rtol=0, atol=1e-6)
+    assert equal(one[1][1], two[1][1])
+    for second, mean in zip(one[1][1], means[1], strict=True):
+        assert not torch.allclose(second, mean, rtol=0, atol=1e-3)
 
 
 def forgetful(rank: int, world: int) -> Any:
-    """One rank alone loads its optimizer's state within a cycle, with the parameters that all had begun with; and the cycle after that."""
-    tensors = [torch.zeros(4)]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1)
-    parameters = optimizer.param_groups[0]["params"]
-    made = Outer().build(task(parameters, optimizer=optimizer, gradients="local"))
+    """In the second of three cycles one rank alone loads its optimizer's state."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    made = Outer().build(task([parameter], optimizer=optimizer, gradients="local"))
     found = []
     with torch.no_grad():
         for cycle in range(3):
             made.on_cycle_start()
             if cycle == 1 and rank == 1:
                 optimizer.load_state_dict(optimizer.state_dict())
-            parameters[0] += rank + 1.0
-            found.append(
-                (made.end_cycle([0.5, 0.5]), parameters[0].tolist(), made.state()[0].tolist())
-            )
+            parameter += rank + 1.0
+            notes = made.end_cycle([0.5, 0.5])
+            found.append((bool(notes), parameter.tolist(), made.state()[0].tolist()))
     return found
 
 
-def test_what_one_replica_alone_has_forgotten_makes_them_part_neither_in_parameters_nor_in_momentum() -> (
-    None
-):
+def test_what_one_replica_alone_has_forgotten_parts_neither_parameters_nor_momentum() -> None:
     first, second = run_ranks(forgetful, 2)
-    assert first == second
-    assert [bool(notes) for notes, _, _ in first] == [False, True, False]
-    assert (
-        first[1][2] == [0.0] * 4 and first[2][2] == [-1.5] * 4
-    )  # the momentum begins anew, with a cycle's mean displacement
+    assert first == second and [noted for noted, _, _ in first] == [False, True, False]
+    # the momentum begins anew, with a cycle's mean displacement
+    assert first[1][2] == [0.0] * 4 and first[2][2] == [-1.5] * 4
 
 
 def sliced(rank: int, world: int) -> Any:
@@ -170,64 +125,3 @@ def sliced(rank: int, world: int) -> Any:
 def test_a_parameter_may_be_a_part_of_another_tensor() -> None:
     for notes, parameter in run_ranks(sliced, 2):
         assert notes == [] and torch.allclose(parameter, torch.tensor(0.7 * 0.5 * 1.9))
-
-
-# -- in a run ------------------------------------------------------------------------------------------------------------
-
-
-def local(
-    rank: int,
-    sharded: bool = False,
-    converge: hdet.converge.Averaging | None = None,
-    **settings: Any,
-) -> Run:
-    """Of two replicas; ``sharded``: of two ranks each, which hold a part of the parameters."""
-    net = model()
-    if sharded:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(net, mesh=mesh["shard"])
-        settings["replicas"] = hdet.Replicas.from_mesh(mesh, replicate="replicate")
-    return Run(
-        rank,
-        net=net,
-        ddp=False,
-        gradients="local",
-        moments="keep",
-        converge=converge or Outer(),
-        total=20,
-        **settings,
-    )
-
-
-def weights(run: Run) -> torch.Tensor:
-    return torch.cat(
-        [getattr(p, "full_tensor", p.detach)().detach().flatten() for p in run.net.parameters()]
-    )
-
-
-def trained(rank: int, world: int, root: str, sharded: bool) -> Any:
-    whole = local(rank, sharded).steps()
-    first = local(rank, sharded).steps(10)
-    hdet.checkpoint.save(root, hdet.checkpoint.RunState(first.net, first.ensemble))
-    second = local(rank, sharded)
-    second.index = hdet.checkpoint.load(root, hdet.checkpoint.RunState(second.net, second.ensemble))
-    second.steps()
-    plain = local(rank, sharded, Plain()).steps()
-    return (
-        weights(whole),
-        weights(second),
-        weights(plain),
-        [record["notes"] for record in whole.records],
-    )
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_resumed_run_is_the_run_to_the_bit(tmp_path: Path, sharded: bool) -> None:
-    ranks = run_ranks(trained, 4 if sharded else 2, str(tmp_path), sharded)
-    for whole, resumed, plain, notes in ranks:
-        assert (
-            torch.equal(whole, ranks[0][0])
-            and torch.equal(whole, resumed)
-            and not torch.allclose(whole, plain)
-        )
-        assert all(note == [] for note in notes)

@@ -20,14 +20,15 @@ from hdet.converge import (
     Plain,
     Streaming,
     Task,
-)
+)  # fmt: skip
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
-from .helpers import KINDS, account, exact, held, rounding_of, task, written
+from .helpers import KINDS, account, equal, exact, held, rounding_of, task, written
 
 WAYS: list[Averaging] = [
-    Plain(), Hierarchical(2), Compressed("bf16"), Compressed("int8", 32), Streaming(3), Overlapped(2),
+    Plain(), Hierarchical(2), Compressed("bf16"), Compressed("int8", 32), Streaming(3),
+    Overlapped(2),
 ]  # fmt: skip
 
 
@@ -37,10 +38,8 @@ def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[s
     kinds = [draw.choice(KINDS) for _ in range(draw.randint(1, 6))]
     flat, square = [(0,), (), (1,), (7,), (1000,), (4097,)], [(3, 5), (64, 33)]
     shapes = [draw.choice(square if "transposed" in kind else flat + square) for kind in kinds]
-    values = [
-        [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        for _ in range(world)
-    ]
+    draws = lambda: [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    values = [draws() for _ in range(world)]
     weights = [draw.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(world)]
     if draw.random() < 0.4 or not any(weights):
         weights = [1.0] * world
@@ -55,97 +54,75 @@ def average_cases(rank: int, world: int, seeds: range, way: Averaging, method: s
         if weights[rank] == 0:
             for tensor in tensors:
                 tensor.fill_(torch.nan if seed % 2 else torch.inf)
-        made = way.build(
-            task(
-                tensors, masters, bucket_bytes=random.Random(seed).choice([1024, 1 << 14, 1 << 20])
-            )
-        )
+        bucket = random.Random(seed).choice([1024, 1 << 14, 1 << 20])
+        made = way.build(task(tensors, masters, bucket_bytes=bucket))
         if method == "end_cycle":
             made.end_cycle(weights)
-            if isinstance(way, Overlapped):
-                made.after_step(1)
-                made.after_step(2)
+            for position in (1, 2) if isinstance(way, Overlapped) else ():
+                made.after_step(position)
         else:
             made.complete(weights)
             assert made.idle
-        assert all(
-            m is None or m.dtype == torch.int16 or torch.equal(t, m.bfloat16())
-            for t, m in zip(tensors, masters, strict=True)
-        )
+        for tensor, master in zip(tensors, masters, strict=True):
+            if master is not None and master.dtype != torch.int16:
+                assert torch.equal(tensor, master.bfloat16())
         reports.append((written(tensors, masters), exact(tensors, masters)))
     return reports
 
 
+CALLS = [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]]
+
+
 # The first average of Compressed is exact, Streaming's after no step is of all fragments;
-# Overlapped's leaves last bits different.
-@pytest.mark.parametrize(
-    ("way", "method"),
-    [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]],
-    ids=repr,
-)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_average_is_right_and_the_same_everywhere(
-    world: int, way: Averaging, method: str
-) -> None:
-    if isinstance(way, Hierarchical) and world == 2:
-        pytest.skip("one node")
+# Overlapped's leaves last bits different. Two replicas are one node.
+@pytest.mark.parametrize(("world", "way", "method"), [
+    *((4, *call) for call in CALLS),
+    *((2, *call) for call in CALLS if not isinstance(call[0], Hierarchical)),
+], ids=repr)  # fmt: skip
+def test_the_average_is_right_and_the_same_everywhere(world: int, way: Any, method: str) -> None:
     seeds = range(12)
     ranks = run_ranks(average_cases, world, seeds, way, method)
     for case, seed in enumerate(seeds):
         values, kinds, weights = random_case(seed, world)
         inputs = [exact(*held(values[r], kinds)) for r in range(world)]
-        for bits, got in (ranks[r][case] for r in range(world)):
+        for bits, got in (rank[case] for rank in ranks):
             if not (isinstance(way, Overlapped) and method == "end_cycle"):
-                assert all(
-                    torch.equal(a, b) for a, b in zip(bits, ranks[0][case][0], strict=True)
-                ), (seed, "replicas differ")
-            for i, (kind, value) in enumerate(zip(kinds, got, strict=True)):
-                expected = sum(weights[r] * inputs[r][i] for r in range(world))
-                size = max(
-                    (float(inputs[r][i].abs().max()) if value.numel() else 0.0)
-                    for r in range(world)
-                )
-                assert torch.allclose(
-                    value, expected, rtol=0, atol=rounding_of(kind) * max(size, 1e-3) * 2
-                ), (seed, kind)
+                assert equal(bits, ranks[0][case][0]), (seed, "replicas differ")
+            for kind, value, *inputs_of in zip(kinds, got, *inputs, strict=True):
+                expected = sum(w * x for w, x in zip(weights, inputs_of, strict=True))
+                size = max(float(x.abs().max()) if x.numel() else 0.0 for x in inputs_of)
+                allowed = rounding_of(kind) * max(size, 1e-3) * 2
+                assert torch.allclose(value, expected, rtol=0, atol=allowed), (seed, kind)
 
 
 # -- what is sent, and when ----------------------------------------------------------------------
 
-ELEMENTS = 2048
-P = 4 * ELEMENTS
+P = 4 * 2048
 RING = 2 * 3 / 4 * P
 DIGESTS, HEALTH = 2 * 3 / 4 * 4 * 2 * 8, 2 * 3 / 4 * 4 * 8
 """Two numbers of each of four replicas, and one."""
 Sent = dict[int, list[tuple[str, float]]]
 """Collectives and bytes after each step of a cycle of four."""
 WHOLE: Sent = {4: [("all_reduce", RING)]}
+NODES: Sent = {4: [(name, P / 2) for name in ("reduce_scatter", "all_reduce", "all_gather")]}
+HALVES: Sent = {
+    2: [("all_reduce", HEALTH), ("all_reduce", RING / 2)],
+    4: [("all_reduce", RING / 2)],
+}
+OUTER: Sent = {4: [("all_reduce", DIGESTS), ("all_reduce", RING)]}
+
+
+def coded(size: float) -> Sent:
+    return {4: [(name, size) for name in ("all_to_all", "all_gather")]}
+
+
 SENT: list[tuple[Averaging, Sent, Sent]] = [
-    (Plain(), WHOLE, WHOLE),
-    (
-        Hierarchical(2),
-        {4: [("reduce_scatter", P / 2), ("all_reduce", P / 2), ("all_gather", P / 2)]},
-        {4: [("reduce_scatter", P / 2), ("all_reduce", P / 2), ("all_gather", P / 2)]},
-    ),
-    (Compressed("bf16"), WHOLE, {4: [("all_to_all", RING / 4), ("all_gather", RING / 4)]}),
-    (
-        Compressed("int8", 64),
-        WHOLE,
-        {4: [(name, RING / 8 * (1 + 4 / 64)) for name in ("all_to_all", "all_gather")]},
-    ),
-    (
-        Streaming(2),
-        {2: [("all_reduce", HEALTH), ("all_reduce", RING / 2)], 4: [("all_reduce", RING / 2)]},
-        {2: [("all_reduce", HEALTH), ("all_reduce", RING / 2)], 4: [("all_reduce", RING / 2)]},
-    ),
-    (Overlapped(2), WHOLE, WHOLE),
-    (
-        Outer(),
-        {4: [("all_reduce", DIGESTS), ("all_reduce", RING)]},
-        {4: [("all_reduce", DIGESTS), ("all_reduce", RING)]},
-    ),
+    (Plain(), WHOLE, WHOLE), (Hierarchical(2), NODES, NODES),
+    (Compressed("bf16"), WHOLE, coded(RING / 4)),
+    (Compressed("int8", 64), WHOLE, coded(RING / 8 * (1 + 4 / 64))), (Streaming(2), HALVES, HALVES),
+    (Overlapped(2), WHOLE, WHOLE), (Outer(), OUTER, OUTER),
     (ExactLocal(10), {4: [("all_reduce", DIGESTS)]}, {}),
-]
+]  # fmt: skip
 
 
 def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:
@@ -171,22 +148,14 @@ def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:
     return *cycles, {4: sent}
 
 
-@pytest.mark.parametrize(
-    ("way", "first", "later"), SENT, ids=lambda x: repr(x) if isinstance(x, Averaging) else ""
-)
+@pytest.mark.parametrize(("way", "first", "later"), SENT, ids=lambda x: repr(x)[:20])
 def test_what_a_cycle_sends_and_in_which_order(way: Averaging, first: Sent, later: Sent) -> None:
     assert run_ranks(sent_in_two_cycles, 4, way) == [(first, later, WHOLE)] * 4
 
 
-# -- spread out ------------------------------------------------------------------------------------
-
-
 def streaming(rank: int, world: int, fragments: int, interval: int, broken: bool) -> Any:
-    tensors = [
-        torch.full((700,), float(rank)),
-        torch.full((50, 10), float(rank)),
-        torch.full((300,), float(rank), dtype=torch.float64),
-    ]
+    tensors = [torch.full(shape, float(rank)) for shape in ((700,), (50, 10), (300,))]
+    tensors[2] = tensors[2].double()
     made = Streaming(fragments).build(task(tensors, sync_interval=interval))
     if broken and rank == 1:
         tensors[0][:5] = torch.nan
@@ -208,18 +177,14 @@ def test_fragments_have_equal_bytes_and_their_turns(fragments: int, interval: in
         assert notes == [] and all(bool((t == 0.5).all()) for t in tensors)
         asked = 2 * 8  # is it finite? Not asked of the last, whose weights the Ensemble knows
         for position, sent in enumerate(travelled, 1):
-            extra = asked if position < interval else 0
-            assert (
-                sent == pytest.approx(7200 / fragments + extra, abs=16)
-                if position in due
-                else sent == 0
-            )
+            expected = 7200 / fragments + (asked if position < interval else 0)
+            assert sent == (pytest.approx(expected, abs=16) if position in due else 0)
 
 
 def test_a_broken_replica_is_left_out_of_its_fragment_with_a_note() -> None:
     for _, notes, tensors in run_ranks(streaming, 2, 2, 4, True):
         assert notes == ["replica 1 left out of the average of fragment 1 of 2: not finite"]
-        assert bool(tensors[0].eq(0).all()), "the first fragment is of replica 0 alone"
+        assert bool(tensors[0].eq(0).all())  # the first fragment is of replica 0 alone
 
 
 def streaming_cut_short(rank: int, world: int) -> Any:
@@ -239,9 +204,7 @@ def test_what_a_short_cycle_has_not_averaged_it_averages_at_its_end() -> None:
     results = run_ranks(streaming_cut_short, 2)
     for rank, (before, after, settled) in enumerate(results):
         assert bool((before[:100] == 9.0 + rank).all()) and bool((before[100:] == 1.5).all())
-        assert torch.equal(after, results[0][0]) and settled, (
-            "a replica that is left out takes all fragments"
-        )
+        assert torch.equal(after, results[0][0]) and settled  # who is left out takes all fragments
 
 
 def overlapped_run(rank: int, world: int, weights: list[float], masters: bool) -> Any:
@@ -272,9 +235,8 @@ def test_overlapped_is_the_delta_rule(weights: list[float], masters: bool) -> No
     mean = sum(w * snapshot.double() for w, (snapshot, *_) in zip(weights, results, strict=True))
     for _, moved, value, rounded, settled in results:
         expected = mean + sum(m.double() for m in moved)
-        assert torch.allclose(
-            value.double(), expected, rtol=0, atol=4e-6
-        )  # a handful of fp32 roundings of numbers below 8
+        # a handful of fp32 roundings of numbers below 8
+        assert torch.allclose(value.double(), expected, rtol=0, atol=4e-6)
         assert torch.equal(rounded, value.bfloat16().float() if masters else value) and not settled
 
 
@@ -303,9 +265,8 @@ def overlapped_early(rank: int, world: int) -> Any:
     made = Overlapped(3).build(task(tensors))
     made.end_cycle([0.5, 0.5])
     tensors[0] += 1 + rank
-    made.end_cycle(
-        [0.5, 0.5]
-    )  # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
+    # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
+    made.end_cycle([0.5, 0.5])
     first = float(tensors[0][0])
     made.complete([0.5, 0.5])
     return first, float(tensors[0][0]), made.idle
@@ -315,35 +276,25 @@ def test_overlapped_averages_are_applied_before_others_begin() -> None:
     assert run_ranks(overlapped_early, 2) == [(1.5, 2.0, True), (2.5, 2.0, True)]
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
 def given(count: int, **changes: Any) -> Task:
     return task([torch.zeros(4)], replicas=Replicas(0, count), **changes)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
-        (
-            lambda: Hierarchical(3).build(given(4)),
-            "replicas_per_node=3 does not divide the 4 replicas",
-        ),
-        (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
-        (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
-        (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
-        (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
-        (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
-        (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
-        (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
-        (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
-        (lambda: Outer(rate=0.0), "rate must be"),
-        (lambda: Outer(rate=float("nan")), "rate must be"),
-        (lambda: Outer(momentum=1.0), "momentum must be"),
-        (lambda: Outer().build(given(2)), "gradients='local'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
+    (lambda: Hierarchical(3).build(given(4)), "replicas_per_node=3 does not divide the 4 replicas"),
+    (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
+    (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
+    (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
+    (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
+    (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
+    (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
+    (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
+    (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
+    (lambda: Outer(rate=0.0), "rate must be"), (lambda: Outer(rate=float("nan")), "rate must be"),
+    (lambda: Outer(momentum=1.0), "momentum must be"),
+    (lambda: Outer().build(given(2)), "gradients='local'"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -351,17 +302,11 @@ def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) ->
 
 @pytest.mark.parametrize("way", [*WAYS, Outer()], ids=repr)
 def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
-    assert (
-        isinstance(way, Averaging) and way == eval(repr(way)) and hash(way) == hash(eval(repr(way)))
-    )
+    other = eval(repr(way))
+    assert isinstance(way, Averaging) and way == other and hash(way) == hash(other)
     tensor = torch.tensor([0.1, torch.nan])
     made = way.build(task([tensor], replicas=Replicas.single(), gradients="local"))
-    assert (
-        made.end_cycle([1.0]) == []
-        and made.after_step(1) == []
-        and made.idle
-        and made.mean() is None
-    )
+    assert made.end_cycle([1.0]) == made.after_step(1) == [] and made.idle and made.mean() is None
     made.complete([1.0])
     assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
 

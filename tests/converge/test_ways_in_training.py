@@ -1,4 +1,4 @@
-"""The ways of averaging under an Ensemble: how a run ends, that it resumes to the bit, and that sharded parameters are averaged by shards."""
+"""The ways of averaging under an Ensemble: how a run ends, resumes, and averages shards."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ from ..distributed import run_ranks
 from .helpers import task
 
 WAYS: dict[str, Averaging] = {
-    "plain": Plain(),
-    "bf16": Compressed("bf16"),
-    "int8": Compressed("int8", 16),
-    "streaming": Streaming(3),
-    "overlapped": Overlapped(2),
+    "plain": Plain(), "bf16": Compressed("bf16"), "int8": Compressed("int8", 16),
+    "streaming": Streaming(3), "overlapped": Overlapped(2),
     "exact local": ExactLocal(check_every=3),
-}
+}  # fmt: skip
 
 
 def run_of(rank: int, way: Averaging) -> Run:
@@ -51,14 +48,8 @@ def trained(rank: int, world: int) -> dict[str, Any]:
         before, converged = run.weights(), run.ensemble.in_sync
         run.ensemble.converge()
         loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
-        report[name] = (
-            run.weights(),
-            before,
-            converged,
-            run.ensemble.in_sync,
-            loss,
-            run.ensemble.mean() is not None,
-        )
+        known = run.ensemble.mean() is not None
+        report[name] = (run.weights(), before, converged, run.ensemble.in_sync, loss, known)
     return report
 
 
@@ -74,8 +65,8 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
     assert converged == (name in ("plain", "exact local"))
     assert torch.equal(before, weights) == (name not in ("streaming", "overlapped"))
     plain, _, _, _, reference, _ = runs[0]["plain"]
-    # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45 steps of Adam; bf16's and int8's rounding
-    # of displacements; and for the others gradients that are taken elsewhere, which is the method's own noise.
+    # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45
+    # steps of Adam; the rounding of bf16 and int8; for the others gradients are taken elsewhere.
     allowed = {"plain": 0.0, "exact local": 2e-6, "bf16": 2e-3, "int8": 5e-3}.get(name, 0.05)
     assert reference < 1.0
     assert abs(loss - reference) <= allowed * reference
@@ -86,17 +77,13 @@ def resumed(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(12)
     run.ensemble.converge()
     fresh = run_of(rank, WAYS[name]).loaded(run.saved())
-    return (
-        run.steps(14).weights(),
-        fresh.steps(14).weights(),
-        run.ensemble.multipliers == fresh.ensemble.multipliers,
-    )
+    return [(one.steps(14).weights(), one.ensemble.multipliers) for one in (run, fresh)]
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_after_converge_nothing_is_kept_that_a_checkpoint_lacks(name: str) -> None:
-    for one, other, alike in run_ranks(resumed, 2, name):
-        assert alike and torch.equal(one, other)
+    for (one, drawn), (other, again) in run_ranks(resumed, 2, name):
+        assert drawn == again and torch.equal(one, other)
 
 
 def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
@@ -115,28 +102,26 @@ def test_a_state_may_be_loaded_while_something_is_kept_or_under_way(name: str) -
         assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])
 
 
-# -- layouts -------------------------------------------------------------------------------------------------------------
+def noise(cycle: int, i: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * cycle + i))
 
 
 def sharded(rank: int, world: int, way: Averaging) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    net = fully_shard(model(), mesh=mesh)
+    net: Any = fully_shard(model(), mesh=mesh)
     replicas = Replicas.from_mesh(mesh, replicate="dp_replicate")
     made = way.build(task(list(net.parameters()), replicas=replicas))
     found = []
     for cycle in range(2):
         with torch.no_grad():
             for i, p in enumerate(net.parameters()):
-                local = p.to_local()  # type: ignore[attr-defined]
-                noise = torch.randn(
-                    p.shape, generator=torch.Generator().manual_seed(10 * cycle + i)
-                )
-                local.add_(0.01 * (1 + replicas.index) * part_of(noise, p))
+                own = part_of(noise(cycle, i, p.shape), p)
+                p.to_local().add_(0.01 * (1 + replicas.index) * own)
         made.end_cycle([0.25, 0.75])
         if cycle == 0:
             made.complete([0.5, 0.5])
             made.end_cycle([0.5, 0.5])
-        found.append(torch.cat([p.full_tensor().flatten() for p in net.parameters()]).detach())  # type: ignore[attr-defined]
+        found.append(torch.cat([p.full_tensor().flatten() for p in net.parameters()]).detach())
     return found
 
 
@@ -145,25 +130,14 @@ def sharded(rank: int, world: int, way: Averaging) -> Any:
 )
 def test_shards_are_averaged_over_the_replicas(way: Averaging) -> None:
     ranks = run_ranks(sharded, 4, way)
-    start = [p.detach() for p in model().parameters()]
-    noise = [
-        [
-            torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * c + i))
-            for i, p in enumerate(start)
-        ]
-        for c in range(2)
-    ]
-    for cycle in range(2):
-        assert all(torch.equal(ranks[r][cycle], ranks[0][cycle]) for r in range(4))
-        moved = [
-            0.01 * 1.75 * (n0 + (n1 if cycle else 0 * n1)) for n0, n1 in zip(*noise, strict=True)
-        ]
-        expected = torch.cat([(p + m).flatten() for p, m in zip(start, moved, strict=True)])
+    expected = [p.detach() for p in model().parameters()]
+    for cycle, got in enumerate(ranks[0]):
+        assert all(torch.equal(rank[cycle], got) for rank in ranks)
+        expected = [p + 0.01 * 1.75 * noise(cycle, i, p.shape) for i, p in enumerate(expected)]
+        off = float((got - torch.cat([p.flatten() for p in expected])).abs().max())
         # int8: two roundings of displacements below 0.1; the rest is fp32's.
         exact = not isinstance(way, Compressed) or cycle == 0
-        assert float((ranks[0][cycle] - expected).abs().max()) <= (
-            1e-6 if exact else 0.1 / 127 if way.dtype == "int8" else 0.1 / 256
-        )
+        assert off <= (1e-6 if exact else 0.1 / 127 if way.dtype == "int8" else 0.1 / 256)
 
 
 def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +151,8 @@ def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 def some_ranks_only(rank: int, world: int) -> Any:
     """Ranks of the world that train something else do not come to build."""
-    kept = (
-        {"sort_ranks": False}
-        if "sort_ranks" in inspect.signature(dist.new_group).parameters
-        else {}
-    )  # torch 2.11 has no choice
-    pair = dist.new_group([2, 0], **kept)
+    choice = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 has none
+    pair = dist.new_group([2, 0], **({"sort_ranks": False} if choice else {}))
     tensor = torch.full((3,), float(rank))
     if rank % 2 == 0:
         made = Overlapped(1).build(task([tensor], replicas=Replicas.from_group(pair)))

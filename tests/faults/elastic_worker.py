@@ -1,4 +1,4 @@
-"""A training loop as docs/faults.md has it for torchrun's elastic restarts; rank 1 kills itself once, in the middle of a cycle."""
+"""A loop as docs/faults.md has it for torchrun's restarts; rank 1 kills itself once, in a cycle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, INTERVAL, SAVE_EVERY, KILL_AT = 24, 4, 6, 21
 
 
 def train(folder: Path, kill: bool) -> list[float]:
-    """All parameters after `STEPS` steps, continued from what is in ``folder``. Each step done is noted there."""
+    """All parameters after `STEPS` steps, continued from ``folder``, where each step is noted."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -30,12 +30,9 @@ def train(folder: Path, kill: bool) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
     ensemble = hdet.Ensemble(
-        optimizer,
-        scheduler,
-        sync=hdet.Sync(INTERVAL),
-        warmup_steps=4,
+        optimizer, scheduler, sync=hdet.Sync(INTERVAL), warmup_steps=4,
         controller=hdet.SoftmaxController(),
-    )
+    )  # fmt: skip
     state = checkpoint.RunState(model, ensemble)
     step = checkpoint.load(folder, state, missing=0)
     with ensemble.guard(), open(folder / f"steps-{rank}", "a") as done:
@@ -43,9 +40,8 @@ def train(folder: Path, kill: bool) -> list[float]:
             if kill and rank == 1 and step == KILL_AT and not (folder / "killed").exists():
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            x = torch.randn(
-                16, 4, generator=torch.Generator().manual_seed(1000 * step + rank)
-            )  # a function of the step: data resumes too
+            # a function of the step: data resumes too
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
             loss = (wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -59,15 +55,13 @@ def train(folder: Path, kill: bool) -> list[float]:
 
 
 def meet() -> None:
-    """As ``init_process_group("gloo")``, but no start reads what an earlier one has left in torchrun's store (docs/faults.md)."""
-    agents = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    """As ``init_process_group``, but each start has a part of torchrun's store to itself."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = dist.TCPStore(host, port, is_master=False)
     store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=HANG_S)
-    )
+    limit = datetime.timedelta(seconds=HANG_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Runs a scenario in processes that may be killed, hang or fail, and says what became of each.
 
-Unlike `tests.distributed.run_ranks`, whose workers are kept, every call starts its own and ends with none of them left. They come from
+Unlike the workers of `tests.distributed.run_ranks`, all of them end with the call. They come from
 the same fork server, so that torch is imported once.
 """
 
@@ -41,20 +41,23 @@ class Outcome:
     afterwards: str = ""
     """What the Ensemble said to the next step and to state_dict."""
     seconds: float = 0.0
-    """From the fault, as the scenario marks it by writing the file "fault", to this rank's error."""
+    """From the fault, as the scenario marks it, to this rank's error."""
     traceback: str = ""
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return self.kind, self.phase, self.cycle, self.step, self.lost
 
 
 def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
-    """A rank that is left after replica 1 - that is rank 1, or 0 where this is it - was killed: one error of the right name, in time."""
+    """A rank that is left after rank 1 (or 0 where this is it) was killed: one error, in time."""
     dead = 0 if one.rank == 1 else 1
-    assert (one.exitcode, one.kind) == (0, "ReplicaLost"), one
-    assert (one.phase, one.cycle, one.step, one.lost) == (phase, cycle, step, (dead,)), one.text
-    assert (
-        f"cycle {cycle} (step {step})" in one.text
-        and f"replica {dead} (rank {dead}) is gone (ended: pid " in one.text
-    )
-    assert f"this is replica {one.rank} (rank {one.rank})" in one.text
+    assert one.exitcode == 0 and one.where == ("ReplicaLost", phase, cycle, step, (dead,)), one
+    for says in (
+        f"cycle {cycle} (step {step})", f"replica {dead} (rank {dead}) is gone (ended: pid ",
+        f"this is replica {one.rank} (rank {one.rank})",
+    ):  # fmt: skip
+        assert says in one.text
     assert one.seconds < HANG_S / 2, "long before the collectives' timeout"
     for said in one.afterwards.split(" | "):
         assert "has lost a replica" in said and "from the last checkpoint" in said
@@ -73,26 +76,18 @@ def refusals(ensemble: Any) -> str:
 
 
 def run_faulty(
-    scenario: Callable[..., Any],
-    world_size: int,
-    folder: Path,
-    *,
-    timeout: float = HANG_S,
-    store: str = "file",
+    scenario: Any, size: int, folder: Path, *, timeout: float = HANG_S, store: str = "file",
     **settings: Any,
-) -> list[Outcome]:
-    """`scenario(world, **settings)` on ranks of a gloo group; ``timeout``: of its collectives, in seconds; ``store``: "file" or "tcp".
-
-    Fails if a process is still there after `HANG_S`; no process is left in any case.
-    """
+) -> list[Outcome]:  # fmt: skip
+    """`scenario(world, **settings)` on ranks of a gloo group; ``timeout``: of its collectives, in
+    seconds; ``store``: "file" or "tcp". Fails if one still runs after `HANG_S`; none is left."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo"]
-    )  # as tests.distributed does
+    # as tests.distributed does
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     folder.mkdir(parents=True, exist_ok=True)
     workers = []
-    for rank in range(world_size):
-        world = World(rank, world_size, folder, timeout, store)
+    for rank in range(size):
+        world = World(rank, size, folder, timeout, store)
         workers.append(context.Process(target=_main, args=(world, scenario, settings), daemon=True))
     for worker in workers:
         worker.start()
@@ -106,19 +101,12 @@ def run_faulty(
             worker.kill()
         worker.join()
     assert not left, f"ranks {sorted(left.values())} still ran after {HANG_S} s"
-    return [
-        _read(folder / f"outcome-{rank}.json", rank, worker.exitcode)
-        for rank, worker in enumerate(workers)
-    ]
-
-
-def _read(file: Path, rank: int, exitcode: int | None) -> Outcome:
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    return Outcome(
-        rank,
-        exitcode,
-        **{key: tuple(value) if key in ("lost", "late") else value for key, value in found.items()},
-    )
+    files = [folder / f"outcome-{rank}.json" for rank in range(size)]
+    found = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
+    for one in found:
+        one.update({key: tuple(one[key]) for key in ("lost", "late") if key in one})
+    ends = zip(workers, found, strict=True)
+    return [Outcome(rank, worker.exitcode, **one) for rank, (worker, one) in enumerate(ends)]
 
 
 @dataclass
@@ -139,11 +127,8 @@ class World:
 
     def wait_for_the_others(self) -> None:
         """Until each has said what became of it."""
-        while not all(
-            (self.folder / f"outcome-{rank}.json").is_file()
-            for rank in range(self.size)
-            if rank != self.rank
-        ):
+        others = set(range(self.size)) - {self.rank}
+        while not all((self.folder / f"outcome-{rank}.json").is_file() for rank in others):
             time.sleep(0.05)
 
     def die(self) -> None:
@@ -159,21 +144,18 @@ class World:
         else:
             place = self.folder / "port"
             if self.rank == 0:
-                store = dist.TCPStore(
-                    "127.0.0.1", 0, self.size, True, timeout=limit, wait_for_workers=False
-                )
+                where = ("127.0.0.1", 0, self.size, True)
+                store = dist.TCPStore(*where, timeout=limit, wait_for_workers=False)
                 place.with_suffix(".new").write_text(str(store.port))
                 place.with_suffix(".new").rename(place)
             else:
                 while not place.is_file():
                     time.sleep(0.01)
-                store = dist.TCPStore(
-                    "127.0.0.1", int(place.read_text()), self.size, False, timeout=limit
-                )
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit
-        )
-        # Connecting may take its time on a loaded machine; only what comes after is to be impatient.
+                port = int(place.read_text())
+                store = dist.TCPStore("127.0.0.1", port, self.size, False, timeout=limit)
+        ranks = {"rank": self.rank, "world_size": self.size}
+        dist.init_process_group("gloo", store=store, **ranks, timeout=limit)
+        # Connecting may take its time on a loaded machine; only what comes after is impatient.
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.timeout))
 
 
@@ -199,9 +181,7 @@ def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) 
 
 
 def _about(error: Exception) -> dict[str, Any]:
-    found = {"kind": type(error).__name__, "text": str(error), "traceback": traceback.format_exc()}
-    return found | {
-        name: getattr(error, name)
-        for name in ("phase", "cycle", "step", "lost", "late")
-        if hasattr(error, name)
-    }
+    known = ("phase", "cycle", "step", "lost", "late")
+    found = {name: getattr(error, name) for name in known if hasattr(error, name)}
+    said = {"text": str(error), "traceback": traceback.format_exc()}
+    return {**found, **said, "kind": type(error).__name__}

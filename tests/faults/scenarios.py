@@ -1,4 +1,4 @@
-"""What happens to the ranks: a small DDP training whose Nth step, average or checkpoint meets a fault."""
+"""What happens to the ranks: a small training whose Nth step, average or save meets a fault."""
 
 from __future__ import annotations
 
@@ -27,35 +27,22 @@ def wave(key: int) -> Batch:
 
 
 class Training(Run):
-    """``local``: replicas step with their own gradients, outside of DDP. ``jump``: at that step the schedule multiplies the rate so."""
+    """``local``: gradients of their own, outside of DDP. ``jump``: (step, factor of the rate)"""
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        local: bool = False,
-        lr: float = 0.05,
-        width: int = 8,
-        jump: tuple[int, float] | None = None,
+        self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, jump: Any = None,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
-        sgd = partial(torch.optim.SGD, momentum=0.9)
-        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {
-            "every": INTERVAL,
-            "optimizer": sgd,
-            **settings,
-        }
+        own = {"gradients": "local", "moments": "average"} if local else {}
+        given = {"every": INTERVAL, "optimizer": partial(torch.optim.SGD, momentum=0.9), **settings}
         scheduler = None
         if jump is not None:
-            scheduler = partial(
-                torch.optim.lr_scheduler.LambdaLR,
-                lr_lambda=lambda step: jump[1] if step >= jump[0] else 1.0,
-            )
-        super().__init__(
-            rank, net=net, ddp=not local, scheduler=scheduler, lr=lr, data=wave, **settings
-        )
+            factor = lambda step: jump[1] if step >= jump[0] else 1.0
+            scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+        given.update(net=net, ddp=not local, scheduler=scheduler, lr=lr, data=wave)
+        super().__init__(rank, **{**own, **given})
         self.poison = 1.0
         self.losses = lambda data: self.poison * losses_of(self.wrapped, data)
 
@@ -82,12 +69,8 @@ class Training(Run):
 
     def state(self) -> list[float]:
         """All of the optimizer's tensors."""
-        tensors = [
-            value
-            for values in self.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        found = [x for values in self.optimizer.state.values() for x in values.values()]
+        tensors = filter(torch.is_tensor, found)
         return [x for tensor in tensors for x in tensor.flatten().tolist()]
 
     def refuses(self) -> str:
@@ -95,7 +78,7 @@ class Training(Run):
 
 
 def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> None:
-    """Between two averages: under DDP the others notice in their next backward pass, with local gradients at the next average."""
+    """Between two averages: noticed in a backward pass under DDP, else in the next average."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
     with training.ensemble.guard():
@@ -108,10 +91,8 @@ def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at:
 def killed_in_an_average(
     world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False
 ) -> None:
-    """At the nth collective of the second cycle's end: 1 gathers the losses, 2 averages. The victim's is never begun.
-
-    ``pairs``: replicas of two ranks each.
-    """
+    """Before the nth collective of a cycle's end: 1 gathers the losses, 2 averages. ``pairs``:
+    replicas of two ranks each."""
     replicas = hdet.Replicas.from_group([[0, 1], [2, 3]]) if pairs else None
     training = Training(world.rank, local=True, replicas=replicas)
     world.afterwards = training.refuses
@@ -154,7 +135,7 @@ def _die_in(world: World, nth: int) -> None:
 
 
 def late(world: World, *, straggler: int = 1, local: bool = True) -> None:
-    """One rank comes to the middle of a cycle when all others have given up, a second and a half ago."""
+    """One rank comes to the middle of a cycle when all others have given up."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
     with training.ensemble.guard():

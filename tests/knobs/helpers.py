@@ -1,8 +1,7 @@
-"""One replica of several without a process group: enough to see what values it has, where and when."""
+"""One replica of several without a process group: enough to see what values it has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from tests.harness import Scripted, policies
 
 
 def given(*multipliers: float) -> Scripted:
-    """All replicas have these multipliers, one for each knob (rates come first), from the first step on; all they are judged by is held out."""
+    """All replicas have these multipliers, by knob (rates come first); judged by held-out data."""
     controller = Scripted(multipliers=multipliers)
     controller.judges_held_out = True
     return controller
@@ -44,22 +43,12 @@ def adamw(net: Net, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
 
 
 def ensemble(
-    net: Net,
-    knobs: Sequence[Any],
-    *,
-    optimizer: Any = None,
-    index: int = 0,
-    count: int = 8,
-    **settings: Any,
+    net: Net, knobs: Any, *, optimizer: Any = None, index: int = 0, count: int = 8, **settings: Any
 ) -> hdet.Ensemble:
     """One of 8 that takes itself for all of them: what it averages is its own."""
-    made = adamw(net) if optimizer is None else optimizer
-    return hdet.Ensemble(
-        made,
-        knobs=knobs,
-        replicas=hdet.Replicas(index, count, None),
-        **policies(**{"every": 1000, **settings}),
-    )
+    optimizer, replicas = optimizer or adamw(net), hdet.Replicas(index, count, None)
+    given = policies(**{"every": 1000, **settings})
+    return hdet.Ensemble(optimizer, knobs=knobs, replicas=replicas, **given)
 
 
 def backward(net: Net, seed: int = 0) -> torch.Tensor:

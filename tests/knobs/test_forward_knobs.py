@@ -1,4 +1,4 @@
-"""Knobs that act inside `with ensemble.explore():`: their values there, at rest, after errors; co-resident replicas; state."""
+"""Knobs that act inside `with ensemble.explore():`: their values there, at rest, after errors."""
 
 from __future__ import annotations
 
@@ -18,47 +18,40 @@ from .helpers import LOCAL, Net, adamw, backward, ensemble, given
 
 
 class Held:
+    """A value of the user's, the knob that moves it, and how often it was written."""
+
     def __init__(self, value: float) -> None:
         self.value, self.writes = value, 0
 
-    def knob(self, name: str = "mine", **settings: Any) -> hdet.Scalar:
-        return hdet.Scalar(name, lambda: self.value, self.write, **settings)
+    def knob(self, **settings: Any) -> hdet.Scalar:
+        return hdet.Scalar("mine", lambda: self.value, self.write, **settings)
 
     def write(self, value: float) -> None:
         self.value = value
         self.writes += 1
 
 
+def dropping(**settings: Any) -> tuple[Net, hdet.Ensemble]:
+    net = Net()
+    return net, ensemble(net, [hdet.Dropout(net)], **LOCAL, **settings)
+
+
 def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None:
-    net, held, tasks, criterion = (
-        Net(),
-        Held(4.0),
-        {"click": 1.0, "like": 0.5},
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-    )
+    net, held, tasks = Net(), Held(4.0), {"click": 1.0, "like": 0.5}
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     knobs = [
-        hdet.Dropout(net), hdet.Temperature(net), hdet.LabelSmoothing(criterion), hdet.LossWeights(tasks, tasks=["like"]), held.knob(),
-        hdet.ClipNorm(2.0),
+        hdet.Dropout(net), hdet.Temperature(net), hdet.LabelSmoothing(criterion),
+        hdet.LossWeights(tasks, tasks=["like"]), held.knob(), hdet.ClipNorm(2.0),
     ]  # fmt: skip
     run = ensemble(net, knobs, **LOCAL)
     read = lambda: [
-        net.drop.p,
-        net.temperature,
-        criterion.label_smoothing,
-        tasks["like"],
-        held.value,
+        net.drop.p, net.temperature, criterion.label_smoothing, tasks["like"], held.value,
         run.value("clip_norm"),
-    ]
+    ]  # fmt: skip
     base, rho = read(), list(run.multipliers.values())
     assert base == [0.2, 2.0, 0.1, 0.5, 4.0, 2.0]
-    assert list(run.multipliers) == [
-        "dropout",
-        "temperature",
-        "label_smoothing",
-        "loss_weight/like",
-        "mine",
-        "clip_norm",
-    ]
+    names = ["dropout", "temperature", "label_smoothing", "loss_weight/like", "mine", "clip_norm"]
+    assert list(run.multipliers) == names
     assert all(abs(x - 1) == pytest.approx(0.3) for x in rho)
     with run.explore():
         assert read() == [b * x for b, x in zip(base, rho, strict=True)]
@@ -71,9 +64,8 @@ def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None
 
 
 def test_values_kept_by_the_knob_are_read_through_the_ensemble() -> None:
-    run = ensemble(
-        Net(), [hdet.LabelSmoothing(0.1, spread=0.5), hdet.Scalar("noise", value=3.0)], **LOCAL
-    )
+    knobs = [hdet.LabelSmoothing(0.1, spread=0.5), hdet.Scalar("noise", value=3.0)]
+    run = ensemble(Net(), knobs, **LOCAL)
     assert (run.value("label_smoothing"), run.value("noise")) == (0.1, 3.0)
     with run.explore():
         assert run.value("label_smoothing") == 0.1 * run.multipliers["label_smoothing"]
@@ -83,10 +75,9 @@ def test_values_kept_by_the_knob_are_read_through_the_ensemble() -> None:
 
 def test_a_linear_scale_adds_and_may_pass_zero() -> None:
     held = Held(0.0)
-    run = ensemble(Net(), [held.knob(scale="linear", unit=2.0, spread=0.5)], index=0, **LOCAL)
-    rho = run.multipliers["mine"]
+    run = ensemble(Net(), [held.knob(scale="linear", unit=2.0, spread=0.5)], **LOCAL)
     with run.explore():
-        assert held.value == pytest.approx(2.0 * (rho - 1)) and held.value != 0
+        assert held.value == pytest.approx(2.0 * (run.multipliers["mine"] - 1)) and held.value != 0
     assert held.value == 0.0
     force(run, math.exp(-1.5))
     assert held.value == pytest.approx(-3.0) == run.values()["mine"]
@@ -96,13 +87,10 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
     ("correction", "rho", "base", "used"),
     [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)],
 )
-def test_bounds_are_hard_for_the_base_and_for_replicas(
-    correction: float, rho: float, base: float, used: float
-) -> None:
+def test_bounds_are_hard_for_the_base_and_for_replicas(correction, rho, base, used) -> None:
     held = Held(0.8)
-    run = ensemble(
-        Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=given(rho), **LOCAL
-    )
+    knob = held.knob(bounds=(0.5, 1.0), spread=0.5)
+    run = ensemble(Net(), [knob], controller=given(rho), **LOCAL)
     force(run, correction)
     assert held.value == base
     with run.explore():
@@ -143,32 +131,25 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
         run.schedule.check_unwritten()
 
 
-@pytest.mark.parametrize("scale", ["log", "linear"])
-def test_a_value_that_is_set_between_steps_is_the_base_of_exploring(scale: str) -> None:
+@pytest.mark.parametrize("unit", [None, 2.0])
+def test_a_value_that_is_set_between_steps_is_the_base_of_exploring(unit: float | None) -> None:
     held = Held(4.0)
-    run = ensemble(Net(), [held.knob(scale=scale, unit=None if scale == "log" else 2.0)], **LOCAL)
+    run = ensemble(Net(), [held.knob(scale="linear" if unit else "log", unit=unit)], **LOCAL)
     force(run, 2.0)
     for _ in range(3):
         base = held.value * 0.5
         run.set_value("mine", base)
         rho = run.multipliers["mine"]
         with run.explore():
-            assert held.value == pytest.approx(
-                base * rho if scale == "log" else base + 2.0 * (rho - 1)
-            )
+            assert held.value == pytest.approx(base + unit * (rho - 1) if unit else base * rho)
         run.step()
         assert held.value == pytest.approx(base) and run.values()["mine"] == pytest.approx(base)
 
 
 def test_what_is_written_inside_explore_is_refused() -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
-    with (
-        pytest.raises(
-            ValueError, match=r"dropout was changed to 0.5 inside `with ensemble.explore"
-        ),
-        run.explore(),
-    ):
+    net, run = dropping()
+    says = r"dropout was changed to 0.5 inside `with ensemble.explore"
+    with pytest.raises(ValueError, match=says), run.explore():
         net.drop.p = 0.5
     assert net.drop.p == 0.2
     with pytest.raises(KeyError), run.explore():  # what happened first counts
@@ -185,50 +166,30 @@ class Dropping(nn.Module):
         self.attention, self.linear = nn.MultiheadAttention(4, 2, dropout=0.2), nn.Linear(4, 1)
 
 
-@pytest.mark.parametrize(
-    ("rho", "settings", "expected"),
-    [
-        (1.5, {}, [0.15, 0.6, 0.0, 0.3]), (1.5, {"modules": ["b"]}, [0.1, 0.6, 0.0, 0.2]),
-        (1.5, {"modules": ["a", "off"], "scale": "linear", "unit": 0.2}, [0.2, 0.4, 0.1, 0.2]),
-        (1.99, {"bounds": (0.0, 0.5)}, [0.199, 0.5, 0.0, 0.398]),
-    ],
-)  # fmt: skip
-def test_dropout_moves_what_it_is_told_to(
-    rho: float, settings: dict[str, Any], expected: list[float]
-) -> None:
+@pytest.mark.parametrize(("rho", "settings", "expected"), [
+    (1.5, {}, [0.15, 0.6, 0.0, 0.3]), (1.5, {"modules": ["b"]}, [0.1, 0.6, 0.0, 0.2]),
+    (1.5, {"modules": ["a", "off"], "scale": "linear", "unit": 0.2}, [0.2, 0.4, 0.1, 0.2]),
+    (1.99, {"bounds": (0.0, 0.5)}, [0.199, 0.5, 0.0, 0.398]),
+])  # fmt: skip
+def test_dropout_moves_what_it_is_told_to(rho: float, settings: Any, expected: list[float]) -> None:
     net = Dropping()
-    run = ensemble(
-        net,
-        [hdet.Dropout(net, **settings)],
-        optimizer=torch.optim.SGD(net.parameters(), 0.1),
-        controller=given(rho),
-        **LOCAL,
-    )
-    with run.explore():
+    made = {"optimizer": torch.optim.SGD(net.parameters(), 0.1), "controller": given(rho), **LOCAL}
+    with ensemble(net, [hdet.Dropout(net, **settings)], **made).explore():
         assert [net.a.p, net.b.p, net.off.p, net.attention.dropout] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("part", "modules", "message"),
-    [
-        ("", ["c"], "'c'"),
-        ("", ["linear"], "'linear'"),
-        ("", ["off"], "is 0"),
-        ("linear", None, "Linear has no dropout above 0"),
-    ],
-)
-def test_dropout_that_is_not_there_is_refused(
-    part: str, modules: list[str] | None, message: str
-) -> None:
+@pytest.mark.parametrize(("part", "modules", "message"), [
+    ("", ["c"], "'c'"), ("", ["linear"], "'linear'"), ("", ["off"], "is 0"),
+    ("linear", None, "Linear has no dropout above 0"),
+])  # fmt: skip
+def test_dropout_that_is_not_there_is_refused(part: str, modules: Any, message: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     with pytest.raises(ValueError, match=message):
-        hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(
-            torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-        )
+        hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(optimizer)
 
 
 def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
+    net, run = dropping()
     with run.explore():
         run.observe(1.0)
         with run.explore():  # again: nothing happens twice
@@ -240,37 +201,33 @@ def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> N
     run.step()
 
 
-def test_states_hold_base_values_and_load() -> None:
-    net, held = Net(), Held(4.0)
-    run = ensemble(net, [hdet.Dropout(net), held.knob()], **LOCAL)
+def test_states_hold_base_values_and_load_and_closing_leaves_them() -> None:
+    def make() -> tuple[Net, Held, hdet.Ensemble]:
+        net, held = Net(), Held(4.0)
+        return net, held, ensemble(net, [hdet.Dropout(net), held.knob()], **LOCAL)
+
+    net, _, run = make()
     force(run, 2.0, 0.5)
     with run.explore():
         assert net.drop.p != 0.4
     state = copy.deepcopy(run.state_dict())
     assert state["scheduled"] == {"dropout": [0.2], "mine": [4.0]}
-    other, theirs = Net(), Held(4.0)
-    resumed = ensemble(other, [hdet.Dropout(other), theirs.knob()], **LOCAL)
+    net, held, resumed = make()
     resumed.load_state_dict(state)
-    assert (other.drop.p, theirs.value) == (0.4, 2.0)
+    assert (net.drop.p, held.value) == (0.4, 2.0)
     assert resumed.values() == run.values() == {"dropout": 0.4, "mine": 2.0}
     resumed.step()
-    assert (other.drop.p, theirs.value) == (0.4, 2.0)
-
-
-def test_closing_leaves_base_values() -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
+    assert (net.drop.p, held.value) == (0.4, 2.0)
+    net, run = dropping()
     run.close()
     with run.explore():
         assert net.drop.p == 0.2
 
 
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net)], every=2, count=2, **LOCAL)
-    run.replicas.sum_rows = lambda *rows: torch.stack(
-        [*rows, *rows]
-    )  # the other replica is as this one
+    net, run = dropping(every=2, count=2)
+    # the other replica is as this one
+    run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])
     run.weights.end_cycle = lambda *ending: []
 
     def cycle(explore: bool) -> list[str]:
@@ -286,82 +243,58 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     assert cycle(explore=True) == []
 
 
-# -- clipping in the user's loop ---------------------------------------------------------------------------------------------
-
-
 def test_the_loop_clips_to_the_replicas_norm() -> None:
     net = Net()
     run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], controller=given(1.5), moments="average")
     with run.explore():
         backward(net)
         nn.utils.clip_grad_norm_(net.parameters(), run.value("clip_norm"))
-    assert nn.utils.get_total_norm([p.grad for p in net.parameters()]) == pytest.approx(
-        0.15, rel=1e-4
-    )
-    assert run.value("clip_norm") == 0.1
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    assert norm == pytest.approx(0.15, rel=1e-4) and run.value("clip_norm") == 0.1
 
 
-# -- co-resident replicas ----------------------------------------------------------------------------------------------------
-
-
-def coresident(
-    knobs: Any, net: Net, count: int = 4, **settings: Any
-) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble]:
-    replicas = hdet.CoresidentReplicas(net, count)
-    return replicas, hdet.Ensemble(
-        adamw(net, hdet.FusedAdamW),
-        knobs=knobs(net),
-        replicas=replicas,
-        **policies(every=2, **settings),
-    )
+def coresident(net: Net, **settings: Any) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble, Any]:
+    """Four that explore a temperature and a rate, and the temperature's multipliers."""
+    replicas, optimizer = hdet.CoresidentReplicas(net, 4), adamw(net, hdet.FusedAdamW)
+    knobs = [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)]
+    run = hdet.Ensemble(optimizer, knobs=knobs, replicas=replicas, **policies(every=2, **settings))
+    return replicas, run, run.engine.multipliers()[1]
 
 
 def test_each_co_resident_replica_explores_its_own_value() -> None:
     net = Net()
-    replicas, run = coresident(
-        lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net
-    )
-    table = run.engine.multipliers()
-    assert len({*table[1]}) == 2
+    replicas, run, rho = coresident(net)
+    assert len({*rho}) == 2
     for k in range(4):
         with replicas.use(k):
             assert net.temperature == 2.0
             with run.explore():
-                assert net.temperature == 2.0 * table[1][k] == run.value("temperature")
+                assert net.temperature == 2.0 * rho[k] == run.value("temperature")
+                says = f"inside that of replica {k}"
                 if k:
-                    with (
-                        pytest.raises(ValueError, match=f"inside that of replica {k}"),
-                        replicas.use(0),
-                        run.explore(),
-                    ):
+                    with pytest.raises(ValueError, match=says), replicas.use(0), run.explore():
                         pass
-                assert net.temperature == 2.0 * table[1][k]
+                assert net.temperature == 2.0 * rho[k]
             assert net.temperature == 2.0
     with pytest.raises(ValueError, match="inside `with replicas.use"), run.explore():
         pass
 
 
-def test_a_probe_scores_a_direct_knob_at_each_replicas_own_value_and_others_at_base_values() -> (
-    None
-):
+def test_a_probe_scores_a_direct_knob_at_each_replicas_value_and_others_at_base_values() -> None:
     net, seen = Net(), []
 
     def loss_fn(model: Net, batch: torch.Tensor) -> torch.Tensor:
         seen.append((model.temperature, model.drop.p))
         return model(batch).square().mean()
 
-    controller = hdet.ProbeController(
-        loss_fn, [torch.randn(4, 4) for _ in range(2)], 2, model=net, held_out=True
-    )
-    replicas, run = coresident(
-        lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net, controller=controller
-    )
-    table = run.engine.multipliers()
+    batches = [torch.randn(4, 4) for _ in range(2)]
+    probe = hdet.ProbeController(loss_fn, batches, 2, model=net, held_out=True)
+    replicas, run, rho = coresident(net, controller=probe)
     for _ in range(2):
         for k in range(4):
             with replicas.use(k), run.explore():
                 backward(net)
         run.optimizer.step()
         run.step()
-    assert seen == [(2.0 * table[1][k], 0.2) for k in range(4) for _ in range(2)]
+    assert seen == [(2.0 * rho[k], 0.2) for k in range(4) for _ in range(2)]
     assert net.temperature == run.values()["temperature"]

@@ -1,8 +1,10 @@
-"""What is refused when an Ensemble is made, by name and with the way out; and nothing is changed then."""
+"""What is refused when an Ensemble is made, by name and with the way out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,19 @@ import torch
 from torch import nn
 
 import hdet
+from hdet import (
+    Betas,
+    ClipNorm,
+    Dropout,
+    Eps,
+    GroupValue,
+    LabelSmoothing,
+    LearningRate,
+    LossWeights,
+    Scalar,
+    Temperature,
+    WeightDecay,
+)
 from hdet.knobs import Bound, of_model, of_optimizer
 from hdet.knobs.cells import attribute_cell, held_cell
 
@@ -17,48 +32,45 @@ from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
 
 def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
-    return hdet.ProbeController(
-        lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings
-    )
+    mean = lambda model, x: model(x).mean()
+    return hdet.ProbeController(mean, [torch.ones(2, 4)] * 8, model=net, **settings)
 
 
+X = partial(Scalar, "x")
 VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
+LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)
 KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     # name: (knob, what it says of itself)
-    "silent": (lambda net: Silent(), set()),
-    "lr": (lambda net: hdet.LearningRate(), {VALID}),
-    "weight_decay": (lambda net: hdet.WeightDecay(), set()),
-    "beta2": (lambda net: hdet.Betas(which=[1]), {VALID, DIVERGE}),
-    "eps": (lambda net: hdet.Eps(), {VALID}),
-    "eps2": (lambda net: hdet.GroupValue("eps2"), {DIVERGE}),
-    "valid eps2": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
-    "clip_norm": (lambda net: hdet.ClipNorm(), {VALID, DIVERGE}),
+    "silent": (lambda net: Silent(), set()), "lr": (lambda net: LearningRate(), {VALID}),
+    "weight_decay": (lambda net: WeightDecay(), set()),
+    "beta2": (lambda net: Betas(which=[1]), {VALID, DIVERGE}), "eps": (lambda net: Eps(), {VALID}),
+    "eps2": (lambda net: GroupValue("eps2"), {DIVERGE}),
+    "valid eps2": (lambda net: GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
+    "clip_norm": (lambda net: ClipNorm(), {VALID, DIVERGE}),
     "silent of gradients": (lambda net: Silent(on_gradients=True), {DIVERGE, "on_gradients"}),
-    "clip_norm of the loop": (lambda net: hdet.ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
-    "mine": (lambda net: hdet.Scalar("mine", value=1.0), set()),
-    "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
-    "dropout": (lambda net: hdet.Dropout(net), set()),
-    "label_smoothing": (lambda net: hdet.LabelSmoothing(0.1), set()),
-    "label_smoothing of a loss": (
-        lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)),
-        set(),
-    ),
-    "loss_weight/a": (lambda net: hdet.LossWeights({"a": 1.0}), set()),
-    "temperature": (lambda net: hdet.Temperature(net), {VALID, "affects_eval_loss"}),
-}
+    "clip_norm of the loop": (lambda net: ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
+    "mine": (lambda net: Scalar("mine", value=1.0), set()),
+    "valid mine": (lambda net: Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
+    "dropout": (lambda net: Dropout(net), set()),
+    "label_smoothing": (lambda net: LabelSmoothing(0.1), set()),
+    "label_smoothing of a loss": (lambda net: LabelSmoothing(LOSS), set()),
+    "loss_weight/a": (lambda net: LossWeights({"a": 1.0}), set()),
+    "temperature": (lambda net: Temperature(net), {VALID, "affects_eval_loss"}),
+}  # fmt: skip
 FORWARD = [
-    "silent",
-    "mine",
-    "valid mine",
-    "dropout",
-    "label_smoothing",
-    "label_smoothing of a loss",
+    "silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss",
     "loss_weight/a",
-]
+]  # fmt: skip
+
+
+def said_by(*flags: str, absent: bool = False) -> Any:
+    """All knobs of which the flags are said, or are not."""
+    names = [name for name in KNOBS if absent is not ({*flags} <= KNOBS[name][1])]
+    return pytest.mark.parametrize("name", names)
 
 
 def knob_of(name: str) -> tuple[Net, Any, dict[str, Any]]:
-    """A model, the knob, and the other settings of an Ensemble that explores it with gradients of its own."""
+    """A model, the knob, and other settings of an Ensemble that explores it."""
     net = Net()
     optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
     for group in optimizer.param_groups:
@@ -72,7 +84,7 @@ def title(name: str) -> str:
 
 
 class Silent:
-    """A third party's, which forgets to say what it is: nothing that could mislead is taken for granted."""
+    """A third party's, which forgets to say what it is: nothing is taken for granted."""
 
     def __init__(self, **flags: bool) -> None:
         self.flags = flags
@@ -91,20 +103,17 @@ def test_what_each_knob_says_of_itself(name: str) -> None:
 
 def test_every_knob_is_in_the_table() -> None:
     listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
-    assert {
-        name for name in of_model.__all__ + of_optimizer.__all__ if name != "ModuleValue"
-    } <= listed  # ModuleValue is Scalar
+    # ModuleValue is Scalar
+    assert {*of_model.__all__, *of_optimizer.__all__} - {"ModuleValue"} <= listed
 
 
-@pytest.mark.parametrize("name", [name for name in KNOBS if VALID not in KNOBS[name][1]])
+@said_by(VALID, absent=True)
 def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
     for make in (lambda net: hdet.SoftmaxController(decay=None), probe_of):
         net, knob, settings = knob_of(name)
         controller = make(net)
-        with pytest.raises(
-            ValueError,
-            match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True.*judges_held_out = True",
-        ):
+        says = f"no honest judge of the knob '{title(name)}'.*'{controller.name}'"
+        with pytest.raises(ValueError, match=f"{says}.*held_out=True.*judges_held_out = True"):
             ensemble(net, [knob], controller=controller, **settings)
         assert "step" not in settings["optimizer"].__dict__
     for make in (lambda net: probe_of(net, held_out=True), lambda net: None):
@@ -112,15 +121,11 @@ def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
         ensemble(net, [knob], controller=make(net), **settings)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOBS if VALID in KNOBS[name][1]])
+@said_by(VALID)
 def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
     net, knob, settings = knob_of(name)
-    assert (
-        title(name)
-        in ensemble(
-            net, [knob], controller=hdet.SoftmaxController(decay=None), **settings
-        ).multipliers
-    )
+    run = ensemble(net, [knob], controller=hdet.SoftmaxController(decay=None), **settings)
+    assert title(name) in run.multipliers
 
 
 @pytest.mark.parametrize("held_out", [1, "yes", None])
@@ -132,236 +137,128 @@ def test_held_out_is_said_plainly(held_out: Any) -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
     net, knob, _ = knob_of(name)
-    with pytest.raises(
-        ValueError,
-        match=f"'{title(name)}' acts in the forward pass, but with gradients='shared'.*gradients='local'",
-    ):
+    says = f"'{title(name)}' acts in the forward pass, but with gradients='shared'"
+    with pytest.raises(ValueError, match=f"{says}.*gradients='local'"):
         ensemble(net, [knob], controller=probe_of(net, held_out=True))
-
-
-def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
-    net = Net()
-    run = ensemble(
-        net, [hdet.Temperature(net), hdet.WeightDecay()], controller=probe_of(net, held_out=True)
-    )
+    knobs = [Temperature(net), WeightDecay()]  # but a temperature is scored directly
+    run = ensemble(net, knobs, controller=probe_of(net, held_out=True))
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
 
-@pytest.mark.parametrize("name", [name for name in KNOBS if DIVERGE in KNOBS[name][1]])
+@said_by(DIVERGE)
 def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None:
-    net, knob, settings = knob_of(name)
-    for moments in (None, "keep", "forget"):
-        with pytest.raises(
-            ValueError,
-            match=f"moments is {moments!r}, but replicas that differ in '{title(name)}' differ in their moments",
-        ):
-            ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments)
-    for moments in ("average", "reset"):
+    says = f"but replicas that differ in '{title(name)}' differ in their moments"
+    for moments in (None, "keep", "forget", "average", "reset"):
         net, knob, settings = knob_of(name)
-        assert (
-            title(name)
-            in ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments).multipliers
-        )
+        given = {"optimizer": settings["optimizer"], "moments": moments}
+        if moments in ("average", "reset"):
+            assert title(name) in ensemble(net, [knob], **given).multipliers
+        else:
+            with pytest.raises(ValueError, match=f"moments is {moments!r}, {says}"):
+                ensemble(net, [knob], **given)
 
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
     with pytest.raises(ValueError, match="with gradients='shared' they are equal on all replicas"):
-        ensemble(Net(), [hdet.LearningRate(), hdet.Eps(), hdet.WeightDecay()], moments="average")
+        ensemble(Net(), [LearningRate(), Eps(), WeightDecay()], moments="average")
 
 
-@pytest.mark.parametrize(
-    ("make", "coupled"),
-    [
-        (torch.optim.Adam, True), (torch.optim.AdamW, False), (torch.optim.SGD, False), (lambda p: torch.optim.SGD(p, momentum=0.9), True),
-        (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), False), (torch.optim.RMSprop, True), (torch.optim.NAdam, True),
-        (hdet.FusedAdamW, False), (hdet.FusedLion, False), (hdet.FusedAdam, True), (lambda p: hdet.FusedSGD(p, momentum=0.9), True),
-        (lambda p: hdet.FusedSGD(p, lr=0.1), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "coupled"), [
+    (torch.optim.Adam, True), (torch.optim.AdamW, False), (torch.optim.RMSprop, True),
+    (torch.optim.NAdam, True), (torch.optim.SGD, False),
+    (partial(torch.optim.SGD, momentum=0.9), True),
+    (partial(torch.optim.Adam, decoupled_weight_decay=True), False), (hdet.FusedAdam, True),
+    (hdet.FusedAdamW, False), (hdet.FusedLion, False), (partial(hdet.FusedSGD, momentum=0.9), True),
+    (partial(hdet.FusedSGD, lr=0.1), False),
+])  # fmt: skip
 def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, coupled: bool) -> None:
     net = Net()
     if coupled:
         with pytest.raises(ValueError, match="'weight_decay' differ in their moments"):
-            ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)))
-    run = ensemble(
-        net,
-        [hdet.WeightDecay()],
-        optimizer=make(groups_of(net)),
-        **({"moments": "average"} if coupled else {}),
-    )
-    assert run.multipliers
+            ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)))
+    given = {"moments": "average"} if coupled else {}
+    assert ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)), **given).multipliers
 
 
-@pytest.mark.parametrize(
-    "knob",
-    [
-        hdet.WeightDecay(),
-        hdet.Betas(),
-        hdet.Eps(),
-        hdet.ClipNorm(),
-        hdet.ClipNorm(1.0),
-        hdet.Scalar("x", value=1.0),
-    ],
-)
-def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(
-    knob: Any,
-) -> None:
+@pytest.mark.parametrize("knob", [
+    WeightDecay(), Betas(), Eps(), ClipNorm(), ClipNorm(1.0),
+    X(value=1.0),
+])  # fmt: skip
+def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob) -> None:
     net = Net()
+    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
     replicas = hdet.CoresidentReplicas(net, 4)
-    with pytest.raises(
-        ValueError, match="co-resident replicas.*one process per replica|gradients='local'"
-    ):
-        hdet.Ensemble(
-            adamw(net, hdet.FusedAdamW, max_grad_norm=1.0), knobs=[knob], replicas=replicas
-        )
-
-
-# -- how many ----------------------------------------------------------------------------------------------------------------
+    says = "co-resident replicas.*one process per replica|gradients='local'"
+    with pytest.raises(ValueError, match=says):
+        hdet.Ensemble(optimizer, knobs=[knob], replicas=replicas)
 
 
 def several(count: int) -> list[Any]:
-    return [hdet.Scalar(f"k{i}", value=1.0, valid_on_train_loss=True) for i in range(count)]
+    return [Scalar(f"k{i}", value=1.0, valid_on_train_loss=True) for i in range(count)]
 
 
 def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_that_regress() -> None:
     net = Net()
-    controller = probe_of(net)
-    ensemble(net, several(3), controller=controller, count=4, **LOCAL)
-    with pytest.raises(
-        ValueError,
-        match=r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replicas or fewer",
-    ):
-        ensemble(net, several(4), controller=controller, count=4, **LOCAL)
-    ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), count=4, **LOCAL)
-
-
-def test_a_knob_without_a_spread_would_keep_a_regression_from_telling_the_others() -> None:
-    net = Net()
-    knobs = [hdet.LearningRate(0.2), hdet.Eps(0.0)]
+    regresses, given = {"controller": probe_of(net)}, {"count": 4, **LOCAL}
+    ensemble(net, several(3), **regresses, **given)
+    says = r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replica"
+    with pytest.raises(ValueError, match=says):
+        ensemble(net, several(4), **regresses, **given)
+    ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), **given)
+    knobs = [LearningRate(0.2), Eps(0.0)]  # nor can one without a spread be told
     with pytest.raises(ValueError, match="the knob 'eps' has spread 0.*leave it out"):
-        ensemble(net, knobs, controller=probe_of(net))
+        ensemble(net, knobs, **regresses)
     ensemble(net, knobs, controller=hdet.SoftmaxController(decay=None))
-    ensemble(net, [hdet.LearningRate(0.0)], controller=probe_of(net))
+    ensemble(net, [LearningRate(0.0)], **regresses)
 
 
-def test_designs() -> None:
-    net = Net()
-    assert ensemble(net, several(1), **LOCAL).engine.design == "permutation"
-    assert ensemble(net, several(2), **LOCAL).engine.design == "orthogonal"
-    assert ensemble(net, several(2), design="permutation", **LOCAL).engine.design == "permutation"
-    assert ensemble(net, several(1), design="orthogonal", **LOCAL).engine.design == "orthogonal"
-    assert ensemble(net, several(4), count=4, **LOCAL).engine.design == "permutation"
-    with pytest.raises(
-        ValueError, match="design is 'orthogonal', but 4 replicas can tell at most 3"
-    ):
-        ensemble(net, several(4), count=4, design="orthogonal", **LOCAL)
-    with pytest.raises(
-        ValueError, match="design must be 'permutation', 'orthogonal' or None, got 'latin'"
-    ):
-        ensemble(net, several(1), design="latin", **LOCAL)
+@pytest.mark.parametrize(("knobs", "count", "asked", "found"), [
+    (1, 8, None, "permutation"), (2, 8, None, "orthogonal"), (2, 8, "permutation", "permutation"),
+    (1, 8, "orthogonal", "orthogonal"), (4, 4, None, "permutation"),
+    (4, 4, "orthogonal", "design is 'orthogonal', but 4 replicas can tell at most 3"),
+    (1, 8, "latin", "design must be 'permutation', 'orthogonal' or None, got 'latin'"),
+])  # fmt: skip
+def test_which_design_is_taken(knobs: int, count: int, asked: str | None, found: str) -> None:
+    given = {"count": count, **LOCAL, **({"design": asked} if asked else {})}
+    if "design" in found:
+        with pytest.raises(ValueError, match=found):
+            ensemble(Net(), several(knobs), **given)
+    else:
+        assert ensemble(Net(), several(knobs), **given).engine.design == found
 
 
 def test_the_drop_in_keeps_permutations() -> None:
-    optimizer = torch.optim.SGD(
-        [{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1
-    )
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in "ab"], lr=0.1)
     schedule = hdet.OneCycleAutoLR(
-        optimizer,
-        0.1,
-        10,
-        enable_auto_lr=True,
-        auto_lr_warmup_steps=1,
-        ensemble_lr_spread_ratio=0.1,
-        replicas=hdet.Replicas(0, 8, None),
-    )
+        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1,
+        ensemble_lr_spread_ratio=0.1, replicas=hdet.Replicas(0, 8, None),
+    )  # fmt: skip
     assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
 
 
-# -- single knobs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("knob", "message"),
-    [
-        (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
-        (lambda: hdet.Scalar("x"), "needs get and set"),
-        (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
-        (
-            lambda: hdet.Scalar("x", value=1.0, scale="cubic"),
-            "scale of 'x' must be 'log' or 'linear'",
-        ),
-        (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
-        (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
-        (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
-        (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
-        (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
-        (
-            lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)),
-            "bounds is .* with product=True",
-        ),
-        (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
-        (lambda: hdet.Betas(which=[2]), "which must list 0"),
-        (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
-        (lambda: hdet.GroupValue("betas"), "use hdet.Betas"),
-        (lambda: hdet.GroupValue(""), "key must be the name"),
-        (lambda: hdet.GroupValue(3), "key must be the name"),
-        (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
-        (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
-        (
-            lambda: hdet.LearningRate(groups=[]),
-            "groups must be None, 'each' or a list .* not empty",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("knob", "message"), [
+    (lambda: Scalar("", value=1.0), "name must be a text"), (X, "needs get and set"),
+    (lambda: X(get=lambda: 1.0), "needs get and set"),
+    (lambda: X(value=1.0, scale="cubic"), "scale of 'x' must be 'log' or 'linear'"),
+    (lambda: X(value=1.0, scale="linear"), "unit of 'x' is None"),
+    (lambda: X(value=1.0, unit=2.0), "the log scale has none"),
+    (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),
+    (lambda: X(value=1.0, bounds=3.0), "bounds must be"),
+    (lambda: X(value=1.0, spread=1.0), "spread must be a number"),
+    (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
+    (lambda: WeightDecay(product=1), "product must be True or False"),
+    (lambda: Betas(which=[2]), "which must list 0"),
+    (lambda: GroupValue("lr"), "use hdet.LearningRate"),
+    (lambda: GroupValue("betas"), "use hdet.Betas"),
+    (lambda: GroupValue(""), "key must be the name"),
+    (lambda: GroupValue(3), "key must be the name"),
+    (lambda: GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
+    (lambda: Eps(groups="all"), "groups must be None, 'each'"),
+    (lambda: LearningRate(groups=[]), "groups must be None, 'each' or a list .* not empty"),
+])  # fmt: skip
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         knob()
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
-        ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
-        (
-            [hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)],
-            "x is nan: begin with a finite number",
-        ),
-        (
-            [hdet.Temperature(nn.Linear(1, 1), attribute="forward")],
-            "'forward' of a module is .*, but a knob is a number or a 0-d tensor",
-        ),
-        ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
-        ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
-        ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
-        ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
-        ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
-        ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
-        (
-            [hdet.WeightDecay(groups=["drop"])],
-            r"'drop', but the optimizer has the groups \['first', 'last'\]",
-        ),
-        (
-            [hdet.WeightDecay(product=True)],
-            "no knob moves the rate of its groups: add a LearningRate",
-        ),
-        (
-            [hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)],
-            "no knob moves the rate",
-        ),
-        (
-            [hdet.LabelSmoothing(nn.MSELoss())],
-            "target must be an nn.CrossEntropyLoss or a number, got MSELoss",
-        ),
-        ([hdet.LossWeights({})], "weights must be a dict"),
-        ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
-        ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
-        ([hdet.Scalar("x", value=1.0), hdet.Scalar("x", value=2.0)], "different names"),
-    ],
-)
-def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ensemble(Net(), knobs, **LOCAL)
 
 
 class Bad:
@@ -371,84 +268,76 @@ class Bad:
         self.found, self.settings = found, settings
 
     def bind(self, optimizer: torch.optim.Optimizer) -> Any:
-        return (
-            self.found[0]
-            if self.found
-            else [Bound("bad", 0.3, **{"cells": [held_cell(1.0)], **self.settings})]
-        )
+        ours = [Bound("bad", 0.3, **{"cells": [held_cell(1.0)], **self.settings})]
+        return self.found[0] if self.found else ours
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"acts": "explore"},
-            r"acts of the knob 'bad' must be 'step' or 'forward' \(inside explore\(\)\), got 'explore'",
-        ),
-        ({"cells": []}, "cells of the knob 'bad' must be a list with at least one cell"),
-        (
-            {"cells": held_cell(1.0)},
-            "cells of the knob 'bad' must be a list with at least one cell",
-        ),
-        (
-            {"scale": "linear"},
-            r"scale of the knob 'bad' must be made by scale_of\(bounds, kind, unit\), got 'linear'",
-        ),
-        (
-            {"cells": [attribute_cell(Bad("text"), "found")]},
-            r"bad is \('text',\): begin with a finite number",
-        ),
-        ({"cells": [held_cell(0.0)], "acts": "forward"}, "bad is 0, and scale='log' multiplies"),
-    ],
-)
-def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(
-    settings: dict[str, Any], message: str
-) -> None:
+OF_BAD = "of the knob 'bad' must be"
+DROPPED, TRAINED = Net(), Net()
+TRAINED.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("knobs", "message"), [
+    ([X(value=0.0)], "x is 0, and scale='log' multiplies"),
+    ([X(value=float("inf"))], "x is inf: begin with a finite number"),
+    ([X(value=float("nan"), scale="linear", unit=1.0)], "x is nan: begin with a finite number"),
+    ([Temperature(nn.Linear(1, 1), attribute="forward")],
+        "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
+    ([ClipNorm()], "AdamW has max_grad_norm None"),
+    ([LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
+    ([WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
+    ([Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
+    ([X(value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
+    ([WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
+    ([WeightDecay(groups=["drop"])],
+        r"'drop', but the optimizer has the groups \['first', 'last'\]"),
+    ([WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
+    ([LearningRate(groups=["last"]), WeightDecay(product=True)], "no knob moves the rate"),
+    ([LabelSmoothing(nn.MSELoss())],
+        "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
+    ([LossWeights({})], "weights must be a dict"),
+    ([LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
+    ([Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
+    ([X(value=1.0), X(value=2.0)], "different names"),
+    ([Temperature(TRAINED)], "is a parameter, which the optimizer"),
+    ([Dropout(DROPPED), Dropout(DROPPED, name="again")],
+        "'dropout' and 'again' share one Dropout"),
+    # and a knob of your own
+    ([Bad(acts="explore")],
+        rf"acts {OF_BAD} 'step' or 'forward' \(inside explore\(\)\), got 'explore'"),
+    ([Bad(cells=[])], f"cells {OF_BAD} a list with at least one cell"),
+    ([Bad(cells=held_cell(1.0))], f"cells {OF_BAD} a list with at least one cell"),
+    ([Bad(scale="linear")],
+        rf"scale {OF_BAD} made by scale_of\(bounds, kind, unit\), got 'linear'"),
+    ([Bad(cells=[attribute_cell(Bad("text"), "found")])],
+        r"bad is \('text',\): begin with a finite number"),
+    ([Bad(cells=[held_cell(0.0)], acts="forward")], "bad is 0, and scale='log' multiplies"),
+])  # fmt: skip
+def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ensemble(Net(), [Bad(**settings)], **LOCAL)
+        ensemble(Net(), knobs, **LOCAL)
 
 
-def test_what_is_no_knob_is_refused() -> None:
-    bound = Bound("bad", 0.3, [held_cell(1.0)])
-    for found in (None, bound, [None]):
-        with pytest.raises(
-            TypeError, match="Bad.bind gave .*: it must return a list of hdet.knobs.Bound"
-        ):
-            ensemble(Net(), [Bad(found)])
-    for wrong in (bound, hdet.LearningRate):
-        with pytest.raises(TypeError, match="knobs must be a list of knobs such as"):
-            ensemble(Net(), [wrong])
+BOUND = Bound("bad", 0.3, [held_cell(1.0)])
+RETURNS, LISTED = "Bad.bind gave .*: it must return a list of hdet.knobs.Bound", "must be a list of"
 
 
-def test_a_decay_of_0_is_none() -> None:
-    net = Net()
-    with pytest.raises(ValueError, match="no parameter group has a weight_decay to explore"):
-        ensemble(
-            net,
-            [hdet.WeightDecay()],
-            optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.0),
-        )
+@pytest.mark.parametrize(("wrong", "message"), [
+    (Bad(None), RETURNS), (Bad(BOUND), RETURNS), (Bad([None]), RETURNS),
+    (BOUND, f"knobs {LISTED} knobs such as"), (LearningRate, f"knobs {LISTED} knobs such as"),
+])  # fmt: skip
+def test_what_is_no_knob_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ensemble(Net(), [wrong])
 
 
-def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused() -> None:
-    net = Net()
-    net.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="is a parameter, which the optimizer trains"):
-        ensemble(net, [hdet.Temperature(net)], **LOCAL)
-    net = Net()
-    with pytest.raises(ValueError, match="'dropout' and 'again' share one Dropout.p"):
-        ensemble(net, [hdet.Dropout(net), hdet.Dropout(net, name="again")], **LOCAL)
-
-
-OF_SGD = [
-    (hdet.Betas(), "SGD have no 'betas': leave the knob out"), (hdet.Eps(), "SGD have no 'eps': leave the knob out"),
-    (hdet.GroupValue("rho"), "have no 'rho'"), (hdet.GroupValue("nesterov"), "which is no number"),
-    (hdet.GroupValue("dampening"), "begin above 0"),
-    (hdet.WeightDecay(), r"no parameter group has a weight_decay to explore.*begin above 0 .*trainers is 0"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("knob", "message"), OF_SGD)
+@pytest.mark.parametrize(("knob", "message"), [
+    (Betas(), "SGD have no 'betas': leave the knob out"),
+    (Eps(), "SGD have no 'eps': leave the knob out"),
+    (GroupValue("rho"), "have no 'rho'"), (GroupValue("nesterov"), "which is no number"),
+    (GroupValue("dampening"), "begin above 0"),
+    (WeightDecay(), "no parameter group has a weight_decay to.*begin above 0 .*trainers is 0"),
+])  # fmt: skip
 def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: str) -> None:
     net = Net()
     with pytest.raises(ValueError, match=message):
@@ -456,29 +345,21 @@ def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: st
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
-    with pytest.raises(
-        ValueError, match="decay='printed' takes the place of a rate's schedule.*'eps'"
-    ):
-        ensemble(
-            Net(), [hdet.Eps()], controller=hdet.SoftmaxController(decay="printed"), total_steps=100
-        )
+    printed = hdet.SoftmaxController(decay="printed")
+    says = "decay='printed' takes the place of a rate's schedule.*'eps'"
+    with pytest.raises(ValueError, match=says):
+        ensemble(Net(), [Eps()], controller=printed, total_steps=100)
 
 
-def test_the_exact_local_mean_is_of_balanced_rates_alone() -> None:
-    net = Net()
-
-    def run(knobs: Any, count: int = 4) -> hdet.Ensemble:
-        optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
-        return ensemble(
-            net, knobs, optimizer=optimizer, count=count, converge=hdet.converge.ExactLocal()
-        )
-
-    run([hdet.LearningRate(groups="each")])
-    with pytest.raises(ValueError, match="ExactLocal.*'weight_decay'"):
-        run([hdet.WeightDecay()])
-    with pytest.raises(ValueError, match="ExactLocal.*'lr'"):
-        run([hdet.LearningRate(bounds=(0.0, 1.0))])
-    with pytest.raises(
-        ValueError, match="no orthogonal design of 3 replicas for 2 knobs is balanced"
-    ):
-        run([hdet.LearningRate(groups="each")], count=3)
+@pytest.mark.parametrize(("knob", "count", "message"), [
+    (LearningRate(groups="each"), 4, ""),
+    (WeightDecay(), 4, "ExactLocal.*'weight_decay'"),
+    (LearningRate(bounds=(0.0, 1.0)), 4, "ExactLocal.*'lr'"),
+    (LearningRate(groups="each"), 3,
+        "no orthogonal design of 3 replicas for 2 knobs is balanced"),
+])  # fmt: skip
+def test_the_exact_local_mean_is_of_balanced_rates_alone(knob, count, message) -> None:
+    net, way = Net(), hdet.converge.ExactLocal()
+    optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        ensemble(net, [knob], optimizer=optimizer, count=count, converge=way)

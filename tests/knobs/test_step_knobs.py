@@ -1,4 +1,4 @@
-"""Knobs that act inside optimizer.step(): their values there, at rest, after errors, under corrections; stock and fused optimizers."""
+"""Knobs that act inside optimizer.step(), stock and fused: values there, at rest, after errors."""
 
 from __future__ import annotations
 
@@ -17,48 +17,47 @@ both = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
+    return [{key: value for key, value in g.items() if key != "params"} for g in groups]
 
 
 def weights(net: Net) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
 
 
+def step(net: Net, optimizer: Any, read: Any = settings_of) -> Any:
+    """What ``read(optimizer)`` gives inside of a step."""
+    seen = seen_in_step(optimizer, read)
+    backward(net)
+    optimizer.step()
+    return seen[0]
+
+
 @both
 @pytest.mark.parametrize("index", range(4))
-def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(
-    kind: Any, index: int
-) -> None:
-    """In param_groups, and in the parameters: after three steps they are those of an optimizer that was given these values."""
+def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind, index) -> None:
+    """In groups; and weights are those of an optimizer that was given these values."""
     net, twin = Net(), Net()
     optimizer, other = adamw(net, kind), adamw(twin, kind)
     knobs = [hdet.LearningRate(0.3), hdet.WeightDecay(0.5), hdet.Betas(0.4), hdet.Eps(0.9)]
     run = ensemble(net, knobs, optimizer=optimizer, index=index, moments="average")
     before, rho = settings_of(optimizer), run.multipliers
     assert set(rho) == {"lr", "weight_decay", "beta1", "beta2", "eps"}
-    assert [abs(rho[name] - 1) for name in ("weight_decay", "beta1", "eps")] == pytest.approx(
-        [0.5, 0.4, 0.9]
-    )
+    for name, spread in (("weight_decay", 0.5), ("beta1", 0.4), ("eps", 0.9)):
+        assert abs(rho[name] - 1) == pytest.approx(spread)
     for group in other.param_groups:
-        group["lr"] *= rho["lr"]
-        group["weight_decay"] *= rho["weight_decay"]
-        group["eps"] *= rho["eps"]
+        for name in ("lr", "weight_decay", "eps"):
+            group[name] *= rho[name]
         group["betas"] = (1 - (1 - 0.9) / rho["beta1"], 1 - (1 - 0.999) / rho["beta2"])
     seen = seen_in_step(optimizer, settings_of)
     for one, its in ((net, optimizer), (twin, other)):
         torch.manual_seed(1)  # of dropout
-        for step in range(3):
-            backward(one, step)
+        for number in range(3):
+            backward(one, number)
             its.step()
             its.zero_grad()
     for inside, expected in zip(seen[0], settings_of(other), strict=True):
-        assert (inside["weight_decay"], inside["eps"]) == (
-            expected["weight_decay"],
-            expected["eps"],
-        )
+        assert all(inside[name] == expected[name] for name in ("weight_decay", "eps"))
         assert inside["betas"] == pytest.approx(expected["betas"], rel=1e-12)
     assert settings_of(optimizer) == before
     assert torch.allclose(weights(net), weights(twin), rtol=1e-6, atol=1e-7)
@@ -80,15 +79,10 @@ def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
     assert settings_of(optimizer) == before
 
 
-def test_decay_is_a_knob_of_each_group_that_has_one() -> None:
-    net = Net()
-    for groups in ("each", ["first"]):
-        assert list(ensemble(net, [hdet.WeightDecay(groups=groups)]).multipliers) == [
-            "weight_decay/first"
-        ]
-
-
-# -- rate x decay ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("groups", ["each", ["first"]])
+def test_decay_is_a_knob_of_each_group_that_has_one(groups: Any) -> None:
+    run = ensemble(Net(), [hdet.WeightDecay(groups=groups)])
+    assert list(run.multipliers) == ["weight_decay/first"]
 
 
 def product(kind: Any, *multipliers: float, **settings: Any) -> tuple[Net, Any, hdet.Ensemble]:
@@ -105,21 +99,18 @@ def test_the_product_of_rate_and_decay_moves_by_the_decays_multiplier_alone(
     kind: Any, rate: float, decay: float
 ) -> None:
     net, optimizer, run = product(kind, rate, decay)
-    seen = seen_in_step(optimizer, settings_of)
-    backward(net)
-    optimizer.step()
-    assert seen[0][0]["lr"] == pytest.approx(
-        0.01 * (rate if kind is torch.optim.AdamW else 1.0)
-    )  # a fused step multiplies the rate itself
-    assert seen[0][0]["weight_decay"] == pytest.approx(0.1 * decay / rate)
+    inside = step(net, optimizer)[0]
+    # a fused step multiplies the rate itself
+    used = rate if kind is torch.optim.AdamW else 1.0
+    assert inside["lr"] == pytest.approx(0.01 * used)
+    assert inside["weight_decay"] == pytest.approx(0.1 * decay / rate)
     force(run, 3.0, 0.5)
     assert run.values() == pytest.approx({"lr": 0.03, "weight_decay": 0.1 * 0.5 / 3.0})
-    optimizer.step()
-    assert seen[1][0]["weight_decay"] * optimizer.param_groups[0]["lr"] * rate == pytest.approx(
-        0.1 * 0.01 * 0.5 * decay
-    )
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.03)
-    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
+    inside = step(net, optimizer)[0]
+    base = optimizer.param_groups[0]
+    acts = inside["weight_decay"] * base["lr"] * rate
+    assert acts == pytest.approx(0.1 * 0.01 * 0.5 * decay)
+    assert (base["lr"], base["weight_decay"]) == pytest.approx((0.03, 0.1 * 0.5 / 3.0))
 
 
 @both
@@ -131,56 +122,36 @@ def test_a_replica_shrinks_weights_by_the_product_alone(kind: Any, rho: float) -
         p.grad = torch.zeros_like(p)
     before = net.first.weight.detach().clone()
     optimizer.step()
-    assert (net.first.weight.detach() / before).mean().item() == pytest.approx(
-        1 - 0.01 * 0.1 * 1.5, abs=1e-7
-    )
+    shrunk = (net.first.weight.detach() / before).mean().item()
+    assert shrunk == pytest.approx(1 - 0.01 * 0.1 * 1.5, abs=1e-7)
 
 
 def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
     net, optimizer, _ = product(hdet.FusedAdamW, 0.7, 1.5, decay_at="base")
-    seen = seen_in_step(optimizer, settings_of)
-    backward(net)
-    optimizer.step()
-    assert seen[0][0]["weight_decay"] == pytest.approx(0.1 * 1.5)
+    assert step(net, optimizer)[0]["weight_decay"] == pytest.approx(0.1 * 1.5)
 
 
 def test_each_groups_decay_follows_its_own_rate() -> None:
     net = Net()
-    optimizer = torch.optim.AdamW(
-        [{**group, "weight_decay": 0.1} for group in adamw(net).param_groups], lr=0.01
-    )
-    run = ensemble(
-        net,
-        [hdet.LearningRate(0.3, groups="each"), hdet.WeightDecay(0.5, product=True)],
-        optimizer=optimizer,
-    )
-    force(run, 2.0, 4.0, 1.0)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [
-        pytest.approx(0.05),
-        pytest.approx(0.025),
-    ]
-
-
-# -- bounds ------------------------------------------------------------------------------------------------------------------
+    groups = [{**group, "weight_decay": 0.1} for group in adamw(net).param_groups]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    knobs = [hdet.LearningRate(0.3, groups="each"), hdet.WeightDecay(0.5, product=True)]
+    force(ensemble(net, knobs, optimizer=optimizer), 2.0, 4.0, 1.0)
+    found = [group["weight_decay"] for group in optimizer.param_groups]
+    assert found == pytest.approx([0.05, 0.025])
 
 
 def rate_in_step(optimizer: Any) -> float:
     """Fused optimizers multiply it themselves."""
-    return optimizer.param_groups[0]["lr"] * (
-        optimizer.multipliers[0][0] if hasattr(optimizer, "multipliers") else 1
-    )
+    rho = optimizer.multipliers[0][0] if hasattr(optimizer, "multipliers") else 1
+    return optimizer.param_groups[0]["lr"] * rho
 
 
 @both
-@pytest.mark.parametrize(
-    ("rho", "factor", "base", "used"),
-    [
-        (1.5, 1.0, 0.01, 0.012),
-        (0.5, 1.0, 0.01, 0.005),
-        (0.5, 0.1, 0.004, 0.004),
-        (1.5, 9.0, 0.012, 0.012),
-    ],
-)
+@pytest.mark.parametrize(("rho", "factor", "base", "used"), [
+    (1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004),
+    (1.5, 9.0, 0.012, 0.012),
+])  # fmt: skip
 def test_bounds_hold_base_values_and_replicas_values_of_rates(
     kind: Any, rho: float, factor: float, base: float, used: float
 ) -> None:
@@ -188,10 +159,8 @@ def test_bounds_hold_base_values_and_replicas_values_of_rates(
     optimizer = adamw(net, kind, lr=0.01)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.004, 0.012))
     force(ensemble(net, [knob], optimizer=optimizer, controller=given(rho)), factor)
-    seen = seen_in_step(optimizer, rate_in_step)
-    backward(net)
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(base) and seen == [pytest.approx(used)]
+    assert step(net, optimizer, rate_in_step) == pytest.approx(used)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(base)
 
 
 @both
@@ -201,14 +170,8 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     optimizer = adamw(net, kind, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))
-    run = hdet.Ensemble(
-        optimizer,
-        schedule,
-        knobs=[knob],
-        controller=given(1.5),
-        replicas=hdet.Replicas(0, 8, None),
-        sync=hdet.Sync(1000),
-    )
+    others = {"replicas": hdet.Replicas(0, 8, None), "sync": hdet.Sync(1000)}
+    run = hdet.Ensemble(optimizer, schedule, knobs=[knob], controller=given(1.5), **others)
     used = seen_in_step(optimizer, rate_in_step)
     for _ in range(3):
         backward(net)
@@ -217,72 +180,58 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     assert used == pytest.approx([0.012, 0.0075, 0.00375])
 
 
-def test_betas_stay_below_one_whatever_the_correction() -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Betas(0.5, which=[1])], moments="average")
-    force(run, 1e6)
-    assert run.optimizer.param_groups[0]["betas"] == (0.9, 0.99999)
-    force(run, 1e-6)
-    assert run.optimizer.param_groups[0]["betas"] == (0.9, 0.0)
-
-
-# -- schedules, clipping, state ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("correction", "beta2"), [(1e6, 0.99999), (1e-6, 0.0)])
+def test_betas_stay_below_one_whatever_the_correction(correction: float, beta2: float) -> None:
+    run = ensemble(Net(), [hdet.Betas(0.5, which=[1])], moments="average")
+    force(run, correction)
+    assert run.optimizer.param_groups[0]["betas"] == (0.9, beta2)
 
 
 def test_a_schedule_of_the_momentum_keeps_its_shape_under_a_correction() -> None:
     """OneCycleLR writes beta1; corrected values are never shown to it."""
     net, plain = Net(), Net()
     optimizer, other = adamw(net), adamw(plain)
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.01, 20) for one in (optimizer, other)]
-    run = hdet.Ensemble(
-        optimizer, schedules[0], knobs=[hdet.Betas(0.0, which=[0])], sync=hdet.Sync(1000)
-    )
+    mine, alone = (torch.optim.lr_scheduler.OneCycleLR(o, 0.01, 20) for o in (optimizer, other))
+    knobs = [hdet.Betas(0.0, which=[0])]
+    run = hdet.Ensemble(optimizer, mine, knobs=knobs, sync=hdet.Sync(1000))
     run.engine.corrections = [2.0]
     for _ in range(8):
         for one, its in ((net, optimizer), (plain, other)):
             backward(one)
             its.step()
         run.step()
-        schedules[1].step()
-        scheduled = other.param_groups[0]["betas"][0]
-        assert optimizer.param_groups[0]["betas"][0] == pytest.approx(1 - (1 - scheduled) / 2)
-        assert optimizer.param_groups[0]["betas"][1] == 0.999
+        alone.step()
+        (beta1, beta2), scheduled = (o.param_groups[0]["betas"] for o in (optimizer, other))
+        assert beta1 == pytest.approx(1 - (1 - scheduled[0]) / 2) and beta2 == 0.999
 
 
 def test_clipping_inside_a_fused_step_takes_the_replicas_norm() -> None:
     net = Net()
     optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=0.5)
     run = ensemble(net, [hdet.ClipNorm(spread=0.4)], optimizer=optimizer, moments="reset")
-    seen = seen_in_step(optimizer, lambda opt: opt.max_grad_norm)
-    backward(net)
-    optimizer.step()
-    assert seen == [0.5 * run.multipliers["clip_norm"]] != [0.5]
+    used = step(net, optimizer, lambda opt: opt.max_grad_norm)
+    assert used == 0.5 * run.multipliers["clip_norm"] != 0.5
     assert optimizer.max_grad_norm == run.value("clip_norm") == 0.5
 
 
 @both
-@pytest.mark.parametrize("first", ["optimizer", "ensemble"])
-def test_states_hold_base_values_and_load(kind: Any, first: str) -> None:
+@pytest.mark.parametrize("order", [("optimizer", "ensemble"), ("ensemble", "optimizer")])
+def test_states_hold_base_values_and_load(kind: Any, order: tuple[str, ...]) -> None:
     def make() -> dict[str, Any]:
         net = Net()
-        optimizer = adamw(net, kind)
-        knobs = [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
-        return {
-            "optimizer": optimizer,
-            "ensemble": ensemble(net, knobs, optimizer=optimizer, moments="average"),
-        }
+        optimizer, knobs = adamw(net, kind), [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
+        run = ensemble(net, knobs, optimizer=optimizer, moments="average")
+        return {"optimizer": optimizer, "ensemble": run}
 
     made, other = make(), make()
     force(made["ensemble"], 2.0, 2.0, 0.5)
     states = {name: part.state_dict() for name, part in made.items()}
-    assert states["ensemble"]["scheduled"] == {
-        "weight_decay": [0.1],
-        "beta1": [0.9, 0.9],
-        "beta2": [0.999, 0.999],
-    }
-    assert [group["weight_decay"] for group in states["optimizer"]["param_groups"]] == [0.2, 0.0]
-    assert states["optimizer"]["param_groups"][0]["betas"] == pytest.approx((0.95, 0.998))
-    for name in sorted(states, key=lambda name: name != first):
+    scheduled = {"weight_decay": [0.1], "beta1": [0.9, 0.9], "beta2": [0.999, 0.999]}
+    assert states["ensemble"]["scheduled"] == scheduled
+    groups = states["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    assert groups[0]["betas"] == pytest.approx((0.95, 0.998))
+    for name in order:
         other[name].load_state_dict(states[name])
     assert other["ensemble"].values() == made["ensemble"].values()
     assert settings_of(other["optimizer"]) == settings_of(made["optimizer"])
@@ -290,32 +239,21 @@ def test_states_hold_base_values_and_load(kind: Any, first: str) -> None:
     assert settings_of(other["optimizer"]) == settings_of(made["optimizer"])
 
 
-# -- any number of the groups ------------------------------------------------------------------------------------------------
-
-
 def test_any_number_of_the_groups_is_a_knob() -> None:
-    """SGD's momentum: a memory of 2 steps becomes one of 2.5 inside of the step, and never infinite; the base value at rest."""
+    """A memory of 2 steps becomes one of 2.5 inside of the step; another number is multiplied."""
     net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5, dampening=0.2)
     knob = hdet.GroupValue("momentum", 0.25, valid_on_train_loss=True)
     run = ensemble(net, [knob], optimizer=optimizer, controller=given(1.25), moments="average")
-    seen = seen_in_step(optimizer, lambda opt: opt.param_groups[0]["momentum"])
-    backward(net)
-    optimizer.step()
-    assert seen == [pytest.approx(0.6)] and optimizer.param_groups[0]["momentum"] == 0.5
-    assert run.values() == {"momentum": 0.5}
-
-
-def test_another_value_of_the_groups_is_multiplied() -> None:
-    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1, dampening=0.2)
-    (knob,) = hdet.GroupValue("dampening", bounds=(0.1, 0.5)).bind(optimizer)
-    with knob.fanned_out(1.5):
+    assert step(net, optimizer)[0]["momentum"] == pytest.approx(0.6)
+    assert optimizer.param_groups[0]["momentum"] == 0.5 and run.values() == {"momentum": 0.5}
+    (bound,) = hdet.GroupValue("dampening", bounds=(0.1, 0.5)).bind(optimizer)
+    with bound.fanned_out(1.5):
         assert optimizer.param_groups[0]["dampening"] == pytest.approx(0.3)
 
 
 def test_a_value_of_a_module_is_a_scalar() -> None:
     net = Net()
-    (knob,) = hdet.ModuleValue(
-        "temperature", lambda: net.temperature, lambda x: setattr(net, "temperature", x), 0.2
-    ).bind(torch.optim.SGD(net.parameters(), lr=0.1))
+    value = hdet.ModuleValue("temperature", lambda: net.temperature, net.__setattr__, 0.2)
+    (knob,) = value.bind(torch.optim.SGD(net.parameters(), lr=0.1))
     assert knob.name == "temperature" and knob.spread == 0.2 and knob.value() == 2.0

@@ -1,4 +1,4 @@
-"""The same training by hand, in one process: what every layout is compared with. All of it in float64, where rounding is 1e-16."""
+"""The same training by hand, in one process, in float64: what every layout is compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference import method
 
 RATE, DECAY, SPREAD, INTERVAL = 0.02, 0.1, 0.3, 3
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
-"""Between two orders of the same float64 operations: some hundred roundings of 1e-16 a step, magnified by Adam where a gradient is small."""
+"""Of two orders of float64 operations: hundreds of roundings, magnified by Adam."""
 
 
 def model() -> nn.Sequential:
@@ -28,9 +28,7 @@ def batch(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.double(), y.double()
 
 
-def loss_of(
-    net: Callable[[torch.Tensor], torch.Tensor], data: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
+def loss_of(net: Callable[[torch.Tensor], torch.Tensor], data: harness.Batch) -> torch.Tensor:
     return nn.functional.mse_loss(net(data[0]), data[1])
 
 
@@ -53,21 +51,17 @@ def flat(tensors: Any) -> torch.Tensor:
 
 
 class ByHand:
-    """N replicas of `model` in one process: AdamW at rho times the rate, the mean gradient (or each its own), the mean every T steps.
+    """N replicas in one process: AdamW at rho times the rate, the mean gradient (or each its own),
+    the mean every T steps.
 
-    ``multipliers``: [cycle][replica], as the run recorded them; their assignment is tested elsewhere. ``shards``: mini-batches of each
-    replica in a step; replica r has the numbers r * shards .. (r + 1) * shards - 1. ``make``: another model.
+    ``multipliers``: [cycle][replica], as the run recorded them. Replica r has the mini-batches
+    r * shards .. (r + 1) * shards - 1 of a step.
     """
 
     def __init__(
-        self,
-        multipliers: Sequence[Sequence[float]],
-        *,
-        make: Callable[[], nn.Module] = model,
-        shards: int = 1,
-        local: bool = False,
-        policy: str = "keep",
-    ) -> None:
+        self, multipliers: Sequence[Sequence[float]], *, make: Callable[[], nn.Module] = model,
+        shards: int = 1, local: bool = False, policy: str = "keep",
+    ) -> None:  # fmt: skip
         self.multipliers, self.shards, self.local, self.policy = multipliers, shards, local, policy
         self.count = len(multipliers[0])
         self.nets = [make() for _ in range(self.count)]
@@ -85,9 +79,8 @@ class ByHand:
     def step(self) -> None:
         cycle = self.done // INTERVAL
         for r, net in enumerate(self.nets):
-            losses = [
-                loss_of(net, batch(self.done, r * self.shards + s)) for s in range(self.shards)
-            ]
+            numbers = range(r * self.shards, (r + 1) * self.shards)
+            losses = [loss_of(net, batch(self.done, number)) for number in numbers]
             torch.stack(losses).mean().backward()
             self.losses[cycle][r] += sum(loss.item() for loss in losses) / self.shards / INTERVAL
         if not self.local:
@@ -107,14 +100,11 @@ class ByHand:
     @torch.no_grad()
     def converge(self) -> None:
         for copies in zip(*(net.parameters() for net in self.nets), strict=True):
-            mean = method.converge(
-                [p.flatten().tolist() for p in copies], method.uniform_weights(self.count)
-            )
+            values = [p.flatten().tolist() for p in copies]
+            mean = method.converge(values, method.uniform_weights(self.count))
             for p in copies:
                 p.copy_(torch.tensor(mean, dtype=p.dtype).view_as(p))
-            states = [
-                optimizer.state[p] for optimizer, p in zip(self.optimizers, copies, strict=True)
-            ]
+            states = [o.state[p] for o, p in zip(self.optimizers, copies, strict=True)]
             for key in ("exp_avg", "exp_avg_sq") if self.policy == "average" else ():
                 average = torch.stack([state[key] for state in states]).mean(0)
                 for state in states:
@@ -123,9 +113,6 @@ class ByHand:
                 for value in state.values():
                     value.zero_()
         self.means.append(flat(self.nets[0].parameters()))
-
-
-# -- a run in a layout ---------------------------------------------------------------------------------------------------
 
 
 class Trace(NamedTuple):
@@ -140,18 +127,14 @@ class Trace(NamedTuple):
 
 
 def train(
-    parameters: Sequence[torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    backward: Callable[[int, Callable[..., None]], None],
-    steps: int,
-    between: Callable[[int], object] = lambda step: None,
-    **settings: Any,
-) -> Trace:
-    """``backward(step, observe)`` leaves gradients, and observes losses; ``between``: after the optimizer's step. ``settings``: of the Ensemble."""
+    parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, backward: Any, steps: int,
+    between: Callable[[int], object] = lambda step: None, **settings: Any,
+) -> Trace:  # fmt: skip
+    """``backward(step, observe)`` leaves gradients, and observes losses; ``between``: after the
+    optimizer's step. ``settings``: of the Ensemble."""
     trace = Trace([], [])
-    ensemble = ensemble_of(
-        optimizer, log=lambda record, step: trace.records.append(record), **settings
-    )
+    log = lambda record, step: trace.records.append(record)
+    ensemble = ensemble_of(optimizer, log=log, **settings)
     for i in range(steps):
         optimizer.zero_grad()
         backward(i, ensemble.observe)
@@ -165,32 +148,39 @@ def train(
 
 
 def check(
-    traces: Sequence[Trace],
-    *,
-    shards: int = 1,
-    close: dict[str, float] = CLOSE,
-    loss: float = 1e-10,
-    **settings: Any,
-) -> ByHand:
-    """The cycles that are done equal the training by hand, whose ``settings`` these are; ranks of a replica follow one another.
+    traces: Sequence[Trace], *, shards: int = 1, close: dict[str, float] = CLOSE,
+    loss: float = 1e-10, **settings: Any,
+) -> ByHand:  # fmt: skip
+    """The cycles that are done equal the training by hand, whose ``settings`` these are; ranks of a
+    replica follow one another.
 
-    ``close``: tolerance of parameters; ``loss``: of the cycles' losses, relative. All ranks are equal after an average, to the bit.
+    ``close``: tolerance of parameters; ``loss``: of the cycles' losses, relative. All ranks are
+    equal after an average, to the bit.
     """
     records = traces[0].records
     steps = len(records) * INTERVAL
     assert len(traces[0].steps) // INTERVAL == len(records) > 0
-    hand = ByHand(
-        [record["multipliers"]["lr"] for record in records], shards=shards, **settings
-    ).run(steps)
-    for trace in traces:
+    multipliers = [record["multipliers"]["lr"] for record in records]
+    hand = ByHand(multipliers, shards=shards, **settings).run(steps)
+    for rank, trace in enumerate(traces):
         for ours, first, losses in zip(trace.records, records, hand.losses, strict=True):
             assert ours["losses"] == first["losses"] == pytest.approx(losses, rel=loss)
-    for rank, trace in enumerate(traces):
+        replica = rank * hand.count // len(traces)
         for i, (_, before, after) in enumerate(trace.steps[:steps]):
-            torch.testing.assert_close(
-                before.double(), hand.weights[i][rank * hand.count // len(traces)], **close
-            )
+            torch.testing.assert_close(before.double(), hand.weights[i][replica], **close)
             if i % INTERVAL == INTERVAL - 1:
                 torch.testing.assert_close(after.double(), hand.means[i // INTERVAL], **close)
                 assert torch.equal(after, traces[0].weights(i))
     return hand
+
+
+def parts_and_meets(traces: Sequence[Trace], inside: int = 1) -> None:
+    """Gradients are shared, and parameters equal only inside of a replica's ranks and after an
+    average, to the bit."""
+    for i, steps in enumerate(zip(*(trace.steps for trace in traces), strict=True)):
+        gradients, before, after = zip(*steps, strict=True)
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+        for weights, meet in ((before, False), (after, i % INTERVAL == INTERVAL - 1)):
+            for rank, own in enumerate(weights):
+                assert torch.equal(own, weights[0]) == (meet or rank < inside)
+                assert torch.equal(own, weights[rank // inside * inside])

@@ -1,8 +1,9 @@
-"""Two replicas under DistributedDataParallel, the ways people run it: each against the same training by hand, or against DDP's own."""
+"""Two replicas under DDP, the ways people run it, against the training by hand or DDP's own."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,43 +26,36 @@ from tests.layouts.common import (
     flat,
     loss_of,
     model,
+    parts_and_meets,
     train,
-)
+)  # fmt: skip
 
 STEPS = 7
 
 
 def wrapped(way: str, net: nn.Module) -> Any:
-    ddp = DDP(
-        net, static_graph=way == "static_graph", gradient_as_bucket_view=way == "static_graph"
-    )
+    static, world = way == "static_graph", dist.group.WORLD
+    ddp = DDP(net, static_graph=static, gradient_as_bucket_view=static)
     if way == "bf16_hook":
         # DDP allows it by name on NCCL alone; gloo adds bfloat16 too.
-        ddp.register_comm_hook(
-            dist.group.WORLD, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
-        )
+        hook = lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+        ddp.register_comm_hook(world, hook)
     if way == "power_sgd":
-        # From the third step on: within the first cycle, so that averages fall into its warm-started part too.
-        state = powerSGD_hook.PowerSGDState(
-            dist.group.WORLD,
-            matrix_approximation_rank=1,
-            start_powerSGD_iter=2,
-            min_compression_rate=0.1,
-        )
+        # From the third step on, so that averages fall into its warm-started part too.
+        given = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+        state = powerSGD_hook.PowerSGDState(world, matrix_approximation_rank=1, **given)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return torch.compile(ddp, backend="aot_eager") if way == "compile" else ddp
 
 
 def accumulate(ddp: Any, observe: Any, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Micro-batches of 6 and 2 rows: weights differ, and the cycle's loss is still that of the whole batch."""
+    """Micro-batches of 6 and 2 rows: the cycle's loss is still that of the whole batch."""
     (x1, x2), (y1, y2) = (part.split([6, 2]) for part in data)
-    with ddp.no_sync():
-        loss = loss_of(ddp, (x1, y1))
-        (loss * 6 / 8).backward()
-    observe(loss, weight=6)
-    loss = loss_of(ddp, (x2, y2))
-    (loss * 2 / 8).backward()
-    observe(loss, weight=2)
+    for x, y, synchronise in ((x1, y1, ddp.no_sync()), (x2, y2, nullcontext())):
+        with synchronise:
+            loss = loss_of(ddp, (x, y))
+            (loss * len(x) / 8).backward()
+        observe(loss, weight=len(x))
 
 
 def run(rank: int, way: str) -> Trace:
@@ -98,36 +92,21 @@ def test_equals_the_training_by_hand(runs: list[dict[str, Trace]], way: str) -> 
 
 
 @pytest.mark.parametrize("way", EXACT + COMPRESSED)
-def test_gradients_stay_shared_and_parameters_part_and_meet(
-    runs: list[dict[str, Trace]], way: str
-) -> None:
-    first, second = (run[way].steps for run in runs)
-    for i, (one, two) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(one[0], two[0]), "the same gradient on both"
-        assert not torch.equal(one[1], two[1]), "another rate on each"
-        assert torch.equal(one[2], two[2]) == (i % INTERVAL == INTERVAL - 1)
+def test_gradients_stay_shared_and_parameters_part_and_meet(runs: Any, way: str) -> None:
+    parts_and_meets([run[way] for run in runs])
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_a_hook_changes_the_gradient_and_nothing_else(
-    runs: list[dict[str, Trace]], way: str
-) -> None:
+def test_a_hook_changes_the_gradient_and_nothing_else(runs: Any, way: str) -> None:
     """So that the hook is known to have run: its gradients are near DDP's, not equal."""
-    pairs = [
-        (ours[0], plain[0])
-        for ours, plain in zip(runs[0][way].steps, runs[0]["plain"].steps, strict=True)
-    ]
-    assert not all(torch.equal(ours, plain) for ours, plain in pairs)
-    torch.testing.assert_close(
-        *pairs[0], rtol=2**-7, atol=1e-3
-    )  # bf16: 8 bits; two rounded numbers may cancel
-
-
-# -- GradScaler --------------------------------------------------------------------------------------------------------------
+    ours, plain = ([step[0] for step in runs[0][name].steps] for name in (way, "plain"))
+    assert not all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    # bf16: 8 bits; two rounded numbers may cancel
+    torch.testing.assert_close(ours[0], plain[0], rtol=2**-7, atol=1e-3)
 
 
 def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[float]]:
-    """In step 2 replica 1's gradient overflows: the all-reduced one is inf everywhere, and every scaler skips the step."""
+    """In step 2 replica 1's gradient overflows: the sum is inf, and every scaler skips the step."""
     net = model().float()
     ddp = DDP(net)
     optimizer = adamw(net.parameters())
@@ -136,8 +115,7 @@ def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[f
     cycles, after, scales = [], [], []
     for i in range(STEPS):
         optimizer.zero_grad()
-        x, y = (part.float() for part in batch(i, rank))
-        loss = loss_of(ddp, (x, y))
+        loss = loss_of(ddp, [part.float() for part in batch(i, rank)])
         scaler.scale(loss * (float("inf") if (rank, i) == (1, 2) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -158,14 +136,16 @@ def test_a_step_that_the_scaler_skips_counts_none() -> None:
         assert torch.equal(one, two) == (i in (3, 6))
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------------
-
-
 def with_batch_norm(rank: int, world: int, spread: float) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
-    ddp = unsynchronised(net)
-    optimizer = adamw(net.parameters())
+    optimizer, norm = adamw(net.parameters()), net[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:  # newer torch has another word for it and warns of the old one
+            ddp = DDP(net, forward_sync_buffers=False)
+        except TypeError:
+            ddp = DDP(net, broadcast_buffers=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(spread)])
@@ -175,10 +155,10 @@ def with_batch_norm(rank: int, world: int, spread: float) -> Any:
         loss = loss_of(ddp, batch(i, rank))
         loss.backward()
         optimizer.step()
-        before = flat([net[1].running_mean, net[1].running_var])
+        before = flat([norm.running_mean, norm.running_var])
         ensemble.step(loss)
-        after = flat([net[1].running_mean, net[1].running_var])
-        steps.append((before, after, int(net[1].num_batches_tracked), ensemble.in_sync))
+        known = int(norm.num_batches_tracked), ensemble.in_sync
+        steps.append((before, flat([norm.running_mean, norm.running_var]), *known))
     ensemble.converge()
     steps[-1] = (*steps[-1][:3], ensemble.in_sync)
     with warnings.catch_warnings(record=True) as caught:
@@ -186,16 +166,6 @@ def with_batch_norm(rank: int, world: int, spread: float) -> Any:
         ensemble.close()
         ensemble_of(optimizer, buffers=DDP(net))
     return steps, [str(warning.message) for warning in caught]
-
-
-def unsynchronised(net: nn.Module) -> DDP:
-    """Newer torch has another word for it and warns of the old one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            return DDP(net, forward_sync_buffers=False)
-        except TypeError:
-            return DDP(net, broadcast_buffers=False)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])

@@ -1,4 +1,4 @@
-"""Two replicas of two ranks each under fully_shard on a 2 x 2 mesh: DTensor parameters, averaged shard by shard."""
+"""Two replicas of two ranks each under fully_shard on a 2 x 2 mesh, averaged shard by shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import DECAY, INTERVAL, RATE, Trace, batch, check, loss_of, model, train
+from tests.layouts.common import (
+    DECAY,
+    INTERVAL,
+    RATE,
+    Trace,
+    batch,
+    check,
+    loss_of,
+    model,
+    parts_and_meets,
+    train,
+)  # fmt: skip
 
 STEPS = 6
 WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused"]
@@ -22,15 +33,12 @@ def sharded(mesh: DeviceMesh, way: str) -> Any:
     net = model().float() if way in ("bf16", "fused") else model()
     settings: dict[str, Any] = {"mesh": mesh}
     if way == "bf16":
-        settings["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if way == "offload":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     fully_shard(net[0], **settings)
-    return fully_shard(
-        net, **settings
-    )  # the root's own parameters, net[2], stay unsharded after a forward without backward
+    # the root's own parameters, net[2], stay unsharded after a forward without backward
+    return fully_shard(net, **settings)
 
 
 def run(rank: int, way: str) -> dict[str, Any]:
@@ -54,25 +62,17 @@ def run(rank: int, way: str) -> dict[str, Any]:
             forward(batch(step, 0)[0])
 
     make = hdet.FusedAdamW if way == "fused" else torch.optim.AdamW
-    # This rule looks and never decides: t is cut at 1000.
-    trace = train(
-        parameters,
-        make(parameters, lr=RATE, weight_decay=DECAY),
-        backward,
-        STEPS,
-        evaluate,
-        replicas=hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"),
-        controller=hdet.ProbeController(
-            loss_of, PROBES, chunks=4, model=net, dead=1e4, average_every=1
-        )
-        if way == "probe"
-        else None,
-        total_steps=STEPS,
-        refresh=(lambda: [module.reshard() for module in (net[0], net)])
-        if way == "evaluated"
-        else None,
-        buffers=net if way == "evaluated, module known" else (),
-    )
+    own: dict[str, Any] = {}
+    if way == "probe":  # this rule looks and never decides: t is cut at 1000
+        rule = {"dead": 1e4, "average_every": 1}
+        own["controller"] = hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, **rule)
+    if way == "evaluated":
+        own["refresh"] = lambda: [module.reshard() for module in (net[0], net)]
+    if way == "evaluated, module known":
+        own["buffers"] = net
+    own["replicas"] = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate")
+    optimizer = make(parameters, lr=RATE, weight_decay=DECAY)
+    trace = train(parameters, optimizer, backward, STEPS, evaluate, total_steps=STEPS, **own)
     kept = {tuple(p.to_local().shape) for p in parameters}
     return {"trace": trace, "shards": kept, "dtypes": {p.to_local().dtype for p in parameters}}
 
@@ -90,11 +90,9 @@ def traces(runs: list[dict[str, Any]], way: str) -> list[Trace]:
     return [run[way]["trace"] for run in runs]
 
 
-@pytest.mark.parametrize(
-    "way", ["float64", "offload", "probe", "evaluated", "evaluated, module known"]
-)
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("bf16", "fused")])
 def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
-    """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each. Both shards' losses add up to their replica's."""
+    """With both ranks' batches on each replica, whose shards' losses add up."""
     assert all((4, 6) in run[way]["shards"] for run in runs), "the 8 x 6 matrix is in halves"
     check(traces(runs, way), shards=2)
 
@@ -105,43 +103,28 @@ def test_the_fused_optimizer_steps_and_averages_shards(runs: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_stay_shared_and_parameters_part_and_meet(
-    runs: list[dict[str, Any]], way: str
-) -> None:
-    for i in range(STEPS):
-        gradients, before, after = zip(
-            *(trace.steps[i] for trace in traces(runs, way)), strict=True
-        )
-        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-        for weights, equal in ((before, False), (after, i % INTERVAL == INTERVAL - 1)):
-            assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3]), (
-                "one replica's, gathered on both its ranks"
-            )
-            assert torch.equal(weights[0], weights[2]) == equal
+def test_gradients_stay_shared_and_parameters_part_and_meet(runs: Any, way: str) -> None:
+    parts_and_meets(traces(runs, way), inside=2)
 
 
 def test_masters_stay_in_float32_under_mixed_precision(runs: list[dict[str, Any]]) -> None:
     assert runs[0]["bf16"]["dtypes"] == {torch.float32}
     after = runs[0]["bf16"]["trace"].weights(INTERVAL - 1)
-    assert not torch.equal(after, after.bfloat16().float()), (
-        "the average has more bits than bfloat16"
-    )
+    assert not torch.equal(after, after.bfloat16().float())  # the average has more bits
     # Losses were computed from inputs and weights of 8 bits.
     exact, rounded = (traces(runs, way)[0].records[0]["losses"] for way in ("float64", "bf16"))
     assert rounded == pytest.approx(exact, rel=0.02)
 
 
 def test_a_probe_scores_the_cycle_average_and_leaves_no_trace(runs: list[dict[str, Any]]) -> None:
-    """After an evaluation the root's parameters stay gathered; without resharding, training would go on with what was probed."""
+    """After an evaluation the root's parameters stay gathered, as they were then."""
     plain, probed = (traces(runs, way)[0] for way in ("float64", "probe"))
     assert all(torch.equal(plain.weights(i), probed.weights(i)) for i in range(STEPS))
     hand, net = check([probed], shards=2), model()
     for cycle, record in enumerate(probed.records):
         for replica, score in enumerate(record["probe"]):
             steps = hand.weights[cycle * INTERVAL : (cycle + 1) * INTERVAL]
-            torch.nn.utils.vector_to_parameters(
-                torch.stack([weights[replica] for weights in steps]).mean(0), net.parameters()
-            )
-            assert score == pytest.approx(
-                sum(loss_of(net, data).item() for data in PROBES) / len(PROBES), rel=1e-6
-            )  # weighted in float32
+            mean = torch.stack([weights[replica] for weights in steps]).mean(0)
+            torch.nn.utils.vector_to_parameters(mean, net.parameters())
+            expected = sum(loss_of(net, data).item() for data in PROBES) / len(PROBES)
+            assert score == pytest.approx(expected, rel=1e-6)  # weighted in float32

@@ -1,4 +1,4 @@
-"""Local gradients: each replica trains alone between averages, and what becomes of its moments is a choice."""
+"""Local gradients: each replica trains alone between averages; its moments are a choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.layouts.common import (
     loss_of,
     model,
     train,
-)
+)  # fmt: skip
 
 CYCLES = 3
 STEPS = CYCLES * INTERVAL
@@ -38,7 +38,8 @@ POLICIES = ["keep", "average", "reset"]
 def counting(sent: list[int]) -> Any:
     """DDP's own hook, and the bytes that it sends."""
 
-    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations that are types, not their names, or none
+    # DDP wants annotations that are types, not their names, or none
+    def hook(group, bucket):  # type: ignore[no-untyped-def]
         sent.append(bucket.buffer().nbytes)
         return default_hooks.allreduce_hook(group, bucket)
 
@@ -46,7 +47,7 @@ def counting(sent: list[int]) -> Any:
 
 
 def local(rank: int, world: int, policy: str, sharded: bool) -> tuple[Trace, list[float]]:
-    """And the bytes that go into sums in each cycle, from its first `Ensemble.step` on; DDP's are none."""
+    """And the bytes of the sums in each cycle, from its first `Ensemble.step` on."""
     net, replicas, by_ddp = model(), None, []
     wrapped: Any
     if sharded:
@@ -64,22 +65,14 @@ def local(rank: int, world: int, policy: str, sharded: bool) -> tuple[Trace, lis
         observe(loss)
 
     settings = {"replicas": replicas, "gradients": "local", "moments": policy}
-    begins: list[int] = []
+    begins, parameters = [], list(net.parameters())
+    between = lambda step: begins.append(len(sent))
     with account() as sent:
-        trace = train(
-            list(net.parameters()),
-            adamw(net.parameters()),
-            backward,
-            STEPS,
-            lambda step: begins.append(len(sent)),
-            **settings,
-        )
+        trace = train(parameters, adamw(parameters), backward, STEPS, between, **settings)
     assert not by_ddp
+    sizes = [size if name == "all_reduce" else 0 for name, size in sent]
     cycles = itertools.pairwise([*begins[::INTERVAL], len(sent)])
-    return trace, [
-        sum(size for name, size in sent[first:last] if name == "all_reduce")
-        for first, last in cycles
-    ]
+    return trace, [sum(sizes[first:last]) for first, last in cycles]
 
 
 def shared(rank: int, world: int) -> int:
@@ -92,9 +85,8 @@ def shared(rank: int, world: int) -> int:
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
-    return {policy: local(rank, world, policy, False) for policy in POLICIES} | {
-        "ddp": shared(rank, world)
-    }
+    found = {policy: local(rank, world, policy, False) for policy in POLICIES}
+    return {**found, "ddp": shared(rank, world)}
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +100,7 @@ def shards() -> list[tuple[Trace, list[float]]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replicas_train_alone_and_equal_the_training_by_hand(
-    runs: list[dict[str, Any]], policy: str
-) -> None:
+def test_replicas_train_alone_and_equal_the_training_by_hand(runs: Any, policy: str) -> None:
     """Moments are kept, averaged or reset: else the next cycle would go elsewhere."""
     traces = [run[policy][0] for run in runs]
     check(traces, local=True, policy=policy)
@@ -121,33 +111,30 @@ def test_one_dimensional_fsdp_in_each_replica(shards: list[tuple[Trace, list[flo
     check([trace for trace, _ in shards], shards=2, local=True)
 
 
-def test_a_cycle_sends_what_ddp_sends_in_one_step(
-    runs: list[dict[str, Any]], shards: list[tuple[Trace, list[float]]]
-) -> None:
-    """1/T of DDP's bytes, and the stats: 3 N numbers, N more where moments are averaged, so that peers know to have the same ones; these
-    then make it three times as much. In the first cycle one number a replica tells the kind of gradients."""
+def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: Any, shards: Any) -> None:
+    """1/T of DDP's bytes, three times as much where moments are averaged; and the stats: 3 N
+    numbers, N more with moments, so that peers know to have the same ones. In the first cycle one
+    number a replica tells the kind of gradients."""
     gradients = runs[0]["ddp"]
     for policy in POLICIES:
-        expected = (
-            gradients // INTERVAL * (3 if policy == "average" else 1)
-            + 2 * (4 if policy == "average" else 3) * 8
-        )
+        times, numbers = (3, 4) if policy == "average" else (1, 3)
+        expected = gradients // INTERVAL * times + 2 * numbers * 8
         assert runs[0][policy][1] == [expected + 2 * 8] + [expected] * (CYCLES - 1), policy
-    # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
+    # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the
+    # single row and number stay on one rank.
     volumes = [sent[-1] - 2 * 3 / 4 * 2 * 3 * 8 for _, sent in shards]
     assert sum(volumes[:2]) == sum(volumes[2:]) == gradients // INTERVAL
 
 
-# -- steps that one replica leaves out -------------------------------------------------------------------------------------
-
-
 def skipping(rank: int, world: int, steps: int) -> Any:
-    """A GradScaler steps no optimizer where it finds an infinite gradient: in one replica's second step, and in its whole third cycle."""
+    """A GradScaler steps no optimizer where it finds an infinite gradient: in one replica's second
+    step, and in its whole third cycle."""
     net = model()
     optimizer = adamw(net.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, steps, cycle_momentum=False)
     ensemble = ensemble_of(
-        optimizer, scheduler=scheduler, gradients="local", moments="keep", divergence=hdet.Divergence(rollback="device"),
+        optimizer, scheduler=scheduler, gradients="local", moments="keep",
+        divergence=hdet.Divergence(rollback="device"),
         controller=hdet.SoftmaxController(decay=None),
     )  # fmt: skip
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -161,30 +148,23 @@ def skipping(rank: int, world: int, steps: int) -> Any:
         ensemble.step(1e9 if i in (6, 7, 8) else loss)
         cycles.append(ensemble.cycle)
         weights.append(flat(net.parameters()))
-    assert ensemble.history is not None
-    return (
-        cycles,
-        ensemble.engine.rollbacks,
-        ensemble.corrections,
-        ensemble.history["scheduled"],
-        weights,
-    )
+    known = ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"]
+    return cycles, known, weights
 
 
 def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
-    """Else cycles would end at different steps, the schedule's values that the controller sees differ, and the last average hang."""
-    one, two = run_ranks(skipping, 2, 4 * INTERVAL + 1)
-    assert one[:4] == two[:4] and one[0][-1] == 5 and one[1] == 1
+    """Else cycles would end at different steps, the schedule's values differ, and the last hang."""
+    (cycles, known, ours), (*others, theirs) = run_ranks(skipping, 2, 4 * INTERVAL + 1)
+    assert [cycles, known] == others and cycles[-1] == 5 and known[0] == 1
     for last in (2, 5, 8, 11, 12):
-        assert torch.equal(one[4][last], two[4][last])
-    assert torch.equal(one[4][8], one[4][5]), (
-        "taken back, also where no step was done that could have begun the cycle"
-    )
+        assert torch.equal(ours[last], theirs[last])
+    # taken back, also where no step was done that could have begun the cycle
+    assert torch.equal(ours[8], ours[5])
 
 
 def skipping_the_last(rank: int, world: int, steps: int) -> Any:
-    """A schedule that a framework steps, before it calls `Ensemble.step`, and that ends at 0. The second rank skips the first step of its second
-    cycle, and the last of all."""
+    """A schedule that a framework steps before `Ensemble.step`, and that ends at 0. The second rank
+    skips the first step of its second cycle, and the last of all."""
     net = model()
     optimizer = adamw(net.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -1,4 +1,4 @@
-"""A replica of several ranks, each case in a few lines of hand-made parallelism, against the whole model by hand in one process."""
+"""A replica of several ranks, in a few lines of hand-made parallelism, against it by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from tests.layouts.common import INTERVAL, Trace, adamw, batch, check, flat, los
 STEPS = 6
 
 
-# -- the models, whole -------------------------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """Rows 0 .. 3 of a batch go to the first expert, rows 4 .. 7 to the second."""
 
@@ -30,16 +27,12 @@ class Experts(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [
-                expert(torch.tanh(self.dense(rows)))
-                for expert, rows in zip(self.experts, x.split(4), strict=True)
-            ]
-        )
+        pairs = zip(self.experts, x.split(4), strict=True)
+        return torch.cat([expert(torch.tanh(self.dense(rows))) for expert, rows in pairs])
 
 
 class Tied(nn.Module):
-    """A matrix used at both ends, as an embedding; 96 rows, so that gloo cuts its sum into chunks."""
+    """A matrix used at both ends, as an embedding; of 96 rows, so that gloo cuts its sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,20 +51,23 @@ class Tied(nn.Module):
         return self.last(self.first(x))
 
 
-# -- the same, in parts: each gives its parameters and a backward pass ------------------------------------------------------------
+Observe = Callable[..., None]
+Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Observe], None], dict[str, Any]]
+"""Each gives its parameters and a backward pass."""
 
-Part = tuple[
-    hdet.Replicas, list[nn.Parameter], Callable[[int, Callable[..., None]], None], dict[str, Any]
-]
+
+def subgroup(replicas: hdet.Replicas) -> Any:
+    """The ranks of this replica."""
+    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
 
 
 def context_parallel(rank: int) -> Part:
-    """One sample on two ranks, 5 and 3 of its 8 rows. Every rank has all parameters; the gradient is that of both shares."""
+    """One sample on two ranks, 5 and 3 of its 8 rows; the gradient is that of both shares."""
     replicas = hdet.Replicas.from_layout(cp=2)
     inside, net = subgroup(replicas), model()
     share, weight = (slice(0, 5), 5) if replicas.member == 0 else (slice(5, 8), 3)
 
-    def backward(step: int, observe: Callable[..., None]) -> None:
+    def backward(step: int, observe: Observe) -> None:
         x, y = batch(step, replicas.index)
         loss = loss_of(net, (x[share], y[share]))
         (loss * weight / 8).backward()
@@ -87,7 +83,7 @@ def expert_parallel(rank: int) -> Part:
     inside, own = subgroup(replicas), replicas.member
     net = Experts()
 
-    def backward(step: int, observe: Callable[..., None]) -> None:
+    def backward(step: int, observe: Observe) -> None:
         x, y = (part.split(4)[own] for part in batch(step, replicas.index))
         loss = loss_of(lambda rows: net.experts[own](torch.tanh(net.dense(rows))), (x, y))
         (loss / 2).backward()
@@ -99,13 +95,13 @@ def expert_parallel(rank: int) -> Part:
 
 
 def pipeline(rank: int) -> Part:
-    """Stages of which only the last sees a loss; the tied matrix stands at another place of each stage's parameters."""
+    """Only the last stage sees a loss; the tied matrix stands at another place on each."""
     replicas = hdet.Replicas.from_layout(pp=2)
     inside, other = subgroup(replicas), replicas.ranks[replicas.index][1 - replicas.member]
     net = Tied()
     parameters = [net.bias, net.matrix] if replicas.member == 0 else [net.matrix, net.scale]
 
-    def backward(step: int, observe: Callable[..., None]) -> None:
+    def backward(step: int, observe: Observe) -> None:
         x, y = batch(step, replicas.index)
         if replicas.member == 0:
             hidden = net.first(x)
@@ -127,29 +123,20 @@ def pipeline(rank: int) -> Part:
 
 def groups(rank: int) -> Part:
     """Ranks 0 and 1 share a rate, and 2 and 3: plain data parallelism inside."""
-    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]])
     net = model()
     ddp = nn.parallel.DistributedDataParallel(net)
 
-    def backward(step: int, observe: Callable[..., None]) -> None:
+    def backward(step: int, observe: Observe) -> None:
         loss = loss_of(ddp, batch(step, rank))
         loss.backward()
         observe(loss)
 
-    return replicas, list(net.parameters()), backward, {}
-
-
-def subgroup(replicas: hdet.Replicas) -> Any:
-    """The ranks of this replica."""
-    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
+    return hdet.Replicas.from_group([[0, 1], [2, 3]]), list(net.parameters()), backward, {}
 
 
 CASES = {
-    "context": context_parallel,
-    "expert": expert_parallel,
-    "pipeline": pipeline,
-    "groups": groups,
-}
+    "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups,
+}  # fmt: skip
 
 
 class Seen(NamedTuple):
@@ -159,16 +146,14 @@ class Seen(NamedTuple):
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Of flat parameters, each by itself."""
-        sizes = [shape.numel() for shape in self.shapes]
-        return [
-            part.view(shape) for part, shape in zip(vector.split(sizes), self.shapes, strict=True)
-        ]
+        parts = vector.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def run(rank: int, case: str) -> Seen:
     replicas, parameters, backward, settings = CASES[case](rank)
 
-    def shared(step: int, observe: Callable[..., None]) -> None:
+    def shared(step: int, observe: Observe) -> None:
         backward(step, observe)
         for p in parameters if case != "groups" else ():
             dist.all_reduce(p.grad, group=replicas.peer_group)
@@ -193,67 +178,47 @@ def runs() -> dict[str, list[Seen]]:
 
 
 def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any) -> None:
-    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order. ``settings``: of `check`."""
+    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order."""
     table = ranks[0].table
 
     def whole(members: list[int], i: int, when: int) -> torch.Tensor:
         return flat(assemble(*(ranks[m].parts(ranks[m].trace.steps[i][when]) for m in members)))
 
-    traces = [
-        [(torch.empty(0), whole(members, i, 1), whole(members, i, 2)) for i in range(STEPS)]
-        for members in table
-    ]
-    check(
-        [
-            Trace(steps, ranks[members[0]].trace.records)
-            for steps, members in zip(traces, table, strict=True)
-        ],
-        **settings,
-    )
+    traces = []
+    for members in table:
+        steps = [(torch.empty(0), *(whole(members, i, k) for k in (1, 2))) for i in range(STEPS)]
+        traces.append(Trace(steps, ranks[members[0]].trace.records))
+    check(traces, **settings)
     losses = [[record["losses"] for record in rank.trace.records] for rank in ranks]
     assert all(own == losses[0] for own in losses), "bitwise, on ranks that see no loss too"
     for i in range(STEPS):
         for peers in zip(*table, strict=True):
             first, *others = (ranks[rank].trace.weights(i) for rank in peers)
-            assert all(
-                torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others
-            ), "peers meet after a cycle, not before"
+            for other in others:  # peers meet after a cycle, not before
+                assert torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1)
 
 
 def after(seen: Seen, i: int) -> list[torch.Tensor]:
     return seen.parts(seen.trace.weights(i))
 
 
-def alike_inside(ranks: list[Seen]) -> bool:
-    return all(
-        torch.equal(ranks[r].trace.weights(i), ranks[r + 1].trace.weights(i))
-        for r in (0, 2)
-        for i in range(STEPS)
-    )
-
-
-def test_one_sample_on_two_ranks_of_cp(runs: dict[str, list[Seen]]) -> None:
-    ranks = runs["context"]
-    check_parts(ranks, lambda a, b: a)
-    assert alike_inside(ranks)
+@pytest.mark.parametrize(("case", "shards"), [("context", 1), ("groups", 2)])
+def test_one_sample_on_two_ranks_of_cp(runs: Any, case: str, shards: int) -> None:
+    """Or groups of replicas that share a rate: what is inside of one stays equal."""
+    ranks = runs[case]
+    check_parts(ranks, lambda a, b: a, shards=shards)
+    for i in range(STEPS):
+        weights = [seen.trace.weights(i) for seen in ranks]
+        assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
 
 
 def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -> None:
-    """And what both ranks have stays equal on them. (Layers split over tp are in test_parallel.py.)"""
+    """And what both ranks have stays equal on them."""
     ranks = runs["expert"]
     check_parts(ranks, lambda a, b: [*a, *b[2:]], make=Experts)
     one, two = (after(ranks[member], STEPS - 1) for member in (0, 1))
-    assert (
-        torch.equal(one[0], two[0])
-        and torch.equal(one[1], two[1])
-        and not torch.equal(one[2], two[2])
-    )
-
-
-def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: dict[str, list[Seen]]) -> None:
-    ranks = runs["groups"]
-    check_parts(ranks, lambda a, b: a, shards=2)
-    assert alike_inside(ranks)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert not torch.equal(one[2], two[2])
 
 
 def test_stages_and_a_matrix_on_two_of_them() -> None:
@@ -261,7 +226,5 @@ def test_stages_and_a_matrix_on_two_of_them() -> None:
     ranks = ranks_of(6, "pipeline")["pipeline"]
     check_parts(ranks, lambda a, b: [a[0], a[1], b[1]], make=Tied)
     for first, last in ranks[0].table:
-        for i in range(STEPS):
-            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0]), (
-                "two copies of one matrix, bit for bit"
-            )
+        for i in range(STEPS):  # two copies of one matrix, bit for bit
+            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0])

@@ -1,4 +1,4 @@
-"""Constructors on real gloo ranks: who is with whom, that disagreement ends in one readable error on every rank, and losses that add up."""
+"""Replicas on real gloo ranks: who is with whom, what ranks disagree on, and losses that add up."""
 
 from __future__ import annotations
 
@@ -19,77 +19,51 @@ from tests.distributed import RankError, run_ranks
 
 SORTS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
 """Does this torch know ascending groups alone?"""
+HSDP = ("dp_replicate", "dp_shard")
+Table = list[list[int]]
 
 
 def seen(replicas: hdet.Replicas) -> dict[str, Any]:
-    """What a rank knows, and that its groups communicate: sums of rank numbers over both, in the group's own order."""
-    total = {}
+    """What a rank knows, and sums of rank numbers over its groups, in the groups' own order."""
+    found = {name: getattr(replicas, name) for name in ("index", "count", "member")}
     for name in ("peer_group", "world_group"):
         group = getattr(replicas, name)
         number = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(number, group=group)
-        total[name] = (dist.get_process_group_ranks(group), dist.get_rank(group), number.item())
-    return {
-        "index": replicas.index,
-        "count": replicas.count,
-        "member": replicas.member,
-        "ranks": [list(r) for r in replicas.ranks],
-        **total,
-    }
+        found[name] = (dist.get_process_group_ranks(group), dist.get_rank(group), number.item())
+    return {**found, "ranks": [list(ranks) for ranks in replicas.ranks]}
 
 
-def expected(rank: int, ranks: list[list[int]]) -> dict[str, Any]:
-    index = next(r for r, replica in enumerate(ranks) if rank in replica)
-    member = ranks[index].index(rank)
-    peers = [replica[member] for replica in ranks]
+def check(results: list[dict[str, Any]], ranks: Table) -> None:
     world = sorted(rank for replica in ranks for rank in replica)
-    return {
-        "index": index,
-        "count": len(ranks),
-        "member": member,
-        "ranks": ranks,
-        "peer_group": (peers, index, float(sum(peers))),
-        "world_group": (world, world.index(rank), float(sum(world))),
-    }
-
-
-def check(results: list[dict[str, Any]], ranks: list[list[int]]) -> None:
     for rank, result in enumerate(results):
-        assert result == expected(rank, ranks)
+        index = next(r for r, replica in enumerate(ranks) if rank in replica)
+        member = ranks[index].index(rank)
+        peers = [replica[member] for replica in ranks]
+        assert result == {
+            "index": index, "count": len(ranks), "member": member, "ranks": ranks,
+            "peer_group": (peers, index, float(sum(peers))),
+            "world_group": (world, world.index(rank), float(sum(world))),
+        }  # fmt: skip
 
 
-# -- each way to say who is a replica ---------------------------------------------------------------------------------------------------
+# -- each way to say who is a replica -------------------------------------------------------------
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def make(rank: int, world: int, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return seen(getattr(hdet.Replicas, kind)(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "ranks"),
-    [
-        (4, {"tp": 2}, [[0, 1], [2, 3]]),
-        (4, {"pp": 2}, [[0, 2], [1, 3]]),
-        (4, {}, [[0], [1], [2], [3]]),
-        (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    ],
-)
-def test_from_layout(world: int, sizes: dict[str, int], ranks: list[list[int]]) -> None:
-    check(run_ranks(make, world, "from_layout", sizes), ranks)
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [
-        [[0, 1], [2, 3]],
-        [[0, 2], [1, 3]],
-        [[2, 3], [0, 1]],
-        [[0, 3], [2, 1]],
-        ((0,), (1,), (2,), (3,)),
-    ],
-)
+@pytest.mark.parametrize("lists", [
+    [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]],
+    ((0,), (1,), (2,), (3,)),
+])  # fmt: skip
 def test_from_group_of_lists(lists: Any) -> None:
-    """In the order given, also where peers are not ascending; torch 2.11 and older know no such group, and it is refused."""
+    """In the order given; torch 2.11 and older know ascending peers only, others are refused."""
     if SORTS and any(list(peers) != sorted(peers) for peers in zip(*lists, strict=True)):
         with pytest.raises(RankError, match="sorts a group's ranks"):
             run_ranks(make, 4, "from_group", {"group": lists})
@@ -97,51 +71,28 @@ def test_from_group_of_lists(lists: Any) -> None:
         check(run_ranks(make, 4, "from_group", {"group": lists}), [list(ranks) for ranks in lists])
 
 
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def from_mesh(
-    rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any
-) -> dict[str, Any]:
+def from_mesh(rank: int, world: int, shape: Any, names: Any, part: Any, replicate: Any) -> Any:
     mesh = mesh_of(shape, names)
-    replicas = hdet.Replicas.from_mesh(
-        mesh if part is None else mesh[part], *([] if replicate is None else [replicate])
-    )
-    line = mesh.get_group("dp_replicate")
-    sharing = isinstance(replicate, str) or replicate is None
-    assert (replicas.peer_group is line) is sharing  # no second communicator for the same ranks
+    given = [] if replicate is None else [replicate]
+    replicas = hdet.Replicas.from_mesh(mesh[part] if part else mesh, *given)
+    # no second communicator for the same ranks
+    own = replicas.peer_group is not mesh.get_group("dp_replicate")
+    assert own is isinstance(replicate, tuple)
     return seen(replicas)
 
 
-HSDP = ("dp_replicate", "dp_shard")
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "part", "replicate", "ranks"),
-    [
-        ((2, 2), HSDP, None, None, [[0, 1], [2, 3]]),
-        # A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four.
-        ((2, 2), HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
-        ((2, 2), HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
-        (
-            (2, 2, 2),
-            ("node", "tp", "dp_replicate"),
-            None,
-            ("node", "dp_replicate"),
-            [[0, 2], [1, 3], [4, 6], [5, 7]],
-        ),
-        ((2, 2, 2), (*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    ],
-)
-def test_from_mesh(
-    shape: tuple[int, ...],
-    names: tuple[str, ...],
-    part: Any,
-    replicate: Any,
-    ranks: list[list[int]],
-) -> None:
-    check(run_ranks(from_mesh, 2 ** len(shape), shape, names, part, replicate), ranks)
+@pytest.mark.parametrize(("names", "part", "replicate", "ranks"), [
+    (HSDP, None, None, [[0, 1], [2, 3]]),
+    # A submesh of one dimension still belongs to a mesh of two.
+    (HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
+    (HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
+    (("node", "tp", "dp_replicate"), None, ("node", "dp_replicate"),
+        [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ((*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
+def test_from_mesh(names: tuple[str, ...], part: Any, replicate: Any, ranks: Table) -> None:
+    shape = (2,) * len(names)
+    check(run_ranks(from_mesh, 2 ** len(names), shape, names, part, replicate), ranks)
 
 
 def several_views(rank: int, world: int) -> list[dict[str, Any]]:
@@ -149,16 +100,14 @@ def several_views(rank: int, world: int) -> list[dict[str, Any]]:
     return [seen(hdet.Replicas.from_mesh(mesh)) for mesh in (dense, dense["dp_replicate"])]
 
 
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_unflatten"), reason="this torch cannot")
 def test_a_view_of_the_world_that_names_its_dimensions_later() -> None:
     """As torchtitan's: the root of such a mesh knows neither the dimension nor the others."""
-    if not hasattr(DeviceMesh, "_unflatten"):
-        pytest.skip("this torch cannot")
-    results = run_ranks(several_views, 8)
-    for k in range(2):
-        check([result[k] for result in results], [[0, 1, 4, 5], [2, 3, 6, 7]])
+    for results in zip(*run_ranks(several_views, 8), strict=True):
+        check(list(results), [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
-def own_order(rank: int, world: int, ranks: list[list[int]]) -> Any:
+def own_order(rank: int, world: int, ranks: Table) -> Any:
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=HSDP)
     try:
         return seen(hdet.Replicas.from_mesh(mesh))
@@ -166,17 +115,9 @@ def own_order(rank: int, world: int, ranks: list[list[int]]) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("world", "ranks"),
-    [
-        (
-            4,
-            [[2, 3], [0, 1]],
-        ),  # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
-        (6, [[0, 1], [3, 2]]),  # ranks that the mesh leaves out are told
-    ],
-)
-def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: list[list[int]]) -> None:
+# The mesh's own group of ranks 2 and 0 has 0 first; and ranks that a mesh leaves out are told.
+@pytest.mark.parametrize(("world", "ranks"), [(4, [[2, 3], [0, 1]]), (6, [[0, 1], [3, 2]])])
+def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: Table) -> None:
     results = run_ranks(own_order, world, ranks)
     if SORTS and ranks != sorted(ranks):
         assert all("sorts a group's ranks" in result for result in results)
@@ -185,38 +126,31 @@ def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: list[list
     assert all("belongs to no replica, only ranks 0-3 do" in result for result in results[4:])
 
 
-# -- Megatron's names ---------------------------------------------------------------------------------------------------------------------
+# -- Megatron's names -----------------------------------------------------------------------------
 
 
 def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
-    """A collection as Megatron-Core would make it, by the same arithmetic; what is not parallel is None or missing."""
+    """A collection as Megatron-Core makes it; what is not parallel is None or missing."""
     groups = SimpleNamespace(cp=None)
     axes = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp", "expt_tp": "etp", "expt_dp": "edp"}
-    tables = {
+    tables: dict[str, Any] = {
         name: layout.groups(axis) for name, axis in axes.items() if axis != "ep" or layout.ep > 1
     }
     tables["embd"] = layout.tied
     if instances > 1:
-        half = layout.world // instances
-        tables["intra_dist_opt"] = tuple(
-            tuple(range(k, k + half)) for k in range(0, layout.world, half)
-        )
-        tables["inter_dist_opt"] = tuple(tuple(range(k, layout.world, half)) for k in range(half))
+        world, half = layout.world, layout.world // instances
+        tables["intra_dist_opt"] = [range(k, k + half) for k in range(0, world, half)]
+        tables["inter_dist_opt"] = [range(k, world, half) for k in range(half)]
     for name, table in tables.items():
         for ranks in table:
-            group = dist.new_group(ranks)
+            group = dist.new_group(list(ranks))
             if rank in ranks:
                 setattr(groups, name, group)
     return groups
 
 
 def from_megatron(
-    rank: int,
-    world: int,
-    sizes: dict[str, int],
-    instances: int,
-    distributed: bool,
-    drop: tuple[str, ...],
+    rank: int, world: int, sizes: Any, instances: int, distributed: bool, drop: tuple[str, ...] = ()
 ) -> Any:
     groups = megatron(Layout(world, **sizes), rank, instances)
     for name in drop:
@@ -227,34 +161,33 @@ def from_megatron(
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "instances", "ranks"),
-    [
-        (4, {}, 1, [[0], [1], [2], [3]]),
-        (4, {"tp": 2}, 1, [[0, 1], [2, 3]]),
-        (4, {"pp": 2}, 1, [[0, 2], [1, 3]]),
-        (4, {"ep": 2}, 1, [[0, 1], [2, 3]]),
-        (8, {"tp": 2, "pp": 2}, 1, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (8, {"ep": 4}, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (4, {}, 2, [[0, 1], [2, 3]]),  # of a distributed optimizer
-    ],
-)
-def test_from_megatron(
-    world: int, sizes: dict[str, int], instances: int, ranks: list[list[int]]
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize(("world", "sizes", "ranks"), [
+    (4, {}, [[0], [1], [2], [3]]), (4, {"tp": 2}, [[0, 1], [2, 3]]),
+    (4, {"pp": 2}, [[0, 2], [1, 3]]), (4, {"ep": 2}, [[0, 1], [2, 3]]),
+    (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
+def test_from_layout_and_from_megatron(
+    world: int, sizes: Any, ranks: Table, megatron: bool
 ) -> None:
-    check(run_ranks(from_megatron, world, sizes, instances, instances > 1, ()), ranks)
+    if megatron:
+        check(run_ranks(from_megatron, world, sizes, 1, False), ranks)
+    else:
+        check(run_ranks(make, world, "from_layout", sizes), ranks)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "instances", "distributed", "drop", "message"),
-    [
-        ({}, 1, True, (), "--num-distributed-optimizer-instances N"),
-        ({}, 2, False, (), "pass distributed_optimizer=True"),
-        ({}, 2, True, ("intra_dist_opt",), "not in one inter_dist_opt group"),
-        ({"tp": 2}, 1, False, ("dp",), "at least dp"),
-        ({"tp": 2}, 1, False, ("tp",), "not in one dp group.*missing"),
-    ],
-)
+def test_two_instances_of_megatrons_distributed_optimizer() -> None:
+    check(run_ranks(from_megatron, 4, {}, 2, True), [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(("sizes", "instances", "distributed", "drop", "message"), [
+    ({}, 1, True, (), "--num-distributed-optimizer-instances N"),
+    ({}, 2, False, (), "pass distributed_optimizer=True"),
+    ({}, 2, True, ("intra_dist_opt",), "not in one inter_dist_opt group"),
+    ({"tp": 2}, 1, False, ("dp",), "at least dp"),
+    ({"tp": 2}, 1, False, ("tp",), "not in one dp group.*missing"),
+])  # fmt: skip
 def test_what_is_wrong_with_megatrons_groups_is_said(
     sizes: dict[str, int], instances: int, distributed: bool, drop: Any, message: str
 ) -> None:
@@ -262,129 +195,86 @@ def test_what_is_wrong_with_megatrons_groups_is_said(
         assert re.match(f"ValueError: .*{message}", result), result
 
 
-# -- ranks that ask for different things --------------------------------------------------------------------------------------------------
+# -- ranks that ask for different things ----------------------------------------------------------
 
 
-def ask_differently(
-    rank: int, world: int, calls: list[tuple[str, dict[str, Any]]]
-) -> tuple[str, str]:
+def ask(rank: int, world: int, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, str]:
     kind, arguments = calls[rank]
     if arguments.get("mesh"):
-        arguments = {**arguments, "mesh": mesh_of((2, 2), ("dp_replicate", "dp_shard"))}
+        arguments = {**arguments, "mesh": mesh_of((2, 2), HSDP)}
     try:
         getattr(hdet.Replicas, kind)(**arguments)
     except (ValueError, RuntimeError) as error:
-        # Everybody is out and the world is whole: it can still be used.
-        dist.barrier()
+        dist.barrier()  # Everybody is out and the world is whole: it can still be used.
         return type(error).__name__, str(error)
     return "", ""
 
 
 FINE = ("from_layout", {"tp": 2})
+HALVES, STRIPES = [("from_group", {"group": g}) for g in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+MESH = ("from_mesh", {"mesh": True})
 
 
-@pytest.mark.parametrize(
-    ("calls", "parts"),
-    [
-        (
-            [FINE, FINE, FINE, ("from_layout", {"pp": 2})],
-            ["ranks 0-2: from_layout(tp=2,", "rank 3: from_layout(tp=1, cp=1, ep=1, pp=2"],
-        ),
-        (
-            [FINE, ("from_layout", {"tp": 3}), FINE, FINE],
-            ["ranks 0, 2-3: from_layout(tp=2", "rank 1: from_layout refused with ValueError"],
-        ),
-        (
-            [FINE, FINE, ("from_group", {"group": [[0, 1], [2, 3]]}), FINE],
-            ["rank 2: from_group([[0, 1], [2, 3]])"],
-        ),
-        (
-            [("from_group", {"group": [[0, 1], [2, 3]]})] * 2
-            + [("from_group", {"group": [[0, 2], [1, 3]]})] * 2,
-            ["ranks 0-1: from_group([[0, 1], [2, 3]])", "ranks 2-3: from_group([[0, 2], [1, 3]])"],
-        ),
-        (
-            [("from_mesh", {"mesh": True})] * 3
-            + [("from_mesh", {"mesh": True, "replicate": "dp_shard"})],
-            [
-                "ranks 0-2: from_mesh(mesh (dp_replicate=2, dp_shard=2)",
-                "rank 3: from_mesh(",
-                "replicate=dp_shard",
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("calls", "parts"), [
+    ([FINE, FINE, FINE, ("from_layout", {"pp": 2})],
+        ["ranks 0-2: from_layout(tp=2,", "rank 3: from_layout(tp=1, cp=1, ep=1, pp=2"]),
+    ([FINE, ("from_layout", {"tp": 3}), FINE, FINE],
+        ["ranks 0, 2-3: from_layout(tp=2", "rank 1: from_layout refused with ValueError"]),
+    ([FINE, FINE, HALVES, FINE], ["rank 2: from_group([[0, 1], [2, 3]])"]),
+    ([HALVES, HALVES, STRIPES, STRIPES],
+        ["ranks 0-1: from_group([[0, 1], [2, 3]])", "ranks 2-3: from_group([[0, 2], [1, 3]])"]),
+    ([MESH, MESH, MESH, ("from_mesh", {"mesh": True, "replicate": "dp_shard"})],
+        ["ranks 0-2: from_mesh(mesh (dp_replicate=2, dp_shard=2)", "rank 3: from_mesh(",
+         "replicate=dp_shard"]),
+])  # fmt: skip
 def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: list[str]) -> None:
-    results = run_ranks(ask_differently, 4, calls)
+    results = run_ranks(ask, 4, calls)
     assert len(set(results)) == 1 and results[0][0] == "ReplicaDisagreement"
-    assert all(part in results[0][1] for part in parts), results[0][1]
-    assert "on all ranks with the same arguments" in results[0][1]
+    for part in [*parts, "on all ranks with the same arguments"]:
+        assert part in results[0][1]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (("from_layout", {"tp": 3}), "not divisible"),
-        (
-            ("from_mesh", {"mesh": True, "replicate": "dp"}),
-            "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard",
-        ),
-        (
-            ("from_mesh", {"mesh": None}),
-            "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType",
-        ),
-        (
-            ("from_group", {"group": [[0, 1], [2]]}),
-            "lists of 2, 1 ranks: all replicas must be of one size",
-        ),
-        (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
-        (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),
-        (("from_group", {"group": [[0, 1], [2, 4]]}), "ranks 4, but the world has ranks 0-3"),
-        (("from_group", {"group": [0, 1, 2, 3]}), "lists of rank numbers"),
-    ],
-)
-def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
-    for kind, text in run_ranks(ask_differently, 4, [call] * 4):
-        assert kind == "ValueError" and re.search(message, text), text
+@pytest.mark.parametrize(("kind", "arguments", "message"), [
+    ("from_layout", {"tp": 3}, "not divisible"),
+    ("from_mesh", {"mesh": True, "replicate": "dp"},
+        "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard"),
+    ("from_mesh", {"mesh": None}, "must be a torch.distributed.device_mesh.DeviceMesh, got N"),
+    ("from_group", {"group": [[0, 1], [2]]}, "lists of 2, 1 ranks: all replicas must be of one s"),
+    ("from_group", {"group": [[0], [1]]}, "ranks 2-3 are in none"),
+    ("from_group", {"group": [[0, 1], [1, 2]]}, "ranks 1 more than once"),
+    ("from_group", {"group": [[0, 1], [2, 4]]}, "ranks 4, but the world has ranks 0-3"),
+    ("from_group", {"group": [0, 1, 2, 3]}, "lists of rank numbers"),
+])  # fmt: skip
+def test_what_all_ranks_get_wrong_is_their_own_error(kind, arguments, message) -> None:
+    for error, text in run_ranks(ask, 4, [(kind, arguments)] * 4):
+        assert error == "ValueError" and re.search(message, text), text
 
 
-def test_without_processes() -> None:
-    for make_one in (
-        lambda: hdet.Replicas.from_layout(),
-        lambda: hdet.Replicas.from_group(),
-        lambda: hdet.Replicas.from_group([[0], [1]]),
-        lambda: hdet.Replicas.from_mesh(None),
-    ):
-        with pytest.raises(ValueError, match="init_process_group first, or use Replicas.single"):
-            make_one()
+@pytest.mark.parametrize(("kind", "arguments"), [
+    ("from_layout", []), ("from_group", []), ("from_group", [[[0], [1]]]), ("from_mesh", [None]),
+])  # fmt: skip
+def test_without_processes_the_way_out_is_named(kind: str, arguments: list[Any]) -> None:
+    with pytest.raises(ValueError, match="init_process_group first, or use Replicas.single"):
+        getattr(hdet.Replicas, kind)(*arguments)
 
 
 def alone(rank: int, world: int) -> list[int]:
-    one = [
-        hdet.Replicas.from_layout(),
-        hdet.Replicas.from_mesh(mesh_of((1,), ("dp_replicate",))),
-        hdet.Replicas.from_group([[0]]),
-    ]
-    return [replicas.count for replicas in one]
+    mesh, kinds = mesh_of((1,), ("dp_replicate",)), hdet.Replicas
+    made = [kinds.from_layout(), kinds.from_mesh(mesh), kinds.from_group([[0]])]
+    return [replicas.count for replicas in made]
 
 
 def test_a_world_of_one_process_is_one_replica() -> None:
     assert run_ranks(alone, 1) == [[1, 1, 1]]
 
 
-# -- what is compared before the first step, and what is added up ---------------------------------------------------------------------------
+# -- what is compared before the first step, and what is added up ---------------------------------
 
 
-def agree(
-    rank: int, world: int, common: list[dict[str, int]], by_member: list[dict[str, int]], twist: str
-) -> str:
+def agree(rank: int, world: int, common: Any, by_member: Any, twist: dict[str, Any]) -> str:
     replicas = hdet.Replicas.from_layout(tp=2)
-    if twist == "place" and rank == 3:
-        replicas.member = 0
-    if twist == "ranks" and rank == 3:
-        replicas.ranks = [[0, 1], [3, 2]]
-    if twist == "size" and rank == 3:
-        replicas.ranks = [[0], [3]]
+    if rank == 3:
+        vars(replicas).update(twist)
     try:
         replicas.require_agreement(common[rank], by_member[rank], torch.device("cpu"))
     except hdet.ReplicaDisagreement as error:
@@ -392,91 +282,49 @@ def agree(
     return ""
 
 
-SAME = [{"seed": 1}] * 4
-STAGES = [
-    {"shapes": 10},
-    {"shapes": 11},
-] * 2  # members 0 and 1 hold different parts, peers the same
+SAME, OF_ALL = [{"seed": 1}] * 4, "differs between replicas' ranks"
+STAGES = [{"shapes": 10}, {"shapes": 11}] * 2
+"""Members 0 and 1 hold different parts, peers the same."""
 
 
-@pytest.mark.parametrize(
-    ("common", "by_member", "twist", "message"),
-    [
-        (SAME, STAGES, "", ""),
-        ([{"seed": 2**61}] * 4, STAGES, "", ""),
-        (
-            [{"seed": 1}] * 3 + [{"seed": 2}],
-            STAGES,
-            "",
-            "seed differs between replicas' ranks: ranks 0-2: 1; rank 3: 2",
-        ),
-        (
-            SAME,
-            STAGES[:3] + [{"shapes": 7}],
-            "",
-            "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7",
-        ),
-        (
-            SAME[:3] + [{"sync_interval": 1}],
-            STAGES,
-            "",
-            "the settings to compare differ between replicas' ranks",
-        ),
-        (
-            SAME[:3] + [{"seed": 1, "new in the next version": 1}],
-            STAGES,
-            "",
-            "the settings to compare .* several versions of hdet",
-        ),
-        (SAME, STAGES, "place", "ranks 2-3 all are member 0 of replica 1"),
-        (
-            SAME,
-            STAGES,
-            "ranks",
-            "the number of replicas and their ranks \\(digest\\) differs between replicas' ranks",
-        ),
-        (
-            SAME,
-            STAGES,
-            "size",
-            "the number of ranks in a replica differs between replicas' ranks: ranks 0-2: 2; rank 3: 1",
-        ),
-    ],
-)
-def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
-    results = run_ranks(agree, 4, common, by_member, twist)
-    assert len(set(results)) == 1
-    assert re.search(message, results[0]) and (
-        "Start all ranks with the same code" in results[0]
-    ) == bool(results[0]) == bool(message)
+@pytest.mark.parametrize(("common", "by_member", "twist", "message"), [
+    (SAME, STAGES, {}, ""), ([{"seed": 2**61}] * 4, STAGES, {}, ""),
+    ([*SAME[:3], {"seed": 2}], STAGES, {}, f"seed {OF_ALL}: ranks 0-2: 1; rank 3: 2"),
+    (SAME, STAGES[:3] + [{"shapes": 7}], {},
+        "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7"),
+    ([*SAME[:3], {"sync_interval": 1}], STAGES, {},
+        "the settings to compare differ between replicas' ranks"),
+    ([*SAME[:3], {"seed": 1, "new in the next version": 1}], STAGES, {},
+        "the settings to compare .* several versions of hdet"),
+    (SAME, STAGES, {"member": 0}, "ranks 2-3 all are member 0 of replica 1"),
+    (SAME, STAGES, {"ranks": [[0, 1], [3, 2]]},
+        f"the number of replicas and their ranks \\(digest\\) {OF_ALL}"),
+    (SAME, STAGES, {"ranks": [[0], [3]]},
+        f"the number of ranks in a replica {OF_ALL}: ranks 0-2: 2; rank 3: 1"),
+])  # fmt: skip
+def test_settings_are_compared_once(common: Any, by_member: Any, twist: Any, message: str) -> None:
+    (said,) = set(run_ranks(agree, 4, common, by_member, twist))
+    assert re.search(message, said) and bool(said) == bool(message)
+    assert ("Start all ranks with the same code" in said) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:
-    values = {rank: rank % 2 if rank < 1000 else rank for rank in range(1024)}
-    text = who_has(values)
+    text = who_has({rank: rank % 2 if rank < 1000 else rank for rank in range(1024)})
     assert len(text) < 300 and "and 492 more: 0" in text and text.endswith("and 22 more values")
 
 
-def add_up(rank: int, world: int) -> list[list[float]]:
-    """tp 2: both ranks of a replica see its loss, one has twice the weight."""
-    replicas = hdet.Replicas.from_layout(tp=2)
-    loss, weight = 10.0 * (replicas.index + 1), float(1 + replicas.member)
-    return replicas.sum_rows(torch.tensor([loss * weight, weight], dtype=torch.float64)).tolist()
-
-
-def stages(rank: int, world: int) -> list[list[float]]:
-    """pp 2: the first stages have no loss; a NaN stays with its replica."""
-    replicas = hdet.Replicas.from_layout(pp=2)
-    row = (
-        [0.0, 0.0]
-        if replicas.member == 0
-        else [7.0, 2.0]
-        if replicas.index
-        else [float("nan"), 1.0]
-    )
-    return replicas.sum_rows(torch.tensor(row, dtype=torch.float64)).nan_to_num(nan=-1.0).tolist()
+def add_up(rank: int, world: int) -> list[Table]:
+    """tp 2: both ranks of a replica see its loss, one has twice the weight.
+    pp 2: the first stages have no loss; a NaN stays with its replica."""
+    tp, pp = hdet.Replicas.from_layout(tp=2), hdet.Replicas.from_layout(pp=2)
+    weight = 1.0 + tp.member
+    rows = [[10.0 * (tp.index + 1) * weight, weight], [0.0, 0.0]]
+    if pp.member == 1:
+        rows[1] = [7.0, 2.0] if pp.index else [float("nan"), 1.0]
+    sums = [r.sum_rows(torch.tensor(row).double()) for r, row in zip((tp, pp), rows, strict=True)]
+    return [total.nan_to_num(nan=-1.0).tolist() for total in sums]
 
 
 def test_rows_add_up_over_the_ranks_of_a_replica() -> None:
-    assert run_ranks(add_up, 4) == [[[30.0, 3.0], [60.0, 3.0]]] * 4
-    assert run_ranks(stages, 4) == [[[-1.0, 1.0], [7.0, 2.0]]] * 4
+    expected = [[[30.0, 3.0], [60.0, 3.0]], [[-1.0, 1.0], [7.0, 2.0]]]
+    assert run_ranks(add_up, 4) == [expected] * 4
