@@ -25,20 +25,31 @@ with suppress(ImportError):  # make gpu runs where it may be missing
 
 
 LONGEST = [
-    "kernels/test_shim.py", "examples/test_bytes.py", "triton/test_interpreter.py", "triton/test_compiled.py",
-    "kernels/test_step.py", "cli/test_report.py", "layouts/test_parallel.py", "checkpoint/test_resume.py",
-]  # fmt: skip
-"""A quarter of a minute and more each, the longest first. One of them that begins last keeps a single process busy while the others wait."""
+    "kernels/test_shim.py",
+    "examples/test_bytes.py",
+    "triton/test_interpreter.py",
+    "triton/test_compiled.py",
+    "kernels/test_step.py",
+    "cli/test_report.py",
+    "layouts/test_parallel.py",
+    "checkpoint/test_resume.py",
+]
+"""A quarter of a minute and more each, the longest first.
+
+One of them that begins last keeps a single process busy while the others wait.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, which --no-loadscope-reorder leaves so; all else in the order in which it stands."""
+    """The longest files first, which --no-loadscope-reorder leaves so; all else in the order in
+    which it stands."""
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
-    """A million objects are there for good: neither the collector nor hdet's search for the user's schedulers goes through them in each test."""
+    """A million objects are there for good: neither the collector nor hdet's search for the user's
+    schedulers goes through them in each test."""
     gc.freeze()
 
 
@@ -48,7 +59,10 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for each other. Tests of threads set their own number."""
+    """Small tensors: threads would only wait for each other.
+
+    Tests of threads set their own number.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

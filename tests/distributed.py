@@ -1,8 +1,10 @@
 """Run a function on several gloo ranks: `run_ranks(function, world_size, *args)`.
 
-The worker processes are started once and kept (importing torch costs seconds); every call gives them a fresh process group of exactly
-`world_size` ranks, so a test sees what a training script sees: rank 0 .. world_size - 1 of the default group. A worker that died, hung or
-failed takes the whole pool with it: the next call starts a new one. The workers end with the process that started them.
+The worker processes are started once and kept (importing torch costs seconds); every call gives
+them a fresh process group of exactly `world_size` ranks, so a test sees what a training script
+sees: rank 0 .. world_size - 1 of the default group. A worker that died, hung or failed takes the
+whole pool with it: the next call starts a new one. The workers end with the process that started
+them.
 """
 
 import atexit
@@ -40,23 +42,26 @@ _WAITING = "was still waiting when another rank had failed"
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S
 ) -> list[Any]:
-    """Call `function(rank, world_size, *args)` on `world_size` ranks, after init_process_group("gloo"); return their results by rank.
+    """Call `function(rank, world_size, *args)` on `world_size` ranks, after
+    init_process_group("gloo"); return their results by rank.
 
-    `function` must be importable at the top level of a module; arguments and results must pickle. One thread per process, torch's seed 0.
-    `timeout` is in seconds, for the whole call. Raises RankError with the traceback of every rank that failed.
+    `function` must be importable at the top level of a module; arguments and results must pickle.
+    One thread per process, torch's seed 0. `timeout` is in seconds, for the whole call. Raises
+    RankError with the traceback of every rank that failed.
     """
     for attempt in range(3):
         try:
             return _pool(world_size).run(function, world_size, args, timeout)
         except _NotConnected as error:
-            # Nothing of the test has said anything yet. Seen twice in some thousand calls, on a loaded machine.
+            # Nothing of the test has said anything yet. Seen twice in some thousand calls, on a
+            # loaded machine.
             if attempt == 2:
                 raise
             print(f"run_ranks: connecting again after {error}", file=sys.stderr)
     raise AssertionError("unreachable")
 
 
-# -- the workers -------------------------------------------------------------------------------------------------------
+# -- the workers -----------------------------------------------------------------------------------
 
 
 def _worker(conn: connection.Connection, parent: int) -> None:
@@ -117,7 +122,8 @@ def _call(
 
 
 def _forget_meshes() -> None:
-    """torch.distributed.tensor keeps what it has derived for a mesh, and would use it for an equal mesh of the next call: with the groups
+    """torch.distributed.tensor keeps what it has derived for a mesh, and would use it for an equal
+    mesh of the next call: with the groups
     of this one, which are gone. A training script has one set of groups."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
@@ -126,7 +132,8 @@ def _forget_meshes() -> None:
 
 
 def _leave_together(meeting: Any, world_size: int, patience_s: float) -> None:
-    """A rank that is done at once must not close its connections while others are still connecting, or reading its last message."""
+    """A rank that is done at once must not close its connections while others are still connecting,
+    or reading its last message."""
     meeting.add("done", 1)
     end = time.monotonic() + patience_s
     while meeting.add("done", 0) < world_size and time.monotonic() < end:
@@ -139,13 +146,13 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-# -- the pool ------------------------------------------------------------------------------------------------------------------------
+# -- the pool --------------------------------------------------------------------------------------
 
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        # A fork server imports torch (and what optimizers import late) once for all workers; unlike plain fork it never copies the
-        # threads of the test process.
+        # A fork server imports torch (and what optimizers import late) once for all workers; unlike
+        # plain fork it never copies the threads of the test process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self.workers, self.conns = [], []

@@ -1,4 +1,5 @@
-"""What the documents leave to the reader: toys for a user's own model, data and functions, by the names that the blocks call them."""
+"""What the documents leave to the reader: toys for a user's own model, data and functions, by the
+names that the blocks call them."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _train_one_step(names: Names) -> Callable[[], None]:
 
 
 def _megatron(names: Names) -> Any:
-    """The names of Megatron-Core's ProcessGroupCollection, for plain data parallelism over the world."""
+    """The names of Megatron-Core's ProcessGroupCollection, for plain data parallelism over the
+    world."""
     groups = SimpleNamespace(dp=dist.new_group(), expt_dp=dist.new_group())
     return SimpleNamespace(use_mpu_process_groups=lambda: groups)
 
@@ -135,14 +137,21 @@ def as_torchrun() -> dist.TCPStore:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK="0",
+        WORLD_SIZE="1",
+        TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
+    )
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
 def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
-    """Executes a block in a folder of its own, with ``given`` in the place of toys. Returns its names."""
+    """Executes a block in a folder of its own, with ``given`` in the place of toys.
+
+    Returns its names.
+    """
     torch.manual_seed(0)
     names, before = Names(given, __name__="__main__"), (Path.cwd(), dict(os.environ))
     store = None

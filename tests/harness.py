@@ -1,7 +1,8 @@
 """One toy problem and one training loop, which all rooms' tests share.
 
-`Run` is a script's loop: DDP where there is a process group, co-resident replicas where they are asked for, an optimizer, a schedule and an
-`hdet.Ensemble` on a small regression. A test passes what is particular to it. Replica k trains on batch ``100 * step + k``.
+`Run` is a script's loop: DDP where there is a process group, co-resident replicas where they are
+asked for, an optimizer, a schedule and an `hdet.Ensemble` on a small regression. A test passes what
+is particular to it. Replica k trains on batch ``100 * step + k``.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ VALIDATION = 77_777_777
 
 
 def policies(**settings: Any) -> dict[str, Any]:
-    """Settings of an `hdet.Ensemble` written side by side; those of its average are put into one `hdet.Sync`."""
+    """Settings of an `hdet.Ensemble` written side by side; those of its average are put into one
+    `hdet.Sync`."""
     sync = {name: settings.pop(name) for name in SYNC if name in settings}
     return {**settings, "sync": hdet.Sync(**sync)} if sync else settings
 
 
-# -- the problem ---------------------------------------------------------------------------------------------------------
+# -- the problem -----------------------------------------------------------------------------------
 
 
 def model() -> nn.Module:
@@ -56,7 +58,8 @@ def teacher() -> nn.Module:
 
 
 def taught(key: int, examples: int = 32) -> Batch:
-    """A target that the model can reach, and noise: over 400 steps of `OneCycleLR` the best peaks for AdamW are 0.01 to 0.1."""
+    """A target that the model can reach, and noise: over 400 steps of `OneCycleLR` the best peaks
+    for AdamW are 0.01 to 0.1."""
     generator = torch.Generator().manual_seed(key)
     x = torch.randn(examples, 6, generator=generator)
     return x, 3 * teacher()(x) + 0.1 * torch.randn(examples, 1, generator=generator)
@@ -82,7 +85,7 @@ def probe(net: nn.Module, first: int = 10_000, **settings: Any) -> hdet.ProbeCon
     )
 
 
-# -- the loop ------------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 
 def one_cycle(lr: float, total: int) -> Callable[[torch.optim.Optimizer], Any]:
@@ -92,18 +95,36 @@ def one_cycle(lr: float, total: int) -> Callable[[torch.optim.Optimizer], Any]:
 
 
 class Run:
-    """A training loop; ``together``: of so many co-resident replicas. ``ddp``: does DDP average gradients, where there is a process group?
+    """A training loop; ``together``: of so many co-resident replicas.
 
-    ``scheduler`` and ``controller`` may be functions of the optimizer and of the model, "probe" is `probe`. ``data``: a batch of its number.
-    ``closure``: the losses of a step's batches are given to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side
-    by side with the others. ``records``: what it has logged.
+    ``ddp``: does DDP average gradients, where there is a process group?
+
+    ``scheduler`` and ``controller`` may be functions of the optimizer and of the model, "probe" is
+    `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches are given
+    to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side by side
+    with the others. ``records``: what it has logged.
     """
 
     def __init__(
-        self, rank: int = 0, *, net: nn.Module | None = None, together: int = 1, optimizer: Any = None, scheduler: Any = "one cycle",
-        lr: float = 3e-3, total: int = 40, every: int = 5, spread: float = 0.3, weight_decay: float = 0.0, dtype: torch.dtype | None = None,
-        controller: Any = None, ddp: bool = True, data: Callable[[int], Batch] = batch, closure: bool = False, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int = 0,
+        *,
+        net: nn.Module | None = None,
+        together: int = 1,
+        optimizer: Any = None,
+        scheduler: Any = ("one cycle"),
+        lr: float = 3e-3,
+        total: int = 40,
+        every: int = 5,
+        spread: float = 0.3,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype | None = None,
+        controller: Any = None,
+        ddp: bool = True,
+        data: Callable[[int], Batch] = batch,
+        closure: bool = False,
+        **settings: Any,
+    ) -> None:
         self.rank, self.total, self.index, self.data = rank, total, 0, data
         self.net = (model() if net is None else net).to(dtype=dtype)
         self.wrapped = (
@@ -152,7 +173,10 @@ class Run:
         ]
 
     def backward(self, report: dict[int, float] | None = None) -> torch.Tensor:
-        """Forward and backward passes of one step; the mean loss. Co-resident replicas' losses are observed, or what is to be reported instead."""
+        """Forward and backward passes of one step; the mean loss.
+
+        Co-resident replicas' losses are observed, or what is to be reported instead.
+        """
         self.optimizer.zero_grad()
         if self.replicas is None:
             loss = self.losses(self.batches()[0]).mean()
@@ -192,7 +216,7 @@ class Run:
             self.step()
         return self
 
-    # -- what there is to see ------------------------------------------------------------------------------------------------
+    # -- what there is to see ----------------------------------------------------------------------
 
     def weights(self) -> torch.Tensor:
         """All of the model's, flat."""
@@ -237,7 +261,7 @@ class Run:
         with torch.no_grad():
             return float(loss_of(self.net, taught(VALIDATION, 512)))
 
-    # -- states --------------------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
         """What a script saves, through `torch.save`."""
@@ -262,11 +286,14 @@ class Run:
         return self
 
 
-# -- stand-ins -----------------------------------------------------------------------------------------------------------
+# -- stand-ins -------------------------------------------------------------------------------------
 
 
 class TwoReplicas(hdet.Replicas):
-    """Replica ``index`` of 2, without a process group: enough to see multipliers. The other agrees to everything and has the same numbers."""
+    """Replica ``index`` of 2, without a process group: enough to see multipliers.
+
+    The other agrees to everything and has the same numbers.
+    """
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index, 2, None)
@@ -289,7 +316,9 @@ def force(run: hdet.Ensemble, *corrections: float) -> None:
 
 
 class Scripted(hdet.Controller):
-    """Decides what is written down: factors, cycle by cycle, by knob or for all. ``multipliers``: [knob], which all replicas have in the place
+    """Decides what is written down: factors, cycle by cycle, by knob or for all.
+
+    ``multipliers``: [knob], which all replicas have in the place
     of those that are drawn."""
 
     name = "scripted"

@@ -1,4 +1,5 @@
-"""The harness itself: results by rank, and every way in which a rank can fail is an error of the test, not a hang."""
+"""The harness itself: results by rank, and every way in which a rank can fail is an error of the
+test, not a hang."""
 
 import os
 import time

@@ -1,6 +1,8 @@
-"""The documents say what is so: their Python blocks run as written, names in the text exist, messages are those of the code.
+"""The documents say what is so: their Python blocks run as written, names in the text exist,
+messages are those of the code.
 
-A comment in front of a block says how it runs, where one process with toys (tests/docs_toys.py) is not enough:
+A comment in front of a block says how it runs, where one process with toys (tests/docs_toys.py) is
+not enough:
 
     <!-- run: ranks=2 -->         on two ranks of a process group
     <!-- run: torchrun -->        in the environment of torchrun, without a process group
@@ -33,8 +35,21 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 NAME = re.compile(r"\bhdet(?:\.[A-Za-z_]\w*)+")
-RANGES = ("hdet.optimizer.step", "hdet.upload", "hdet.step", "hdet.average", "hdet.pair", "hdet.norm", "hdet.cycle", "hdet.probe",
-          "hdet.trial.train", "hdet.trial.score", "hdet.hypergradient", "hdet.cycle_stats", "hdet.kernels.gpu")  # fmt: skip
+RANGES = (
+    "hdet.optimizer.step",
+    "hdet.upload",
+    "hdet.step",
+    "hdet.average",
+    "hdet.pair",
+    "hdet.norm",
+    "hdet.cycle",
+    "hdet.probe",
+    "hdet.trial.train",
+    "hdet.trial.score",
+    "hdet.hypergradient",
+    "hdet.cycle_stats",
+    "hdet.kernels.gpu",
+)
 """of profilers: they look like Python's names"""
 
 
@@ -111,7 +126,8 @@ def test_all_blocks_are_found() -> None:
     )
     [first, second, third] = blocks(
         ROOT,
-        "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU -->\n\n```python\n3\n```\n",
+        "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU "
+        "-->\n\n```python\n3\n```\n",
     )
     assert (
         (first.how, second.how, third.how) == ("ranks=2", "", "no GPU")
@@ -183,9 +199,15 @@ def test_long_sentences_are_found() -> None:
         from sentences import mean_length, sentences
     finally:
         sys.path.pop(0)
-    assert sentences("# No heading\n\nOne `a b c` two. Three four!\n\n- five\n- six\n\n| no | table |\n\n```python\nno code.\n```\n") == [
-        "One code two.", "Three four!", "five", "six",
-    ]  # fmt: skip
+    assert sentences(
+        "# No heading\n\nOne `a b c` two. Three four!\n\n- five\n- six\n\n| no | table "
+        "|\n\n```python\nno code.\n```\n"
+    ) == [
+        "One code two.",
+        "Three four!",
+        "five",
+        "six",
+    ]
     assert mean_length("a " * 19 + "b.") == 20 and mean_length("# x") == 0
 
 
@@ -206,7 +228,8 @@ def test_the_readme_has_a_complete_program_of_at_most_25_lines() -> None:
 
 @pytest.mark.parametrize("block", COMPLETE, ids=str)
 def test_a_complete_program_of_the_readme_runs_when_pasted(block: Block) -> None:
-    """By itself, in an empty folder and within a minute; what the page says that it prints is what it prints, but for the last digits."""
+    """By itself, in an empty folder and within a minute; what the page says that it prints is what
+    it prints, but for the last digits."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         printed = subprocess.run(

@@ -1,4 +1,7 @@
-"""docs/extending.md, "A kernel": its C++, its Triton and its reference run, and give the same bits. (Its other blocks: test_docs.py.)"""
+"""docs/extending.md, "A kernel": its C++, its Triton and its reference run, and give the same bits.
+
+(Its other blocks: test_docs.py.)
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,22 @@ def test_the_kernel_runs_in_tritons_interpreter(tmp_path: Path) -> None:
 def test_the_loop_in_cpp_has_the_bits_of_torch(tmp_path: Path) -> None:
     source, library = tmp_path / "clamp.cpp", tmp_path / "clamp.so"
     source.write_text(block("cpp", "clamped"))
-    done([str(COMPILER), "-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared", "-ffp-contract=off", f"-I{ROOT / 'csrc'}",
-          str(source), "-o", str(library)])  # fmt: skip
+    done(
+        [
+            str(COMPILER),
+            "-std=c++17",
+            "-O2",
+            "-Wall",
+            "-Werror",
+            "-fPIC",
+            "-shared",
+            "-ffp-contract=off",
+            f"-I{ROOT / 'csrc'}",
+            str(source),
+            "-o",
+            str(library),
+        ]
+    )
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (1, 1000, 40_000)]
     tensors[1][3] = float("nan")

@@ -1,4 +1,5 @@
-"""Warm noise of models that are split over ranks: the noise of an element depends on where it is in the full tensor, not on who has it."""
+"""Warm noise of models that are split over ranks: the noise of an element depends on where it is in
+the full tensor, not on who has it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_shards_of_a_mesh_get_their_slices() -> None:
 
 
 def sharded_and_tensor_parallel(rank: int, world_size: int) -> None:
-    """FSDP over tensor parallelism splits a dimension twice, in a stride (a placement of its own in torch)."""
+    """FSDP over tensor parallelism splits a dimension twice, in a stride (a placement of its own in
+    torch)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = torch.nn.Linear(5, 16)
     theta = torch.randn(16, 5, generator=torch.Generator().manual_seed(2))

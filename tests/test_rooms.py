@@ -1,4 +1,5 @@
-"""The rooms of the house: what imports what, read from the sources alone. docs/design.md describes them."""
+"""The rooms of the house: what imports what, read from the sources alone. docs/design.md describes
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 HDET = Path(__file__).parents[1] / "hdet"
 
-# From the ground up; rooms of one floor do not import each other. A module that lies flat in hdet/ is a room.
+# From the ground up; rooms of one floor do not import each other. A module that lies flat in hdet/
+# is a room.
 FLOORS = [
     {"core"},
     {"tensors", "profiling", "triton_kernels"},
@@ -33,7 +35,9 @@ FLOORS = [
     {"schedulers", "checkpoint", "logging"},
     {"cli", "integrations"},
 ]
-LAZY = "__init__"  # hdet/__init__.py loads a name's module when the name is asked for, and holds __version__, which any room may read
+# hdet/__init__.py loads a name's module when the name is asked for, and holds __version__, which
+# any room may read
+LAZY = "__init__"
 
 # The same thing in two places; every other file's name stands for one thing.
 TWINS: dict[str, set[str]] = {
@@ -64,7 +68,8 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """The modules of hdet that ``module`` imports anywhere in its file, also for the type checker alone."""
+    """The modules of hdet that ``module`` imports anywhere in its file, also for the type checker
+    alone."""
     path, tree = sources()[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(tree):
@@ -189,7 +194,10 @@ def test_no_controller_is_told_by_its_class_outside_of_its_file() -> None:
 
 
 def test_no_optional_member_of_a_controller_is_asked_for_by_name() -> None:
-    """One base class has every hook. (Optimizers and schedulers are others' classes: those are asked.)"""
+    """One base class has every hook.
+
+    (Optimizers and schedulers are others' classes: those are asked.)
+    """
     asked = [
         f"{module}: {ast.unparse(call)}"
         for module, call in itertools.chain(calls("getattr"), calls("hasattr"))

@@ -1,8 +1,9 @@
 """How long the adversary tries, and the small things that all machines need.
 
-In CI the examples are few, always the same, and not shrunk. ``HDET_ADVERSARY=50`` tries 50 times as many, at random, and shrinks what
-fails; ``HDET_ADVERSARY=1`` shrinks what fails in CI. A failure prints the rules that led to it and a blob for ``@reproduce_failure``.
-Trials outlast pytest's limit: ``pytest --timeout 0 tests/adversary``.
+In CI the examples are few, always the same, and not shrunk. ``HDET_ADVERSARY=50`` tries 50 times as
+many, at random, and shrinks what fails; ``HDET_ADVERSARY=1`` shrinks what fails in CI. A failure
+prints the rules that led to it and a blob for ``@reproduce_failure``. Trials outlast pytest's
+limit: ``pytest --timeout 0 tests/adversary``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Boom(Exception):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Warnings are not what this is about (one replica that nothing can be compared with; states from the middle of a cycle)."""
+    """Warnings are not what this is about (one replica that nothing can be compared with; states
+    from the middle of a cycle)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -52,7 +54,8 @@ def trial(examples: int, steps: int = 20) -> settings:
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself); of a DTensor this rank's part."""
+    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself);
+    of a DTensor this rank's part."""
     if isinstance(value, torch.Tensor):
         flat = (
             (value.to_local() if isinstance(value, DTensor) else value)
@@ -105,7 +108,8 @@ JUNK: list[Any] = [
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any, junk: list[Any] = JUNK) -> Any:
-    """A copy of nested dicts and lists in which one to three things are replaced, left out, doubled or added."""
+    """A copy of nested dicts and lists in which one to three things are replaced, left out, doubled
+    or added."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
         places = [place for place in _places(value) if place]

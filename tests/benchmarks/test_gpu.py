@@ -1,4 +1,5 @@
-"""The command behind `make gpu`, as far as it goes without a GPU: nobody has a second try at a lent one."""
+"""The command behind `make gpu`, as far as it goes without a GPU: nobody has a second try at a lent
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from benchmarks.compare import Options
 
 
 def bounded(script: str, tmp_path: Path) -> tuple[int, str]:
-    """Exit status and output of a script that prints "begun" when it is where it should be interrupted. A busy machine takes longer than 3 seconds to come so far."""
+    """Exit status and output of a script that prints "begun" when it is where it should be
+    interrupted. A busy machine takes longer than 3 seconds to come so far."""
     for seconds in (3.0, 15.0, 45.0):
         with (tmp_path / "log").open("wb") as log:
             status = gpu.run_bounded([sys.executable, "-u", "-c", script], log, seconds)
@@ -27,7 +29,10 @@ def bounded(script: str, tmp_path: Path) -> tuple[int, str]:
 def test_what_takes_too_long_may_say_what_it_has(tmp_path: Path) -> None:
     # A shell that runs the suite in the background has it ignore interrupts.
     handled = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    script = f"{handled}try: print('begun'); time.sleep(60)\nexcept KeyboardInterrupt: print('two tests have failed')"
+    script = (
+        f"{handled}try: print('begun'); time.sleep(60)\nexcept KeyboardInterrupt: print('two tests "
+        "have failed')"
+    )
     status, output = bounded(script, tmp_path)
     assert (
         status == 1 and "two tests have failed" in output and "stopped: no time was left" in output
@@ -36,7 +41,10 @@ def test_what_takes_too_long_may_say_what_it_has(tmp_path: Path) -> None:
 
 def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "GRACE", 0.5)
-    script = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun')\ntime.sleep(60)\nprint('ended')"
+    script = (
+        "import signal, time\nsignal.signal(signal.SIGINT, "
+        "signal.SIG_IGN)\nprint('begun')\ntime.sleep(60)\nprint('ended')"
+    )
     status, output = bounded(script, tmp_path)
     assert (
         status == 1 and "begun" in output and "ended" not in output and "left behind" not in output

@@ -1,4 +1,5 @@
-"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the best rate is looked for, and that a
+"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the best
+rate is looked for, and that a
 benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Counted:
         return float(self.inner.losses(model, self.inner.batch(99, 0)).mean())
 
 
-# -- the runs --------------------------------------------------------------------------------------------------------------------
+# -- the runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", methods.METHODS)
@@ -103,7 +104,8 @@ def test_every_problem_is_a_function_of_seed_and_step(problem: Any) -> None:
 def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Users and items drift over the year: a probe of its last day, on which runs are judged, would know what training cannot."""
+    """Users and items drift over the year: a probe of its last day, on which runs are judged, would
+    know what training cannot."""
     asked: list[tuple[float, str]] = []
     log = SimpleNamespace(
         sample=lambda size, at, *, seed, stream, index: asked.append((at, stream))
@@ -114,11 +116,12 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
 
 
-# -- the best rate ---------------------------------------------------------------------------------------------------------------
+# -- the best rate ---------------------------------------------------------------------------------
 
 
 def found(name: str, best: int, untrained: float = 2.0) -> list[dict[str, Any]]:
-    """The lines that the search asks for, one call of `next_exponents` after the other, where the loss is lowest at 2^best."""
+    """The lines that the search asks for, one call of `next_exponents` after the other, where the
+    loss is lowest at 2^best."""
     records: list[dict[str, Any]] = []
     for _ in range(20):  # it ends earlier
         for exponent in hero.next_exponents(
@@ -150,7 +153,7 @@ def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
     assert {best - 1, best, best + 1} <= exponents and len(exponents) <= 14
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_quick_goes_on_where_it_stopped(

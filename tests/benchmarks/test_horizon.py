@@ -16,7 +16,10 @@ from benchmarks.evidence.report import page as report
 
 
 def tiny(steps: int) -> Problem:
-    """Linear regression on four inputs, with noise: of a fifth, which the model does not see. It trains in milliseconds."""
+    """Linear regression on four inputs, with noise: of a fifth, which the model does not see.
+
+    It trains in milliseconds.
+    """
 
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -34,9 +37,18 @@ def tiny(steps: int) -> Problem:
         return float(losses(model, batch(99, 0)).mean())
 
     return Problem(
-        name="tiny", steps=steps, batch_size=8, build=build, batch=batch, spare=lambda seed, step, number: batch(seed, steps + number), losses=losses, validate=validate,
-        groups=lambda model: [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}],
-    )  # fmt: skip
+        name="tiny",
+        steps=steps,
+        batch_size=8,
+        build=build,
+        batch=batch,
+        spare=lambda seed, step, number: batch(seed, steps + number),
+        losses=losses,
+        validate=validate,
+        groups=lambda model: [
+            {"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}
+        ],
+    )
 
 
 @pytest.fixture
@@ -50,7 +62,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     hero.untrained.cache_clear()
 
 
-# -- pages and commands ----------------------------------------------------------------------------------------------------------
+# -- pages and commands ----------------------------------------------------------------------------
 
 
 def test_pages_and_figures_are_made_of_lines(

@@ -1,4 +1,5 @@
-"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and counted, the fit, whether the cost model
+"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and counted,
+the fit, whether the cost model
 counts what the code does, and what is kept where a run is cut off. No figure is judged here."""
 
 from __future__ import annotations
@@ -107,9 +108,14 @@ def record(
         "sent": 2 * (replicas - 1) / replicas * size,
     }
     return {
-        "benchmark": "layouts", "layout": layout, "processes": processes, "replicas": replicas, "bytes": size,
-        "rows": {"floor": row, "ours": row}, "on": {"cores": 2},
-    }  # fmt: skip
+        "benchmark": "layouts",
+        "layout": layout,
+        "processes": processes,
+        "replicas": replicas,
+        "bytes": size,
+        "rows": {"floor": row, "ours": row},
+        "on": {"cores": 2},
+    }
 
 
 def test_the_fit_predicts_what_it_has_not_seen(
@@ -126,7 +132,7 @@ def test_the_fit_predicts_what_it_has_not_seen(
     assert "not fitted: 1 points, off by a factor of 1.00 in the median, 1.00 at worst" in out
 
 
-# -- the cost model beside the code ------------------------------------------------------------------------------------------
+# -- the cost model beside the code ----------------------------------------------------------------
 
 TENSORS, SIZE, BUCKET = 24, 1024, 32 * 1024  # in fp32: three buckets of 32 KiB, without a gap
 
@@ -156,7 +162,9 @@ def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a second a message and any bandwidth, the model's seconds are messages. Whether an all-reduce is a ring or a tree is for the
+    """With a second a message and any bandwidth, the model's seconds are messages.
+
+    Whether an all-reduce is a ring or a tree is for the
     library to choose; `counted` takes rings."""
     monkeypatch.setattr(
         cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks)
@@ -190,7 +198,7 @@ def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     ] * 2  # with the mark of the schedule's values
 
 
-# -- what make gpu leaves behind where the machine or a test does not last ---------------------------------------------------
+# -- what make gpu leaves behind where the machine or a test does not last -------------------------
 
 
 def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""benchmarks.evidence.report: what the tables say of lines with known answers, what is missing, what the figure draws, and the command."""
+"""benchmarks.evidence.report: what the tables say of lines with known answers, what is missing,
+what the figure draws, and the command."""
 
 from __future__ import annotations
 
@@ -19,11 +20,23 @@ def lines(method: str, losses: Losses, problem: str = "cnn-digits", **more: Any)
     """A line for each start and seed; an untrained model has 2.0, the best rate is 0.01."""
     return [
         {
-            "benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": 0.01 * 2.0**e, "seed": seed, "steps": 600,
-            "validation": loss, "untrained": 2.0, "rates": [0.01] * 20, "probe_percent": 0.0, "copies": 0.0, **more,
+            "benchmark": "hero",
+            "problem": problem,
+            "method": method,
+            "exponent": e,
+            "rate": 0.01 * 2.0**e,
+            "seed": seed,
+            "steps": 600,
+            "validation": loss,
+            "untrained": 2.0,
+            "rates": [0.01] * 20,
+            "probe_percent": 0.0,
+            "copies": 0.0,
+            **more,
         }
-        for e, values in losses.items() for seed, loss in enumerate(values)
-    ]  # fmt: skip
+        for e, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
 
 
 def curve(losses: Losses) -> Curve:
@@ -54,7 +67,7 @@ def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
     )  # standard deviation of three over the root of three
 
 
-# -- what belongs together ------------------------------------------------------------------------------------------------------
+# -- what belongs together -------------------------------------------------------------------------
 
 
 def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
@@ -74,7 +87,7 @@ def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
     assert {e: found["onecycle"].scores(e) for e in found["onecycle"].starts} == {0: [0.4, 0.6]}
 
 
-# -- the figure and the command --------------------------------------------------------------------------------------------------
+# -- the figure and the command --------------------------------------------------------------------
 
 
 def write(path: Path, records: list[Record], tail: str = "") -> str:

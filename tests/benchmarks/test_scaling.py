@@ -1,4 +1,5 @@
-"""`python -m benchmarks.scaling`: what it prints, what it refuses, and that docs/scaling.md shows nothing else."""
+"""`python -m benchmarks.scaling`: what it prints, what it refuses, and that docs/scaling.md shows
+nothing else."""
 
 from __future__ import annotations
 

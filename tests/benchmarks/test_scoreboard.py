@@ -1,4 +1,5 @@
-"""benchmarks.evidence.scoreboard: the entries are what they say, and the tables follow from the lines."""
+"""benchmarks.evidence.scoreboard: the entries are what they say, and the tables follow from the
+lines."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_the_profile_says_who_is_there_first_and_who_never_is() -> None:
         "| vit-digits | 0.0 | 1.5 | 100.0 |" in text
         and "| *worst* | **0.0** | **1.5** | **100.0** |" in text
     )
-    # 98 % of two nats: 1.04. It takes nadamw 50 steps, adamw all of its 100, and greedy never comes there.
+    # 98 % of two nats: 1.04. It takes nadamw 50 steps, adamw all of its 100, and greedy never comes
+    # there.
     assert "| nadamw | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |" in text
     assert "| adamw | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 | 1.00 |" in text
     assert "| greedy | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 |" in text

@@ -21,7 +21,7 @@ def test_quick_prints_the_table(capsys: pytest.CaptureFixture[str], in_this_proc
     )  # too short a run for trials of the rate
 
 
-def test_a_search_has_the_usual_values_among_its_trials_and_chooses_by_other_batches_than_it_is_judged_by() -> (
+def test_a_search_has_the_usual_values_among_its_trials_and_chooses_by_other_batches_than_it_is_judged_by() -> (  # noqa: E501
     None
 ):
     tried = [several.drawn("mlp-breast-cancer", 0, number) for number in range(16)]

@@ -1,4 +1,5 @@
-"""Variants of kernels are the sources with lines replaced, which must be there; and what a profiler looks at takes steps in every format."""
+"""Variants of kernels are the sources with lines replaced, which must be there; and what a profiler
+looks at takes steps in every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What nvcc and ptxas make of csrc/cuda: no warnings, no spills, no local memory, and accesses of 16 bytes in the main loops."""
+"""What nvcc and ptxas make of csrc/cuda: no warnings, no spills, no local memory, and accesses of
+16 bytes in the main loops."""
 
 from __future__ import annotations
 
@@ -82,7 +83,10 @@ def test_every_source_is_listed() -> None:
 
 @needs_tools
 def test_no_kernel_spills_or_has_a_stack() -> None:
-    """Of the module that has been built, on every architecture. The registers leave enough threads to keep the memory busy: 512 of them have 50 KiB in flight."""
+    """Of the module that has been built, on every architecture.
+
+    The registers leave enough threads to keep the memory busy: 512 of them have 50 KiB in flight.
+    """
     for arch in _C.cuda_archs.split():
         used = compiled.resources(arch)
         assert len(used) == sum(KERNELS.values())
@@ -95,7 +99,10 @@ def test_no_kernel_spills_or_has_a_stack() -> None:
 
 @needs_tools
 def test_formats_that_kernels_are_compiled_for_are_bound_by_memory() -> None:
-    """As the table says that benchmarks.compiled prints. In the kernel of any formats the same loop takes twice as many instructions."""
+    """As the table says that benchmarks.compiled prints.
+
+    In the kernel of any formats the same loop takes twice as many instructions.
+    """
     made = {(line["rule"], line["formats"]): line for line in compiled.lines(ARCH)}
     assert len(made) == len(compiled.KNOWN) * len(RULES)
     for (rule, formats), line in made.items():

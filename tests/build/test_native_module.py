@@ -51,7 +51,10 @@ def test_cuda_is_compiled_where_nvcc_is_found() -> None:
 
 
 def test_the_module_loads_without_a_driver_and_needs_no_cuda_library() -> None:
-    code = "from hdet import _C; print([line.split()[-1] for line in open('/proc/self/maps') if 'cuda' in line.split()[-1].rsplit('/', 1)[-1]])"
+    code = (
+        "from hdet import _C; print([line.split()[-1] for line in open('/proc/self/maps') if "
+        "'cuda' in line.split()[-1].rsplit('/', 1)[-1]])"
+    )
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
     found = subprocess.run(
@@ -74,7 +77,8 @@ def test_torch_and_hdet_share_one_openmp_runtime() -> None:
 )
 @pytest.mark.parametrize("source", ["step.cpp", "average.cpp", "pair.cpp", "norm.cpp"])
 def test_loops_share_no_function_between_instruction_sets(source: str, tmp_path: Path) -> None:
-    """A weak symbol could be taken from the AVX-512 object by a processor without it. -O0 inlines nothing that need not be."""
+    """A weak symbol could be taken from the AVX-512 object by a processor without it. -O0 inlines
+    nothing that need not be."""
     result = tmp_path / "loop.o"
     flags = ["-std=c++17", "-O0", "-DHDET_ISA=baseline"]
     subprocess.run(

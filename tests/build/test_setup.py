@@ -119,7 +119,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def leave(checkout: Path, name: str) -> Path:
-    """Its only source with anything in it: what fails there fails without waiting for the others, which take a minute."""
+    """Its only source with anything in it: what fails there fails without waiting for the others,
+    which take a minute."""
     for path in (checkout / "csrc").rglob("*.cpp"):
         if path.name != name:
             path.write_text("")
@@ -223,8 +224,12 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(
 
 
 def triton_kernels(cwd: Path, path: Path, site: Path | None = None) -> Path:
-    """The folder in which a process finds hdet.triton_kernels, with `path` as PYTHONPATH, and `site` as a folder of installed packages."""
-    code = "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import hdet.triton_kernels.chunks as m; print(m.__file__)"
+    """The folder in which a process finds hdet.triton_kernels, with `path` as PYTHONPATH, and
+    `site` as a folder of installed packages."""
+    code = (
+        "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import "
+        "hdet.triton_kernels.chunks as m; print(m.__file__)"
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(

@@ -26,9 +26,13 @@ def make_ensemble(steps: int, log: hdet.logging.History | None) -> hdet.Ensemble
     model = torch.nn.Linear(4, 1)
     optimizer = hdet.FusedSGD(model.parameters(), lr=0.01)
     ensemble = hdet.Ensemble(
-        optimizer, controller=hdet.SoftmaxController(decay=None), replicas=hdet.CoresidentReplicas(model, 2),
-        sync=hdet.Sync(4), total_steps=steps, log=log,
-    )  # fmt: skip
+        optimizer,
+        controller=hdet.SoftmaxController(decay=None),
+        replicas=hdet.CoresidentReplicas(model, 2),
+        sync=hdet.Sync(4),
+        total_steps=steps,
+        log=log,
+    )
     ensemble.model = model  # type: ignore[attr-defined]
     return ensemble
 

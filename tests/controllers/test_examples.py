@@ -1,4 +1,5 @@
-"""The controllers of examples/controllers: third-party code on public names, in one process and in two."""
+"""The controllers of examples/controllers: third-party code on public names, in one process and in
+two."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_they_are_all_here() -> None:
 
 
 def test_the_published_controller_follows_the_replicas_with_lower_losses() -> None:
-    """From a rate that is far too low higher ones have lower losses; sigma is small enough for their differences to count."""
+    """From a rate that is far too low higher ones have lower losses; sigma is small enough for
+    their differences to count."""
     theirs = run(lambda m: made("softmax", temperature=1e-3), constant=True, lr=1e-4).steps()
     ours = run(lambda m: hdet.SoftmaxController(1e-3, decay=None), constant=True, lr=1e-4).steps()
     assert theirs.ensemble.corrections["lr"] == pytest.approx(
@@ -102,7 +104,8 @@ def test_a_plateau_halves_the_rate_and_freezes() -> None:
 def two_ranks(
     rank: int, world: int, file: str, settings: dict[str, Any]
 ) -> tuple[list[float], list[float], float]:
-    """Local gradients, so that replicas differ by more than their values: (weights, corrections by cycle, loss)."""
+    """Local gradients, so that replicas differ by more than their values: (weights, corrections
+    by cycle, loss)."""
     controller = made(file, **settings)
     ran = run(
         lambda m: controller,

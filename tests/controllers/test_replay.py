@@ -1,4 +1,5 @@
-"""Every decision of every controller is made again, offline, from what was recorded as JSON, bitwise."""
+"""Every decision of every controller is made again, offline, from what was recorded as JSON,
+bitwise."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
     "softmax, then probe": (
-        lambda m: hdet.SequentialController(hdet.SoftmaxController(0.01, decay=None, freeze_after=40), probe(m, 10**7)),
+        lambda m: hdet.SequentialController(
+            hdet.SoftmaxController(0.01, decay=None, freeze_after=40), probe(m, 10**7)
+        ),
         {"every": 4, "lr": 1e-5},
     ),
     "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7, interval=1)), {"lr": 1e-5}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -80,7 +83,7 @@ def test_a_search_and_what_follows_are_decided_again() -> None:
     assert any(record["trial"] for record in records) and list(hdet.replay(again, records)) == []
 
 
-# -- in the shadow: it decides, is recorded, and touches nothing ---------------------------------------------------------------
+# -- in the shadow: it decides, is recorded, and touches nothing -----------------------------------
 
 SHOWN = [name for name in MAKES if "shadow" not in name and "taken back" not in name]
 

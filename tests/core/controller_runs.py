@@ -1,4 +1,6 @@
-"""A problem with a known answer, on which every controller is run through the real engine. Pure Python, milliseconds a run.
+"""A problem with a known answer, on which every controller is run through the real engine.
+
+Pure Python, milliseconds a run.
 
 The loss is a function of the rate alone, so nothing is greedy, and the best rate is 1.
 """
@@ -26,14 +28,28 @@ def decide(controller: Controller, evidence: Evidence) -> list[Decision]:
 
 
 def evidence(**given: Any) -> Evidence:
-    """Of one knob with four replicas, or what is given; rates at their peak. ``probes``: rows of losses."""
+    """Of one knob with four replicas, or what is given; rates at their peak.
+
+    ``probes``: rows of losses.
+    """
     rows = {PROBE: given.pop("probes", None)}
     knobs = given.get("knobs", ["lr"])
-    return Evidence(**{
-        "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": knobs,
-        "multipliers": [[0.7, 0.9, 1.1, 1.3]] * len(knobs), "losses": [1.0] * 4, "measured": {k: row for k, row in rows.items() if row is not None},
-        "floor": [0.1] * len(knobs), **{key: [1.0] * len(knobs) for key in ("scheduled", "peak", "values", "corrections")}, **given,
-    })  # fmt: skip
+    return Evidence(
+        **{
+            "cycle": 0,
+            "step": 1,
+            "total_steps": 100,
+            "warmup_steps": 0,
+            "sync_interval": 1,
+            "knobs": knobs,
+            "multipliers": [[0.7, 0.9, 1.1, 1.3]] * len(knobs),
+            "losses": [1.0] * 4,
+            "measured": {k: row for k, row in rows.items() if row is not None},
+            "floor": [0.1] * len(knobs),
+            **{key: [1.0] * len(knobs) for key in ("scheduled", "peak", "values", "corrections")},
+            **given,
+        }
+    )
 
 
 def bowl(
@@ -51,10 +67,12 @@ def bowl(
     spoil: Callable[[int, list[float | None]], list[float | None]] = lambda cycle, losses: losses,
     tail: Callable[[random.Random], float] = lambda r: 0.0,
 ) -> Iterator[tuple[Engine, CycleOutcome, list[float]]]:
-    """Cycles of loss = ``depth`` * sum over knobs of ln(value)^2: yields the engine, the outcome and the values at peak, after each cycle.
+    """Cycles of loss = ``depth`` * sum over knobs of ln(value)^2: yields the engine, the outcome
+    and the values at peak, after each cycle.
 
-    ``noise``: of each replica's loss; ``shared``: of the slope, common to all replicas, as from gradients they share; ``phase``: schedule
-    over its peak, at each part of the run; ``spoil``: what becomes of the training losses; ``tail``: more noise of a replica's loss.
+    ``noise``: of each replica's loss; ``shared``: of the slope, common to all replicas, as from
+    gradients they share; ``phase``: schedule over its peak, at each part of the run; ``spoil``:
+    what becomes of the training losses; ``tail``: more noise of a replica's loss.
     """
     draw = random.Random(seed)
     engine = Engine(

@@ -1,4 +1,5 @@
-"""What every controller does: it rests after freeze_after, its state continues exactly, and the bare protocol is enough."""
+"""What every controller does: it rests after freeze_after, its state continues exactly, and the
+bare protocol is enough."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
     )
 
 
-def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> (
+def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> (  # noqa: E501
     None
 ):
     rule, early, last = (

@@ -1,4 +1,5 @@
-"""Every controller on a loss whose best value is known to be 1: it walks there from far, stays there, and listens near the peak only."""
+"""Every controller on a loss whose best value is known to be 1: it walks there from far, stays
+there, and listens near the peak only."""
 
 from __future__ import annotations
 
@@ -75,8 +76,18 @@ def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests(name: str)
 
 @pytest.mark.parametrize(
     "setting",
-    [{"step": 0}, {"dead": -1}, {"scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"step": "a"}, {"begin": True}, {"bound": None}, {"bound": 1.0}],
-)  # fmt: skip
+    [
+        {"step": 0},
+        {"dead": -1},
+        {"scale": math.nan},
+        {"begin": 1.5},
+        {"end": -0.1},
+        {"step": "a"},
+        {"begin": True},
+        {"bound": None},
+        {"bound": 1.0},
+    ],
+)
 def test_settings_are_validated(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         ALL["probe"](**setting)

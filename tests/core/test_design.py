@@ -1,4 +1,5 @@
-"""Orthogonal designs: balance, products of columns, fold-over, and that slopes can always be told apart; and the orders of one knob."""
+"""Orthogonal designs: balance, products of columns, fold-over, and that slopes can always be told
+apart; and the orders of one knob."""
 
 import math
 import random
@@ -44,7 +45,9 @@ def test_a_multiple_of_four_is_balanced_and_exactly_orthogonal(count: int) -> No
     ("counts", "put_aside", "least", "levels"),
     [
         (range(5, 42, 4), 2, (0, 0), {-1, 0, 1}),  # one more stands in the middle
-        (range(6, 43, 4), 3, (0, 2), {-1, 1}),  # balanced columns of length 2 mod 4 agree in an even number of places: their product is never 0
+        # balanced columns of length 2 mod 4 agree in an even number of places: their product is
+        # never 0
+        (range(6, 43, 4), 3, (0, 2), {-1, 1}),
         (range(7, 44, 4), 1, (1, 1), {-1, 1}),  # the least for odd lengths
     ],
 )  # fmt: skip
@@ -105,7 +108,8 @@ def test_the_second_cycle_of_a_pair_is_folded_over(
 
 
 def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
-    """Of 400 pairs each replica is up in about half, whichever the knob (5 standard deviations); and two knobs' signs are independent."""
+    """Of 400 pairs each replica is up in about half, whichever the knob (5 standard deviations);
+    and two knobs' signs are independent."""
     rows = [orthogonal(3, 2 * pair, KNOBS[:3], 8) for pair in range(400)]
     for k in range(3):
         for r in range(8):
@@ -113,7 +117,7 @@ def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
     assert len({tuple(map(tuple, levels)) for levels in rows}) > 390
 
 
-# -- one knob ---------------------------------------------------------------------------------------------------------------
+# -- one knob --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spread", [-0.1, 1.0, 1.5, math.nan, math.inf, "0.1", None, True])
@@ -123,7 +127,8 @@ def test_a_spread_outside_zero_to_one_is_refused(spread: object) -> None:
 
 
 def test_every_order_comes_up_equally_often() -> None:
-    """Chi-square over the 24 orders of 4 replicas, 4800 cycles: 99.9 % quantile of 23 degrees of freedom is 49.7."""
+    """Chi-square over the 24 orders of 4 replicas, 4800 cycles: 99.9 % quantile of 23 degrees of
+    freedom is 49.7."""
     counts: dict[tuple[int, ...], int] = {}
     for cycle in range(4800):
         order = tuple(assignment(7, cycle, "lr", 4))
@@ -132,7 +137,7 @@ def test_every_order_comes_up_equally_often() -> None:
     assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 49.7
 
 
-# -- in the engine -----------------------------------------------------------------------------------------------------------
+# -- in the engine ---------------------------------------------------------------------------------
 
 
 def test_the_engine_gives_each_knob_its_own_two_levels() -> None:

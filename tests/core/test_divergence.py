@@ -41,14 +41,20 @@ ODD, FALLING = [0.1, 4.2, 0.1, 0.1], [-4.0, -1.0, -4.0, -4.0]
 @pytest.mark.parametrize(
     ("losses", "settings", "healthy"),
     [
-        (ODD, {"before": 2.0}, ALL), (ODD, {"before": None}, ALL),  # all are falling fast; nothing is known yet
-        (ODD, {}, [True, False, True, True]), (ODD, {"peer_bound": None}, ALL),
+        # all are falling fast; nothing is known yet
+        (ODD, {"before": 2.0}, ALL),
+        (ODD, {"before": None}, ALL),
+        (ODD, {}, [True, False, True, True]),
+        (ODD, {"peer_bound": None}, ALL),
         (FALLING, {"before": -4.0}, ALL),  # a ratio says nothing of losses below 0
-        ([None] * 4, {}, ALL), ([math.nan] * 4, {}, ALL),  # a scaler may have skipped the steps: parameters are whole
-        ([1.0] * 4, {"finite": [True, False, True, True]}, [True, False, True, True]), ([1.0] * 4, {"finite": [False] * 4}, [False] * 4),
+        # a scaler may have skipped the steps: parameters are whole
+        ([None] * 4, {}, ALL),
+        ([math.nan] * 4, {}, ALL),
+        ([1.0] * 4, {"finite": [True, False, True, True]}, [True, False, True, True]),
+        ([1.0] * 4, {"finite": [False] * 4}, [False] * 4),
         ([1.0, 9.0], {"finite": [True] * 2}, [True, False]),  # two are judged by each other
     ],
-)  # fmt: skip
+)
 def test_who_is_averaged(
     losses: list[float | None], settings: dict[str, Any], healthy: list[bool]
 ) -> None:
@@ -61,10 +67,16 @@ RISEN = [2.1, 2.2, 2.3, 2.4]
 @pytest.mark.parametrize(
     ("losses", "settings", "taken_back"),
     [
-        (RISEN, {}, True), (RISEN, {"rollback": None}, False), ([1.9] * 4, {}, False), (RISEN, {"rise_bound": None}, False),
-        (RISEN, {"before": None}, False), ([math.nan] * 4, {}, True), ([1.0] * 4, {"finite": [False] * 4}, True), ([None] * 4, {}, False),
+        (RISEN, {}, True),
+        (RISEN, {"rollback": None}, False),
+        ([1.9] * 4, {}, False),
+        (RISEN, {"rise_bound": None}, False),
+        (RISEN, {"before": None}, False),
+        ([math.nan] * 4, {}, True),
+        ([1.0] * 4, {"finite": [False] * 4}, True),
+        ([None] * 4, {}, False),
     ],
-)  # fmt: skip
+)
 def test_a_cycle_that_rose_or_broke_as_a_whole_is_taken_back_with_a_snapshot(
     losses: list[float | None], settings: dict[str, Any], taken_back: bool
 ) -> None:

@@ -40,7 +40,8 @@ def evidence(
 
 
 def test_the_error_covers_the_truth() -> None:
-    """t of the true slope, over 400 draws of 8 mini-batches: Student's t with 7 degrees of freedom, variance 7/5."""
+    """t of the true slope, over 400 draws of 8 mini-batches: Student's t with 7 degrees of
+    freedom, variance 7/5."""
     ts = []
     for seed in range(400):
         mean, error = mean_and_error(
@@ -112,7 +113,8 @@ def own_noise(slope: float, seed: int, local: bool = True) -> Evidence:
 
 
 def test_with_gradients_of_their_own_replicas_noise_is_part_of_the_error() -> None:
-    """Student's t of a knob that does nothing has a variance near 1; mini-batches alone would make it hundreds."""
+    """Student's t of a knob that does nothing has a variance near 1; mini-batches alone would make
+    it hundreds."""
     found = {}
     for local in (True, False):
         rule, ts = ProbeRule(), []
@@ -132,7 +134,7 @@ def first(count: int, seen: Evidence) -> Evidence:
     )
 
 
-def test_until_the_replicas_own_noise_is_known_nothing_moves_and_afterwards_what_is_clear_does() -> (
+def test_until_the_replicas_own_noise_is_known_nothing_moves_and_afterwards_what_is_clear_does() -> (  # noqa: E501
     None
 ):
     rule, cycles = ProbeRule(), [own_noise(-2.0, seed) for seed in range(4)]
@@ -159,7 +161,8 @@ def test_with_as_many_knobs_as_can_be_told_apart_mini_batches_are_all_there_is()
 
 
 def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
-    """A replica is gone, so that nothing is free any more; or gradients are shared from a load on."""
+    """A replica is gone, so that nothing is free any more; or gradients are shared from a load
+    on."""
     rule, two = ProbeRule(), first(2, own_noise(-2.0, 0))
     assert decide(rule, first(3, own_noise(-2.0, 0)))[0].factor == 1.0 and rule.noise[1] == 1.0
     steep = replace(

@@ -1,6 +1,8 @@
-"""A training loop small enough to see through, for the tests of the published code's defects; and a count of what it communicates.
+"""A training loop small enough to see through, for the tests of the published code's defects; and a
+count of what it communicates.
 
-Gradients are the same on every rank without any communication (they are computed from the step's number alone), as DDP would leave them.
+Gradients are the same on every rank without any communication (they are computed from the step's
+number alone), as DDP would leave them.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def train(
 
 
 class Watch(TorchDispatchMode):
-    """Counts collectives and reads of a tensor's value by the host (each would wait for the device on CUDA)."""
+    """Counts collectives and reads of a tensor's value by the host (each would wait for the device
+    on CUDA)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The 24 defects of the published code that are behaviour: each fails a test, here or beside what it is about.
+"""The 24 defects of the published code that are behaviour: each fails a test, here or beside what
+it is about.
 
 | | defect | its test |
 |---|---|---|
@@ -9,11 +10,11 @@
 | 10 | ranks that disagree | here, and `ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged` |
 | 11 | the state held one rank's multiplier | `checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities` |
 | 12 | a step without a loss, a loss that is a number | `faults/test_survived.py::test_one_replica_under_ddp`, `schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent` |
-| 15 | averages over the whole world, whatever the layout | `ensemble/test_processes.py::test_a_group_keeps_the_shards_of_other_ranks_apart`, `replicas/test_refusals.py::test_one_dimensional_fsdp_has_no_replicas` |
-| 16 | a collective for each tensor | here, and `converge/test_average.py::test_collectives_and_extra_memory_are_bounded` |
+| 15 | averages over the whole world, whatever the layout | `ensemble/test_processes.py::test_a_group_keeps_the_shards_of_other_ranks_apart`, `replicas/test_refusals.py::test_one_dimensional_fsdp_is_one_replica` |
+| 16 | a collective for each tensor | here, and `converge/test_buckets.py::test_collectives_and_extra_memory_are_bounded` |
 | 21 | neutral losses moved the rate | `schedulers/test_any_scheduler.py::test_neutral_controller_leaves_the_schedulers_own_values`, `reference/test_ensemble.py` |
 | others | | here, by their numbers |
-"""
+"""  # noqa: E501
 
 import inspect
 import math
@@ -71,7 +72,8 @@ def test_02_spread_depends_on_the_group_alone():
 
 @pytest.mark.parametrize("decay, end", [("floor", 9e-4 / 250_000), ("printed", 9e-4 * 400)])
 def test_05_decay_over_the_papers_run(decay, end):
-    """S = 200 000, S_warm = 100 000, T = 1000: the corrected gamma ends at the floor; the printed one, asked for by name, grows 400 times."""
+    """S = 200 000, S_warm = 100 000, T = 1000: the corrected gamma ends at the floor; the printed
+    one, asked for by name, grows 400 times."""
     engine = Engine(
         [KnobSpec("lr", 1 / 9)],
         8,
@@ -246,7 +248,8 @@ def _traffic(rank, world, tensor):
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["float rates", "tensor rates"])
 def test_16_collectives_and_host_reads(tensor):
-    """Inside a cycle none of either; at its end one collective for the slots and one for each half of the bucket, for 300 tensors."""
+    """Inside a cycle none of either; at its end one collective for the slots and one for each half
+    of the bucket, for 300 tensors."""
     for collectives, host_reads in run_ranks(_traffic, 2, tensor):
         assert collectives[0] <= 2  # the ranks' settings and their gradients are compared once
         inside = [step for step in range(1, 15) if step % 5 != 4]
@@ -277,7 +280,8 @@ def _average_half(rank, world, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_17_half_precision_is_averaged_in_fp32_and_rounded_once(dtype):
-    """Four 16-bit values in [1, 2) add exactly in fp32, so the mean must be the correctly rounded one, bit for bit."""
+    """Four 16-bit values in [1, 2) add exactly in fp32, so the mean must be the correctly rounded
+    one, bit for bit."""
     ranks = run_ranks(_average_half, 4, dtype)
     exact = torch.stack([own.double() for own, *_ in ranks]).mean(0)
     wrong = sum((own for own, *_ in ranks), torch.zeros(1000, dtype=dtype)) / 4
@@ -291,7 +295,8 @@ def test_17_half_precision_is_averaged_in_fp32_and_rounded_once(dtype):
 @pytest.mark.parametrize("spread", [1 / 9, 0.99])
 @pytest.mark.parametrize("decay", [None, "floor", "printed"])
 def test_18_constant_signal_never_breaks_the_base_value(decay, spread, sign):
-    """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread 1) under a constant "lower"."""
+    """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread
+    1) under a constant "lower"."""
     engine = Engine(
         [KnobSpec("lr", spread)], 8, Clock(1, 0, 400), hdet.SoftmaxController(0.1, 0.5, 0.9, decay)
     )
@@ -348,7 +353,8 @@ def test_19_defaults_are_the_papers():
 
 
 def _uneven(rank, world):
-    """Rank 0 has a loss in some steps only, with weights; rank 1 in every step; the controller acts from step 8 on."""
+    """Rank 0 has a loss in some steps only, with weights; rank 1 in every step; the controller acts
+    from step 8 on."""
     scheduler = drop_in(
         [parameter()],
         interval=4,
@@ -379,7 +385,8 @@ def test_20_mean_of_what_was_observed_in_this_cycle():
 
 
 def _noise(rank, world):
-    """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor parallelism), ranks (2, 3) of replica 1's."""
+    """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor
+    parallelism), ranks (2, 3) of replica 1's."""
     peers = hdet.Replicas.from_group([dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2])
     tensors = [
         torch.full((40_000,), 2.0),
@@ -434,7 +441,8 @@ def test_22_noise_arguments():
 
 
 class PreparedScheduler:
-    """What accelerate does with a scheduler: nothing if the optimizer skipped its step, else `processes` steps at once."""
+    """What accelerate does with a scheduler: nothing if the optimizer skipped its step, else
+    `processes` steps at once."""
 
     def __init__(self, scheduler, processes):
         self.scheduler, self.processes = scheduler, processes
@@ -500,7 +508,8 @@ def test_24_knobs_are_uncorrelated_over_cycles(replicas):
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_24_every_replica_visits_every_multiplier(replicas):
-    """No rank keeps a favourable place (its data, its clock): each place is visited with its fair share, and all of them early."""
+    """No rank keeps a favourable place (its data, its clock): each place is visited with its fair
+    share, and all of them early."""
     cycles = 2000
     tables = _tables(replicas, ["lr"], cycles)[:, 0]
     places = ((tables / 0.3 + 1) / 2 * (replicas - 1)).round().long()

@@ -86,7 +86,7 @@ def warm_restarts(rank: int, world: int) -> Any:
     return seen
 
 
-def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> (
+def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> (  # noqa: E501
     None
 ):
     ranks = run_ranks(warm_restarts, 2)

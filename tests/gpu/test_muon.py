@@ -1,4 +1,5 @@
-"""FusedMuon on a GPU: its Triton kernel beside float64, its step beside the one on a CPU, and without waiting."""
+"""FusedMuon on a GPU: its Triton kernel beside float64, its step beside the one on a CPU, and
+without waiting."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def device() -> str:
 def test_symmetric_products(
     batch: int, m: int, length: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Tiles of both sizes, cut and whole; rows that begin at multiples of 16 bytes, and others. To one rounding."""
+    """Tiles of both sizes, cut and whole; rows that begin at multiples of 16 bytes, and others.
+
+    To one rounding.
+    """
     from hdet.kernels.triton import symmetric_products
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,5 @@
-"""What a single GPU can show of several processes: a group of one rank, whose collectives are NCCL's own. On a CPU gloo's, so that the test is one."""
+"""What a single GPU can show of several processes: a group of one rank, whose collectives are
+NCCL's own. On a CPU gloo's, so that the test is one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STEPS = 6
 
 
 def trained(model: nn.Module, kind: type, device: str, averaged: bool) -> list[torch.Tensor]:
-    """The parameters after some clipped steps; `averaged`: in cycles of two, over all ranks there are."""
+    """The parameters after some clipped steps; `averaged`: in cycles of two, over all ranks there
+    are."""
     named = list(model.named_parameters())
     optimizer = (
         FusedMuon(named, ns_dtype=torch.float32, max_grad_norm=1.0)

@@ -34,7 +34,8 @@ def refusing_to_wait() -> Iterator[None]:
 
 
 def captured_step(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
-    """A step is done on a side stream, as capturing needs, and then one is captured, which does nothing until it is replayed."""
+    """A step is done on a side stream, as capturing needs, and then one is captured, which does
+    nothing until it is replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -123,7 +124,8 @@ def test_a_stream_of_its_own_with_a_producer_that_is_late(backend: str) -> None:
 def test_capture_and_replay_with_changing_hyperparameters(
     kind: Any, options: dict[str, Any], backend: str
 ) -> None:
-    """Rates, decay and betas change between replays; the bits are those of steps that are not captured."""
+    """Rates, decay and betas change between replays; the bits are those of steps that are not
+    captured."""
     ours, theirs = parameters(), parameters()
     a, b = (
         kind([{"params": params}], lr=1e-2, backend=backend, **options) for params in (ours, theirs)
@@ -194,7 +196,8 @@ def test_a_norm_that_no_step_has_taken_is_not_captured(backend: str) -> None:
 
 
 def test_a_grad_scaler_drives_it(backend: str) -> None:
-    """fp16 gradients that overflow: the scale falls and the step is skipped, as with torch's optimizer."""
+    """fp16 gradients that overflow: the scale falls and the step is skipped, as with torch's
+    optimizer."""
     ours, theirs = parameters(), parameters()
     a = FusedAdamW(ours, lr=1e-3, backend=backend)
     b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
@@ -220,7 +223,8 @@ def test_a_grad_scaler_drives_it(backend: str) -> None:
 
 
 def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
-    """Changed in place between replays, without a word to the optimizer; the bits are those of steps that are not captured."""
+    """Changed in place between replays, without a word to the optimizer; the bits are those of
+    steps that are not captured."""
     ours, theirs = parameters(), parameters()
     rates = [torch.tensor(0.5, device="cuda") for _ in range(2)]
     a, b = (
@@ -243,7 +247,8 @@ def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
 
 
 def test_a_graph_outlives_the_plan_it_captured(backend: str) -> None:
-    """The plan is replaced, its tables' memory is given to others: the graph still updates the tensors that it captured."""
+    """The plan is replaced, its tables' memory is given to others: the graph still updates the
+    tensors that it captured."""
     params = parameters()
     optimizer = FusedSGD(params, lr=0.5, backend=backend)
     set_gradients(params, 0)
@@ -336,7 +341,8 @@ def test_eight_replicas_are_eight_runs(backend: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_copy_on_the_host_lies_as_its_tensor() -> None:
-    """What is made of it on the device again may be codes of 8 bits, whose scales are those of neighbours in memory."""
+    """What is made of it on the device again may be codes of 8 bits, whose scales are those of
+    neighbours in memory."""
     tensor = torch.randn(8, 4, 3, 3, device="cuda").to(memory_format=torch.channels_last)
     again = Copy(tensor, on_host=True).put(None)
     assert again.stride() == tensor.stride() and torch.equal(again, tensor)

@@ -1,4 +1,7 @@
-"""Cases of the table on Triton, on a GPU. CUDA runs all of it, and has the bits of the CPU, in tests/kernels."""
+"""Cases of the table on Triton, on a GPU.
+
+CUDA runs all of it, and has the bits of the CPU, in tests/kernels.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def triton_or_skip() -> None:
 
 
 def chosen() -> list[Case]:
-    """Each format and number of replicas is compiled, so of the covering array only a part, and the most replicas once."""
+    """Each format and number of replicas is compiled, so of the covering array only a part, and the
+    most replicas once."""
     covering = CASES[: len(CASES) - len(SPECIAL)]
     few = [case for case in covering if case.replicas <= 8]
     many = [case for case in covering if case.replicas > 8]

@@ -1,4 +1,5 @@
-"""What the tests of adapters share: which frameworks are here, a tiny language model, its data, and two ranks as a launcher makes them."""
+"""What the tests of adapters share: which frameworks are here, a tiny language model, its data, and
+two ranks as a launcher makes them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ VOCABULARY, LENGTH = 32, 12
 STEPS, EVERY, PARTS = 12, 5, 2
 """Of a run; of a cycle; micro-batches of a step."""
 LOOKED, TRIED, FIRST = 30, 220, 60
-"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by then."""
+"""Of runs in which the first steps are looked at, and in which there is a trial, which is over by
+then."""
 STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 OUTER = {
@@ -34,11 +36,14 @@ OUTER = {
 
 
 def needs(*names: str) -> None:
-    """At the top of a module of tests: skips it where one of these frameworks is not installed, but where all have to be."""
+    """At the top of a module of tests: skips it where one of these frameworks is not installed, but
+    where all have to be."""
     for name in () if os.environ.get("HDET_FRAMEWORKS") else names:
         pytest.importorskip(
             name,
-            reason=f"{name} is not installed: make test-frameworks has an environment with all of them",
+            reason=(
+                f"{name} is not installed: make test-frameworks has an environment with all of them"
+            ),
         )
 
 
@@ -119,7 +124,10 @@ def check_same_run(plain: list[Any], ours: list[Any], steps: int = STEPS) -> Non
 def check_looked_at(
     run: Callable[[dict[str, Any] | None, float], list[Any]], good: float, low: float
 ) -> None:
-    """``run(ensemble, rate)``: of each rank (weights, what is logged, `looked_at` or nothing). By default the first steps are looked at."""
+    """``run(ensemble, rate)``: of each rank (weights, what is logged, `looked_at` or nothing).
+
+    By default the first steps are looked at.
+    """
     plain, ours = run(None, good), run({}, good)
     check_same_run([of[:2] for of in plain], [of[:2] for of in ours], 1)
     assert all(found == NO_TRACE for *_, found in ours)
@@ -179,7 +187,8 @@ NO_TRACE = (1.0, 0.0, [()], None)
 
 
 def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any]:
-    """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the run's own steps there are none), and its scaler."""
+    """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the
+    run's own steps there are none), and its scaler."""
     auto = ensemble.engine.controller
     return (
         ensemble.corrections["lr"],
@@ -221,7 +230,8 @@ MOVED = "lr: times 0.5, base value {value:.4g}, correction 0.5"
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in this process, or on several ranks in an environment as torchrun makes it; the results by rank."""
+    """``function(*args)`` in this process, or on several ranks in an environment as torchrun makes
+    it; the results by rank."""
     if world == 1:
         with accelerate_reset():
             return [function(*args)]

@@ -153,7 +153,8 @@ def fit(
     before: Any = (),
     **settings: Any,
 ) -> Any:
-    """``ensemble``: None without the callback; ``stop``: after so many steps. Adds what was seen to the trainer."""
+    """``ensemble``: None without the callback; ``stop``: after so many steps. Adds what was seen
+    to the trainer."""
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -174,10 +175,17 @@ def fit(
     ]
     settings = {"max_steps": steps, **settings}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, callbacks=callbacks, logger=kept,
-        default_root_dir=folder, enable_checkpointing=saves is not None, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        accelerator="cpu",
+        devices=world,
+        callbacks=callbacks,
+        logger=kept,
+        default_root_dir=folder,
+        enable_checkpointing=saves is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
         **settings,
-    )  # fmt: skip
+    )
     torch.manual_seed(1)
     trainer.fit(module, loader(0, steps, world, size), loader(1, 1, world), ckpt_path=resume)
     trainer.seen, trainer.kept, trainer.hdet = seen, kept, callback
@@ -185,7 +193,8 @@ def fit(
 
 
 def numbered(base: Any) -> Any:
-    """Trains on the batch of its number: in the middle of an epoch Lightning goes on with the first ones of a loader without a state."""
+    """Trains on the batch of its number: in the middle of an epoch Lightning goes on with the first
+    ones of a loader without a state."""
 
     class Numbered(base):  # type: ignore[misc]
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:

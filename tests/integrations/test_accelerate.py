@@ -59,9 +59,17 @@ class Loop:
     """A user's script; ``ensemble``: settings, None for the plain one."""
 
     def __init__(
-        self, ensemble: dict[str, Any] | None, *, prepared: bool = True, mixed: str = "no", alone: bool = False, steps: int = STEPS,
-        lr: float = 3e-2, one_cycle: bool = False, size: int = 4,
-    ) -> None:  # fmt: skip
+        self,
+        ensemble: dict[str, Any] | None,
+        *,
+        prepared: bool = True,
+        mixed: str = "no",
+        alone: bool = False,
+        steps: int = STEPS,
+        lr: float = 3e-2,
+        one_cycle: bool = False,
+        size: int = 4,
+    ) -> None:
         self.accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed
         )
@@ -250,7 +258,7 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(
         )
 
 
-# -- AutoLR ----------------------------------------------------------------------------------------------------------------
+# -- AutoLR ----------------------------------------------------------------------------------------
 
 
 def _auto(lr: float, ensemble: dict[str, Any] | None, mixed: str = "no", until: int = FIRST) -> Any:
@@ -330,7 +338,7 @@ def test_losses_and_gradients_are_those_of_all_micro_batches(world: int) -> None
         assert torch.equal(expected, gradient) and loss == pytest.approx(of_step, rel=1e-6)
 
 
-# -- a scaler, logs, refusals ------------------------------------------------------------------------------------------------
+# -- a scaler, logs, refusals ----------------------------------------------------------------------
 
 
 def _float16(kind: str, prepared: bool) -> Any:
@@ -477,7 +485,10 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             prepare(loop.accelerator, loop)
         with pytest.raises(
             ValueError,
-            match="AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, its .optimizer",
+            match=(
+                "AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, "
+                "its .optimizer"
+            ),
         ):
             hdet.Ensemble(loop.optimizer, total_steps=STEPS)
         bare = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))

@@ -264,7 +264,8 @@ def test_controllers_made_of_others_report_what_those_do() -> None:
 
 @pytest.mark.parametrize("broken", [False, True], ids=["of all arms", "of those that diverge"])
 def test_batches_without_a_loss_are_left_out_of_a_trial(broken: bool) -> None:
-    """As a training_step leaves them out, which returns None for reasons of its own, or because a loss is not finite."""
+    """As a training_step leaves them out, which returns None for reasons of its own, or because a
+    loss is not finite."""
     run, left_out = auto_run(0.03), []
 
     def closure(data: Any) -> Any:

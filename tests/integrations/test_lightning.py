@@ -43,7 +43,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from .lightning_runs import Batch, Gan, HdetCallback, Net, fit, losses_of, numbered
 
-# -- the plain run -----------------------------------------------------------------------------------------------------------
+# -- the plain run ---------------------------------------------------------------------------------
 
 
 def _plain(folder: str, ensemble: dict[str, Any] | None, kind: str) -> Any:
@@ -114,7 +114,7 @@ def test_a_cycles_loss_is_the_mean_of_what_training_step_returns(
     assert records[0] == pytest.approx(sum(losses[:first]) / first, rel=1e-5)
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 def _spread(folder: str) -> Any:
@@ -141,7 +141,8 @@ def _spread(folder: str) -> Any:
 
 def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path: Path) -> None:
     seen, saved, last, rates, ours = zip(*on_ranks(_spread, 2, str(tmp_path)), strict=True)
-    # A callback that stands before ours sees what the optimizer has left; then replicas are averaged, of step 7 to be validated, of 8 to be saved.
+    # A callback that stands before ours sees what the optimizer has left; then replicas are
+    # averaged, of step 7 to be validated, of 8 to be saved.
     assert [step for step in range(1, STEPS + 1) if equal([of.weights[step] for of in seen])] == []
     assert [step for step in range(1, STEPS + 1) if equal([of.later[step] for of in seen])] == [
         5,
@@ -162,7 +163,7 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
         assert sorted(set(multipliers)) == pytest.approx([0.7, 1.3])
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _resumed(folder: str, at: int, base: Any) -> Any:
@@ -201,7 +202,7 @@ def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(
         assert torch.equal(whole, resumed) and state == same and shorter
 
 
-# -- losses anew, AutoLR -----------------------------------------------------------------------------------------------------
+# -- losses anew, AutoLR ---------------------------------------------------------------------------
 
 
 def _auto(folder: str, lr: float, controller: Any, losses: bool) -> Any:
@@ -315,7 +316,8 @@ def test_batches_that_training_step_leaves_out_are_left_out_of_trials(
 
 
 def test_a_step_that_is_not_finished_counts_in_no_other(tmp_path: Path) -> None:
-    """The module skips the rest of an epoch; and a loader yields None in the place of a micro-batch."""
+    """The module skips the rest of an epoch; and a loader yields None in the place of a
+    micro-batch."""
     seen: list[int] = []
 
     class Counts(HdetCallback):
@@ -379,7 +381,8 @@ def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: P
 
 
 def _anew(folder: str) -> Any:
-    """The closure of the last step, of rate 0 and without dropout, and what the step itself has had."""
+    """The closure of the last step, of rate 0 and without dropout, and what the step itself has
+    had."""
     module = Net(lr=0.0, steps=1)
     module.net[2] = nn.Identity()
     found: dict[str, Any] = {}
@@ -422,7 +425,7 @@ def test_losses_and_gradients_are_computed_anew_as_lightning_has_made_them(
         )
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["deepspeed", "manual", "several", "unknown", "one for several"])

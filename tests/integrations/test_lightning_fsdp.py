@@ -34,7 +34,8 @@ from .lightning_runs import Batch, Net, fit
 
 
 class Sharded(Net):
-    """Every pair of ranks is a replica, over which its model is sharded; with ``rows`` 1 all ranks are one."""
+    """Every pair of ranks is a replica, over which its model is sharded; with ``rows`` 1 all ranks
+    are one."""
 
     def __init__(self, rows: int, **settings: Any) -> None:
         super().__init__(**settings)
@@ -178,7 +179,8 @@ def _hsdp_by_hand(lr: float, controller: Any) -> Any:
         for number in range(PARTS * step, PARTS * (step + 1)):
             loss = module.training_step((), number) / PARTS
             if torch.is_grad_enabled():
-                loss.backward()  # as in Lightning, which lets FSDP2 reduce the gradients of each micro-batch
+                # as in Lightning, which lets FSDP2 reduce the gradients of each micro-batch
+                loss.backward()
             total += loss.detach()
         if torch.is_grad_enabled():
             nn.utils.clip_grad_norm_(module.parameters(), 0.5)

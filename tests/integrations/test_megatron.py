@@ -1,4 +1,5 @@
-"""Megatron-Core with hdet in it, on its own parallel_state, schedules, DDP and optimizers; a CPU stands in for the GPU (examples/megatron_cpu.py)."""
+"""Megatron-Core with hdet in it, on its own parallel_state, schedules, DDP and optimizers; a CPU
+stands in for the GPU (examples/megatron_cpu.py)."""
 
 from __future__ import annotations
 
@@ -53,12 +54,23 @@ wrap = hdet.integrations.megatron.wrap
 
 
 class Loop:
-    """A training loop as Megatron's: accumulation, clipping, its schedules, an evaluation in the middle."""
+    """A training loop as Megatron's: accumulation, clipping, its schedules, an evaluation in the
+    middle."""
 
     def __init__(
-        self, ensemble: dict[str, Any] | None, *, tp: int = 1, pp: int = 1, lr: float = 1e-2, steps: int = STEPS, bf16: bool = False,
-        optimizer: str = "adam", tied: bool = False, constant: bool = False, **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        ensemble: dict[str, Any] | None,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        lr: float = 1e-2,
+        steps: int = STEPS,
+        bf16: bool = False,
+        optimizer: str = "adam",
+        tied: bool = False,
+        constant: bool = False,
+        **others: Any,
+    ) -> None:
         ep = others.get("expert_model_parallel_size", 1)
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         self.model, self.steps = [megatron_tiny.gpt(bf16, tied, **others)], steps
@@ -183,7 +195,8 @@ def on_megatron(function: Callable[..., Any], world: int, *args: Any) -> list[An
 
 
 def _with_megatron(function: Callable[..., Any], *args: Any) -> Any:
-    # Megatron's router asks whether Transformer Engine has a product for it, by a name that is not there where the library is not.
+    # Megatron's router asks whether Transformer Engine has a product for it, by a name that is not
+    # there where the library is not.
     with (
         cpu_for_cuda(),
         mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True),
@@ -199,7 +212,7 @@ def fresh(ensemble: dict[str, Any] | None, **settings: Any) -> Loop:
     return Loop(ensemble, **settings)
 
 
-# -- the plain run -----------------------------------------------------------------------------------------------------------
+# -- the plain run ---------------------------------------------------------------------------------
 
 
 def _still(settings: dict[str, Any]) -> Any:
@@ -214,9 +227,16 @@ def _still(settings: dict[str, Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize(("world", "settings"), [
-    (1, {}), (2, {"bf16": True}), (2, {"pp": 2}), (4, {"tp": 2, "bf16": True}), (4, {"pp": 2, "tied": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, {}),
+        (2, {"bf16": True}),
+        (2, {"pp": 2}),
+        (4, {"tp": 2, "bf16": True}),
+        (4, {"pp": 2, "tied": True}),
+    ],
+)
 def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, Any]) -> None:
     for weights, lines, decays in on_megatron(_still, world, settings):
         assert weights == [True] * STEPS and lines and decays
@@ -236,7 +256,7 @@ def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves
     check_looked_at(lambda of, lr: on_megatron(_looked_at, world, settings, of, lr), 1e-2, 1e-6)
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 def _spread(settings: dict[str, Any]) -> Any:
@@ -258,9 +278,19 @@ def _spread(settings: dict[str, Any]) -> Any:
         model
     ) == bool(settings.get("bf16"))
     return SimpleNamespace(
-        weights=loop.weights, last=loop.flat(), schedule=schedule, rates=rates, losses=losses, evaluated=evaluated, had=loop.rates, max_lr=group["max_lr"],
-        metrics=loop.wrapped.metrics(), copies=copies, records=records, embedding=_embedding(loop) if settings.get("tied") else None,
-    )  # fmt: skip
+        weights=loop.weights,
+        last=loop.flat(),
+        schedule=schedule,
+        rates=rates,
+        losses=losses,
+        evaluated=evaluated,
+        had=loop.rates,
+        max_lr=group["max_lr"],
+        metrics=loop.wrapped.metrics(),
+        copies=copies,
+        records=records,
+        embedding=_embedding(loop) if settings.get("tied") else None,
+    )
 
 
 def _embedding(loop: Loop) -> torch.Tensor:
@@ -273,9 +303,14 @@ def _embedding(loop: Loop) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize(("world", "settings", "peers"), [
-    (2, {"bf16": True}, [(0, 1)]), (4, {"tp": 2}, [(0, 2), (1, 3)]), (4, {"pp": 2, "tied": True}, [(0, 1), (2, 3)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "settings", "peers"),
+    [
+        (2, {"bf16": True}, [(0, 1)]),
+        (4, {"tp": 2}, [(0, 2), (1, 3)]),
+        (4, {"pp": 2, "tied": True}, [(0, 1), (2, 3)]),
+    ],
+)
 def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(
     world: int, settings: dict[str, Any], peers: list[tuple[int, int]]
 ) -> None:
@@ -307,13 +342,15 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(
             rel=1e-9,
         )
         assert of.max_lr == 1e-2 and of.metrics["hdet/corrections/lr"] == 0.5 and of.copies
-        # A step has had the base rate that is logged for it, times the multiplier: the same one within a cycle.
+        # A step has had the base rate that is logged for it, times the multiplier: the same one
+        # within a cycle.
         multipliers = [had / rate for had, rate in zip(of.had, of.rates, strict=True)]
         for cycle in (multipliers[:5], multipliers[5:10], multipliers[10:]):
             assert min(abs(cycle[0] - 0.7), abs(cycle[0] - 1.3)) < 0.05 and cycle == pytest.approx(
                 [cycle[0]] * len(cycle), rel=0.05
             )
-    # The last stage's loss: of each replica the mean over a cycle, in the record that the first rank is told.
+    # The last stage's loss: of each replica the mean over a cycle, in the record that the first
+    # rank is told.
     last = [of for of in found if of.losses[0]]
     means = [sum(map(sum, of.losses[:EVERY])) / (PARTS * EVERY) for of in last]
     assert sorted(set(found[0].records[0])) == pytest.approx(sorted(set(means)), rel=1e-5)
@@ -321,7 +358,7 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(
         assert equal([of.embedding for of in found])
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _resumed(settings: dict[str, Any], at: int) -> Any:
@@ -364,7 +401,7 @@ def test_checkpoints_of_the_scheduler_alone_go_on_here_and_ours_there() -> None:
     assert equal(found)
 
 
-# -- losses anew, AutoLR -----------------------------------------------------------------------------------------------------
+# -- losses anew, AutoLR ---------------------------------------------------------------------------
 
 
 def _closed(settings: dict[str, Any]) -> Any:
@@ -457,7 +494,7 @@ def test_the_example_runs() -> None:
     assert correction_in(on_megatron(_example, 1, 60)[0]) >= 1
 
 
-# -- chains, refusals --------------------------------------------------------------------------------------------------------
+# -- chains, refusals ------------------------------------------------------------------------------
 
 EXPERTS = {
     "num_moe_experts": 2,
@@ -500,7 +537,10 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
         )
     with pytest.raises(
         RankError,
-        match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one",
+        match=(
+            "AutoLR trains copies of a run with one optimizer, and there are 2: train all "
+            "parameters with one"
+        ),
     ):
         on_megatron(_experts, 4, trial)
     with pytest.raises(
@@ -522,7 +562,10 @@ def _refused() -> None:
         group["min_lr"] = None  # as of an OptimizerConfig without it
     with pytest.raises(
         ValueError,
-        match=r"groups have no min_lr, .*first step after the warm-up. Set min_lr in the OptimizerConfig",
+        match=(
+            r"groups have no min_lr, .*first step after the warm-up. Set min_lr in the "
+            r"OptimizerConfig"
+        ),
     ):
         wrap(*args)
     for group in loop.optimizer.param_groups:
@@ -536,9 +579,15 @@ def _refused() -> None:
         with pytest.raises(ValueError, match=message):
             wrap(*args, controller=trial, total_steps=9)
         setattr(member.config, name, False)
-    member.__class__ = type("LayerWiseOptimizer", (type(member).__mro__[1],), {name: None for name in type(member).__abstractmethods__} | {
-        name: getattr(type(member), name) for name in type(member).__mro__[1].__abstractmethods__
-    })  # fmt: skip
+    member.__class__ = type(
+        "LayerWiseOptimizer",
+        (type(member).__mro__[1],),
+        {name: None for name in type(member).__abstractmethods__}
+        | {
+            name: getattr(type(member), name)
+            for name in type(member).__mro__[1].__abstractmethods__
+        },
+    )
     with pytest.raises(
         ValueError, match="is a LayerWiseOptimizer, which hdet does not know: use 'adam' or 'sgd'"
     ):

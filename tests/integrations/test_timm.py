@@ -1,5 +1,7 @@
-"""timm's schedulers, which are told where they are. timm itself is no part of the extra: it asks for torchvision, whose wheels fit one build of
-torch. So its schedulers are loaded by themselves where it is installed, and a stand-in with its interface is tested everywhere."""
+"""timm's schedulers, which are told where they are. timm itself is no part of the extra: it asks
+for torchvision, whose wheels fit one build of
+torch. So its schedulers are loaded by themselves where it is installed, and a stand-in with its
+interface is tested everywhere."""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Cosine:
 
 
 def timms(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its CosineLRScheduler, without the models, for which timm needs a torchvision of the same build as torch."""
+    """Its CosineLRScheduler, without the models, for which timm needs a torchvision of the same
+    build as torch."""
     spec = importlib.util.find_spec("timm")
     if spec is None or spec.origin is None:
         pytest.skip("timm is not installed: pip install --no-deps timm")
@@ -121,7 +124,10 @@ def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out(cosine: A
     scheduler = cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False)
     with pytest.raises(
         ValueError,
-        match="scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, .*rescheduling",
+        match=(
+            "scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, "
+            ".*rescheduling"
+        ),
     ):
         hdet.Ensemble(optimizer, scheduler)
     assert not hasattr(optimizer, "_hdet_fan_out")

@@ -1,4 +1,5 @@
-"""torchtitan's Trainer with hdet in it, on one rank, as two replicas (HSDP of one shard), and as HSDP and tensor parallel."""
+"""torchtitan's Trainer with hdet in it, on one rank, as two replicas (HSDP of one shard), and as
+HSDP and tensor parallel."""
 
 from __future__ import annotations
 
@@ -150,20 +151,32 @@ def config(
         loss=loss or CrossEntropyLoss.Config(),
         tokenizer=torchtitan_tiny.NoTokenizer.Config(),
         dataloader=torchtitan_tiny.Twice.Config(),
-        optimizer=OptimizersContainer.Config(param_groups=groups or [group("norm", 2 * lr), group(".*", lr)]),
+        optimizer=OptimizersContainer.Config(
+            param_groups=groups or [group("norm", 2 * lr), group(".*", lr)]
+        ),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_type="cosine"),
         training=TrainingConfig(
-            local_batch_size=2, global_batch_size=4 * ranks, seq_len=16, steps=steps, max_norm=0.5, disable_cuda_graphs=True,
+            local_batch_size=2,
+            global_batch_size=4 * ranks,
+            seq_len=16,
+            steps=steps,
+            max_norm=0.5,
+            disable_cuda_graphs=True,
             mixed_precision_param="bfloat16" if bf16 else "float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallel),
         checkpoint=CheckpointManager.Config(enable=bool(save), interval=save or 1, **checkpoint),
-        validator=Validated.Config(enable=bool(validate), freq=validate or 1, steps=2, dataloader=torchtitan_tiny.Twice.Config()),
+        validator=Validated.Config(
+            enable=bool(validate),
+            freq=validate or 1,
+            steps=2,
+            dataloader=torchtitan_tiny.Twice.Config(),
+        ),
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0, enable_structured_logging=False),
         dump_folder=folder,
-    )  # fmt: skip
+    )
 
 
 def trained(
@@ -182,7 +195,7 @@ def trained(
     return trainer
 
 
-# -- the plain run -----------------------------------------------------------------------------------------------------------
+# -- the plain run ---------------------------------------------------------------------------------
 
 RATES = ("lr/AdamW/0", "lr/AdamW/1")
 
@@ -247,10 +260,16 @@ def _losses(folder: str, world: int, parallel: dict[str, int] | None) -> Any:
     return records, [loss for (loss,) in trainer.kept.of("loss_metrics/global_avg_loss")]
 
 
-@pytest.mark.parametrize(("world", "parallel"), [
-    (1, None), (2, None), (2, {"data_parallel_shard_degree": 2}), (2, {"tensor_parallel_degree": 2}),
-    (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, None),
+        (2, None),
+        (2, {"data_parallel_shard_degree": 2}),
+        (2, {"tensor_parallel_degree": 2}),
+        (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    ],
+)
 def test_a_cycles_loss_is_the_mean_of_torchtitans(
     tmp_path: Path, world: int, parallel: Any
 ) -> None:
@@ -268,7 +287,7 @@ def test_a_cycles_loss_is_the_mean_of_torchtitans(
     )
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 def saved_weights(folder: str, step: int, model: Any) -> torch.Tensor:
@@ -305,7 +324,8 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
     steps, validated, saved, last, tables = zip(
         *launched(_spread, 2, str(tmp_path), 2), strict=True
     )
-    # As the next step finds them: 1 (torchtitan always does) and 7 have been validated, 8 has been saved, 5 and 10 end a cycle, 12 the run.
+    # As the next step finds them: 1 (torchtitan always does) and 7 have been validated, 8 has been
+    # saved, 5 and 10 end a cycle, 12 the run.
     assert [step for step in steps[0] if not equal([of[step] for of in steps])] == [
         2,
         3,
@@ -326,7 +346,8 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
             [r * (0.5 if step >= EVERY else 1) for step, r in enumerate(schedule)], rel=1e-9
         )
         assert [c for _, c, _ in table] == [1.0] * EVERY + [0.5] * (STEPS - EVERY)
-        # Steps after which nobody has averaged: the weights have moved by the rate and the multiplier that are logged for them.
+        # Steps after which nobody has averaged: the weights have moved by the rate and the
+        # multiplier that are logged for them.
         for step in (2, 3, 4, 9, 11):
             rate, _, multiplier = table[step - 1]
             assert float((of[step] - of[step - 1]).abs().median()) == pytest.approx(
@@ -356,7 +377,7 @@ def test_in_hsdp_a_replica_is_a_row_of_the_mesh(tmp_path: Path) -> None:
         assert [step for step in shard if torch.equal(shard[step], other[step])] == [0, 5, 10, 12]
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _resumed(folder: str, world: int, at: int) -> Any:
@@ -414,7 +435,7 @@ def test_checkpoints_of_a_plain_trainer_go_on_here_and_ours_there(tmp_path: Path
     assert equal(found) and steps == STEPS and lines == STEPS - 8
 
 
-# -- losses anew, AutoLR -----------------------------------------------------------------------------------------------------
+# -- losses anew, AutoLR ---------------------------------------------------------------------------
 
 
 class Closed(Watched):
@@ -467,9 +488,15 @@ def keep_closure(ensemble: Any, kept: list[Any]) -> None:
     ensemble.step = lambda closure: (kept.append(closure), inner(closure=closure))
 
 
-@pytest.mark.parametrize(("world", "settings"), [
-    (1, {}), (2, {"bf16": True}), (2, {"loss": ChunkedLossWrapper.Config(num_chunks=2)}), (2, {"parallel": {"data_parallel_shard_degree": 2}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, {}),
+        (2, {"bf16": True}),
+        (2, {"loss": ChunkedLossWrapper.Config(num_chunks=2)}),
+        (2, {"parallel": {"data_parallel_shard_degree": 2}}),
+    ],
+)
 def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(
     tmp_path: Path, world: int, settings: dict[str, Any]
 ) -> None:
@@ -546,7 +573,7 @@ def test_the_example_runs() -> None:
     assert correction >= 1
 
 
-# -- configurations, refusals ------------------------------------------------------------------------------------------------
+# -- configurations, refusals ----------------------------------------------------------------------
 
 
 def from_registry() -> Any:
@@ -597,7 +624,10 @@ def test_several_optimizers_have_an_ensemble_each_and_auto_lr_refuses_them(tmp_p
     )
     with pytest.raises(
         RankError,
-        match="AutoLR trains copies of a run with one optimizer, and there are 2: train all parameters with one",
+        match=(
+            "AutoLR trains copies of a run with one optimizer, and there are 2: train all "
+            "parameters with one"
+        ),
     ):
         launched(_several, 2, str(tmp_path / "auto"), trial)
     with pytest.raises(
@@ -643,12 +673,18 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         wrap(config("unused", 1, parallel={"pipeline_parallel_degree": 2})).build()
     with pytest.raises(
         RankError,
-        match="AutoLR trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable",
+        match=(
+            "AutoLR trains copies of the run, whose gradients a captured CUDA graph does not "
+            "reach: set training.disable"
+        ),
     ):
         launched(_graphs, 1, str(tmp_path / "graphs"))
     with pytest.raises(
         RankError,
-        match="OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller that compares",
+        match=(
+            "OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller "
+            "that compares"
+        ),
     ):
         launched(_own_way, 1, str(tmp_path / "own way"), trial)
     assert launched(_own_way, 1, str(tmp_path / "own way too"), halved) == [0.5]

@@ -1,4 +1,5 @@
-"""transformers' Trainer with hdet in it, in one process and in two: the plain run where nothing is explored, equal replicas where there should be."""
+"""transformers' Trainer with hdet in it, in one process and in two: the plain run where nothing is
+explored, equal replicas where there should be."""
 
 from __future__ import annotations
 
@@ -47,8 +48,16 @@ HdetTrainer = hdet.integrations.transformers.HdetTrainer
 
 def args(folder: Any, **settings: Any) -> transformers.TrainingArguments:
     """Two micro-batches a step, and gradients that are clipped."""
-    settings = {"max_steps": STEPS, "save_strategy": "no", "learning_rate": 1e-2, "lr_scheduler_type": "cosine",
-                "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "logging_steps": 1, **settings}  # fmt: skip
+    settings = {
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        **settings,
+    }
     quiet = {
         "report_to": [],
         "disable_tqdm": True,
@@ -60,7 +69,8 @@ def args(folder: Any, **settings: Any) -> transformers.TrainingArguments:
 
 
 class Seen(transformers.TrainerCallback):
-    """Weights after each step, the rate that a step has really had (of SGD), and the weights that are evaluated."""
+    """Weights after each step, the rate that a step has really had (of SGD), and the weights that
+    are evaluated."""
 
     def __init__(self) -> None:
         self.weights: dict[int, torch.Tensor] = {}
@@ -132,7 +142,7 @@ def trained(
     return trainer
 
 
-# -- the plain run ---------------------------------------------------------------------------------------------------------
+# -- the plain run ---------------------------------------------------------------------------------
 
 
 def _plain(folder: str, ensemble: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
@@ -177,7 +187,7 @@ def test_by_default_the_first_steps_are_looked_at_which_costs_nothing_and_leaves
     check_looked_at(lambda of, lr: on_ranks(_looked_at, world, str(tmp_path), of, lr), 1e-2, 1e-6)
 
 
-# -- float16 ---------------------------------------------------------------------------------------------------------------
+# -- float16 ---------------------------------------------------------------------------------------
 
 
 class Counted(Seen):
@@ -206,7 +216,8 @@ def _float16(folder: str, kind: str, **settings: Any) -> Any:
         callbacks=[seen],
         **own,
     )
-    # A CPU computes in float32 then, without a word: accelerate makes no scaler there. This is what it makes on a GPU.
+    # A CPU computes in float32 then, without a word: accelerate makes no scaler there. This is what
+    # it makes on a GPU.
     assert trainer.accelerator.scaler is None
     trainer.accelerator.native_amp = True
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
@@ -253,7 +264,7 @@ def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(
     assert torch.equal(last, same) and last.isfinite().all()
 
 
-# -- replicas --------------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 def _spread(folder: str) -> Any:
@@ -325,7 +336,7 @@ def test_a_run_that_is_stopped_within_a_cycle_ends_with_equal_replicas_and_can_b
     assert equal(list(first)) and equal(list(again)) and not torch.equal(first[0], again[0])
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _resumed(folder: str, at: int, settings: dict[str, Any]) -> Any:
@@ -382,7 +393,10 @@ def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_
     saves = {"save_strategy": "steps", "save_steps": 8, "log_level": "info"}
     with listening(*LOG) as lines:
         trained(str(tmp_path / "ours"), {**SPREAD, "controller": Halved()}, **saves)
-    said = "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply your lr by it"
+    said = (
+        "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, "
+        "multiply your lr by it"
+    )
     assert [line for line in lines if "saved" in line] == [
         f"hdet, step 8: {said}"
     ]  # and not once more at 12
@@ -393,7 +407,7 @@ def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_
     assert logged(back, "learning_rate")[9:] == logged(plain, "learning_rate")[9:]
 
 
-# -- what it has decided ---------------------------------------------------------------------------------------------------
+# -- what it has decided ---------------------------------------------------------------------------
 
 
 def test_cycles_end_at_multiples_of_t_where_the_warm_up_begins_at_0(tmp_path: Path) -> None:
@@ -411,7 +425,7 @@ def test_moves_are_told_in_the_trainers_log(tmp_path: Path) -> None:
     assert lines == [f"hdet, step 5: {MOVED.format(value=0.005)}"]
 
 
-# -- losses anew -----------------------------------------------------------------------------------------------------------
+# -- losses anew -----------------------------------------------------------------------------------
 
 
 def _mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -521,7 +535,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert correction_in(capsys.readouterr().out) >= 1
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_what_cannot_work_is_refused_by_name(
@@ -533,7 +547,10 @@ def test_what_cannot_work_is_refused_by_name(
         HdetTrainer(llama(), args(tmp_path), train_dataset=Text(), ensemble=hdet.AutoLR)
     with pytest.raises(
         TypeError,
-        match=r"behind the Trainer in class Wrong\(Trainer, HdetMixin\).*write class Wrong\(HdetMixin, ...\)",
+        match=(
+            r"behind the Trainer in class Wrong\(Trainer, HdetMixin\).*write class "
+            r"Wrong\(HdetMixin, ...\)"
+        ),
     ):
         type("Wrong", (transformers.Trainer, hdet.integrations.transformers.HdetMixin), {})
     with pytest.raises(TypeError, match="no setting 'controler' here, only controller, design"):

@@ -16,7 +16,8 @@ CHUNK = _C.CHUNK_ELEMENTS
 GUARD = 96  # bytes before and after each tensor: more than one 64-byte vector
 SENTINEL = 0xA5
 
-# around the widths of vectors (4, 8, 16), the block of the average (2048) and the chunk; empty first, last and alone
+# around the widths of vectors (4, 8, 16), the block of the average (2048) and the chunk; empty
+# first, last and alone
 SIZES: dict[str, list[int]] = {
     "one": [1],
     "vector edges": [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33],
@@ -43,7 +44,8 @@ def why_not(backend: str) -> str | None:
 BACKENDS = ["cpu", "torch"] + [
     pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not why_not(name)
 ]
-"""those the tables of this folder run on; test_shim.py and the tests of hdet.triton_kernels run them without a GPU"""
+"""those the tables of this folder run on; test_shim.py and the tests of hdet.triton_kernels run
+them without a GPU"""
 
 
 def device_of(backend: str) -> str:
@@ -51,9 +53,11 @@ def device_of(backend: str) -> str:
 
 
 class Guarded:
-    """Tensors cut from one buffer of bytes, each `shift` elements past a 64-byte boundary, with sentinels between them.
+    """Tensors cut from one buffer of bytes, each `shift` elements past a 64-byte boundary, with
+    sentinels between them.
 
-    `dtypes`: one for all, or one for each; None leaves a tensor out. Filled with normal numbers, integers with all their bits.
+    `dtypes`: one for all, or one for each; None leaves a tensor out. Filled with normal numbers,
+    integers with all their bits.
     """
 
     def __init__(
@@ -106,7 +110,8 @@ def check_same_bits(
     backend: str = "cpu",
     threads: Sequence[int] = (2,),
 ) -> None:
-    """`run` gives on that backend what it gives on the CPU, whatever the instruction set and the number of threads."""
+    """`run` gives on that backend what it gives on the CPU, whatever the instruction set and the
+    number of threads."""
     expected = [tensor.cpu().clone() for tensor in run(backend)]
     for isa, count in itertools.product(_C.isa, threads):
         patch.setenv("HDET_ISA", isa)

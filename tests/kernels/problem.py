@@ -1,7 +1,8 @@
-"""One case of the table brought to life: tensors in guarded memory, steps on them, and the comparison with float64.
+"""One case of the table brought to life: tensors in guarded memory, steps on them, and the
+comparison with float64.
 
-Each step is compared from the state that the one before it left, so nothing accumulates: a number stored in 16 bits must be the
-exact result rounded once, not something near it.
+Each step is compared from the state that the one before it left, so nothing accumulates: a number
+stored in 16 bits must be the exact result rounded once, not something near it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ State = dict[str, list[Tensor | None]]
 
 
 def check(case: Case, make_plan: MakePlan, device: str = "cpu") -> None:
-    """Runs the case's steps on a plan of that maker and compares everything that is written with float64, and that nothing else is."""
+    """Runs the case's steps on a plan of that maker and compares everything that is written with
+    float64, and that nothing else is."""
     problem = Problem(case, device)
     plan = make_plan(problem.tensors)
     for turn in range(case.steps):
@@ -44,7 +46,8 @@ def check(case: Case, make_plan: MakePlan, device: str = "cpu") -> None:
 
 
 def final_tensors(case: Case, make_plan: MakePlan, device: str = "cpu") -> dict[str, Tensor]:
-    """What all steps leave behind, guards included, as bytes on the CPU: for torch.equal between two backends."""
+    """What all steps leave behind, guards included, as bytes on the CPU: for torch.equal between
+    two backends."""
     problem = Problem(case, device)
     plan = make_plan(problem.tensors)
     left = {}
@@ -60,13 +63,15 @@ def final_tensors(case: Case, make_plan: MakePlan, device: str = "cpu") -> dict[
 
 
 def special_values(like: Tensor, period: int, shift: int) -> Tensor:
-    """SPECIAL_VALUES in turn, each `period` times: with other periods than another stream's, in every combination with its values."""
+    """SPECIAL_VALUES in turn, each `period` times: with other periods than another stream's, in
+    every combination with its values."""
     places = torch.arange(like.numel()) // period + shift
     return torch.tensor(SPECIAL_VALUES)[places % len(SPECIAL_VALUES)].to(like.device)
 
 
 def one_nan(x: Tensor) -> Tensor:
-    """Writes one and the same NaN over every other: which of them an operation makes is up to the processor."""
+    """Writes one and the same NaN over every other: which of them an operation makes is up to the
+    processor."""
     return x.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else x
 
 
@@ -160,7 +165,8 @@ class Problem:
         return self.memory[name]
 
     def arguments(self, turn: int) -> tuple[Guarded, list[StepSettings], StepOptions]:
-        """Gradients at new addresses, and hyperparameters and options that change from step to step."""
+        """Gradients at new addresses, and hyperparameters and options that change from step to
+        step."""
         case = self.case
         dtypes: list[torch.dtype | None] = [f.gradient for f in self.formats]
         if case.changing:
@@ -204,7 +210,8 @@ class Problem:
         )
 
     def state(self) -> State:
-        """Copies of everything a step may write, on the CPU; parameters also as the values they stand for."""
+        """Copies of everything a step may write, on the CPU; parameters also as the values they
+        stand for."""
         copies: State = {
             name: [None if t is None else t.detach().cpu().clone() for t in guarded.tensors]
             for name, guarded in self.memory.items()
@@ -248,7 +255,8 @@ def value_of(param: Tensor | None, master: Tensor | None) -> Tensor:
 def assert_kept(
     param: Tensor, master: Tensor | None, exact: Bounded, name: str, stochastic: bool = False
 ) -> None:
-    """A parameter holds the exact value, rounded; or its master does, and the parameter is the master rounded."""
+    """A parameter holds the exact value, rounded; or its master does, and the parameter is the
+    master rounded."""
     if master is None:
         return reference.assert_stored(param, exact, name, stochastic)
     value = value_of(param, master)

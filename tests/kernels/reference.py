@@ -1,7 +1,8 @@
 """The operations in float64, written from the equations alone. Shares nothing with hdet.
 
-Every result is a value together with a bound on what float32 arithmetic may lose on the way to it: a few units in the last place
-of each term, carried through the formula. Where terms cancel the bound is wide, elsewhere it is tight.
+Every result is a value together with a bound on what float32 arithmetic may lose on the way to it:
+a few units in the last place of each term, carried through the formula. Where terms cancel the
+bound is wide, elsewhere it is tight.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor
 
 EPSILON = 4 * 2.0**-24
-"""relative error of one term: its factors and the sum are each rounded to float32, four times at most"""
+"""relative error of one term: its factors and the sum are each rounded to float32, four times at
+most"""
 
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass
 class Bounded:
-    """A float64 value, and by how much a float32 result may differ from it. What float32 cannot hold is infinite, and that is exact."""
+    """A float64 value, and by how much a float32 result may differ from it.
+
+    What float32 cannot hold is infinite, and that is exact.
+    """
 
     value: Tensor
     error: Tensor
@@ -66,7 +71,8 @@ class Stepped:
 def clip_coefficient(
     gradients: Sequence[Tensor], scale: float, max_norm: float
 ) -> tuple[float, float]:
-    """Norm of all gradients divided by the scaler's factor, and what clipping to max_norm multiplies them by."""
+    """Norm of all gradients divided by the scaler's factor, and what clipping to max_norm
+    multiplies them by."""
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients)) / scale
     return norm, min(1.0, max_norm / (norm + 1e-6))
 
@@ -81,11 +87,12 @@ def step(
     first: Tensor,
     second: Tensor,
 ) -> Stepped:
-    """Step number t (from 1) of all replicas along the direction of one gradient, which is multiplied by `factor` first.
+    """Step number t (from 1) of all replicas along the direction of one gradient, which is
+    multiplied by `factor` first.
 
-    adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the gradient. sgd: Polyak momentum
-    as in Sutskever et al. 2013, with dampening. lion: Chen et al. 2023, Algorithm 2. Decoupled decay acts at the replica's rate
-    lr * rho_k, or at lr.
+    adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the
+    gradient. sgd: Polyak momentum as in Sutskever et al. 2013, with dampening. lion: Chen et al.
+    2023, Algorithm 2. Decoupled decay acts at the replica's rate lr * rho_k, or at lr.
     """
     direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
@@ -126,7 +133,8 @@ def _direction(
 
 
 def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
-    """(1 - weight) * a + weight * b, in the form of torch.lerp: an infinite end decides between infinity and NaN, and so does the form."""
+    """(1 - weight) * a + weight * b, in the form of torch.lerp: an infinite end decides between
+    infinity and NaN, and so does the form."""
     way = _in_range(b - a, LARGEST)
     return a + weight * way if weight < 0.5 else b - (1 - weight) * way
 
@@ -223,7 +231,8 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = False) -> None:
-    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one of its two neighbours. Infinities and NaN
+    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one of
+    its two neighbours. Infinities and NaN
     are met exactly."""
     found = stored.cpu().double()
     value = _in_range(
@@ -236,22 +245,27 @@ def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = 
     if wrong.any():
         i = int(wrong.flatten().nonzero()[0])
         raise AssertionError(
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first is [{i}]: {stored.flatten()[i]} instead of "
-            f"{value.flatten()[i]}, off by {distance.flatten()[i]:.3g}, allowed {allowed.flatten()[i]:.3g}"
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first is "
+            f"[{i}]: {stored.flatten()[i]} instead of "
+            f"{value.flatten()[i]}, off by {distance.flatten()[i]:.3g}, allowed "
+            f"{allowed.flatten()[i]:.3g}"
         )
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half counts as a signed number."""
+    """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half
+    counts as a signed number."""
     bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int()
     return bits.view(torch.float32)
 
 
-# Moments in 8 bits. The table as the paper has it (Dettmers et al. 2021, Section 1.3 and Appendix F), by codes.
+# Moments in 8 bits. The table as the paper has it (Dettmers et al. 2021, Section 1.3 and Appendix
+# F), by codes.
 
 
 def tree(signed: bool) -> Tensor:
-    """What the bits of a code after the sign stand for, ascending: after the first one they number the parts of a decade."""
+    """What the bits of a code after the sign stand for, ascending: after the first one they number
+    the parts of a decade."""
     bits = 7 if signed else 8
     values = [0.0, 1.0]
     for code in range(2, 2**bits):
@@ -275,7 +289,8 @@ def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def assert_coded(codes: Tensor, scales: Tensor, exact: Bounded, name: str, signed: bool) -> None:
-    """Each block of 256 has its largest magnitude for a scale, and each number the code that is nearest, up to errors. A block with a number
+    """Each block of 256 has its largest magnitude for a scale, and each number the code that is
+    nearest, up to errors. A block with a number
     that is not finite is NaN; a second moment that is not 0 does not become 0."""
     found = decoded(codes, scales, signed)
     for start in range(0, len(found), 256):

@@ -1,8 +1,8 @@
 """The one table of cases that every backend must pass, as data: `CASES`, checked by problem.check.
 
-Most cases are a covering array: the factors of a step and their values are listed in `FACTORS`, and `covering` picks combinations
-until every two values of any two factors have met in one case, unless `allowed` says that they cannot. The rest, `SPECIAL`, are
-cases with a name of their own.
+Most cases are a covering array: the factors of a step and their values are listed in `FACTORS`, and
+`covering` picks combinations until every two values of any two factors have met in one case, unless
+`allowed` says that they cannot. The rest, `SPECIAL`, are cases with a name of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1)  # multipliers are fille
 
 @dataclass(frozen=True)
 class Case:
-    """Steps on one set of tensors. Tensor i has formats[i % len] and group i % groups; a sequence of a step goes on with its last entry."""
+    """Steps on one set of tensors.
+
+    Tensor i has formats[i % len] and group i % groups; a sequence of a step goes on with its last
+    entry.
+    """
 
     name: str
     rule: str = "adamw"
@@ -152,7 +156,8 @@ def allowed(choice: dict[str, Any]) -> bool:
 
 
 def covering(seed: int = 0) -> list[dict[str, Any]]:
-    """Combinations of the factors in which all allowed pairs of values meet: greedy, the best of a few random candidates each time."""
+    """Combinations of the factors in which all allowed pairs of values meet: greedy, the best of a
+    few random candidates each time."""
     names = list(FACTORS)
     missing = {
         ((a, i), (b, j))

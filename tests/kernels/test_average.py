@@ -225,7 +225,10 @@ def test_refused_weights(weights: list[float], message: str) -> None:
         (
             [torch.zeros(4).half()],
             TypeError,
-            "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has torch.float32",
+            (
+                "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has "
+                "torch.float32"
+            ),
         ),
         (
             [torch.zeros(5)],

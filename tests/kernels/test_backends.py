@@ -158,7 +158,9 @@ def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.Monkey
 
 OTHER_BUILD = """
 import sys, types
-sys.modules["hdet._C"] = types.SimpleNamespace(INTERFACE={interface}, CALL_SETTINGS={call}, GROUP_SETTINGS={row})
+sys.modules["hdet._C"] = types.SimpleNamespace(
+    INTERFACE={interface}, CALL_SETTINGS={call}, GROUP_SETTINGS={row}
+)
 from hdet.kernels import native
 print(native.missing)
 """

@@ -1,4 +1,5 @@
-"""Codes of 8 bits: the table against the paper's, the nearest code, and that values which were codes become the same codes.
+"""Codes of 8 bits: the table against the paper's, the nearest code, and that values which were
+codes become the same codes.
 
 Steps with such moments are in the table of cases.
 """
@@ -48,7 +49,8 @@ def test_the_table_is_the_papers(signed: bool) -> None:
     assert ((table[:-1] < thresholds) & (thresholds < table[1:]))[0 if signed else 1 :].all()
     assert signed or thresholds[0] == 0, "a second moment that is not 0 never becomes 0"
     assert _C.CODE_BLOCK == eight_bit.BLOCK and eight_bit.codebook().shape == (2, _C.CODEBOOK_BYTES)
-    # where a search begins: a part of 128 for each exponent has one threshold at most, and the first part reaches down to 0
+    # where a search begins: a part of 128 for each exponent has one threshold at most, and the
+    # first part reaches down to 0
     edges = (torch.arange(21 * 128 + 2) << 16) + (106 << 23)
     parts = torch.bucketize(thresholds.float(), edges.int().view(F32), right=True).clamp(min=1)
     assert parts.unique().numel() == len(thresholds)
@@ -80,7 +82,8 @@ def flushing(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @SIGNED
 def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> None:
-    """All codes, with scales of every exponent from the least one on and with mantissas at random: bit for bit."""
+    """All codes, with scales of every exponent from the least one on and with mantissas at random:
+    bit for bit."""
     generator = torch.Generator().manual_seed(1)
     exponents = torch.arange(127 - 104, 255).repeat(8)
     scales = (
@@ -100,7 +103,8 @@ def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> 
     "largest", [0.0, 2.0**-149, 2.0**-126, 2.0**-105, 1e-20, 1.0, 3e38, math.inf, math.nan]
 )
 def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
-    """Also where nearly all is subnormal; and NaN is a whole block's, whose neighbours keep their values."""
+    """Also where nearly all is subnormal; and NaN is a whole block's, whose neighbours keep their
+    values."""
     values = spread(700, signed) * (largest if math.isfinite(largest) else 1.0)
     values[300] = largest
     codes, scales = eight_bit.encode(values, signed)
@@ -120,7 +124,8 @@ def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
 @pytest.mark.parametrize("size", [3e-7, 3e38])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool) -> None:
-    """A momentum that stays: SGD with momentum 1 and a gradient of zeros leaves codes and scales, bit for bit."""
+    """A momentum that stays: SGD with momentum 1 and a gradient of zeros leaves codes and
+    scales, bit for bit."""
     device = device_of(backend)
     codes, scales = (t.to(device) for t in eight_bit.encode(spread(CHUNK + 300, True) * size, True))
     param = torch.ones(CHUNK + 300, device=device)
@@ -178,7 +183,8 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
-    """Of codes and of others, with other types of gradients than before: the same as plans for each."""
+    """Of codes and of others, with other types of gradients than before: the same as plans for
+    each."""
     forms = (
         Format(exp_avg=U8, exp_avg_sq=U8),
         Format(BF16, F32, BF16),

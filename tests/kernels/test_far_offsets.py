@@ -1,4 +1,5 @@
-"""Offsets past 2^31 elements without the memory: chunks lie that far out, and addresses as far back."""
+"""Offsets past 2^31 elements without the memory: chunks lie that far out, and addresses as far
+back."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .table import BF16, F16, F32, I16, SETTINGS, Case, Format
 from .test_gradients import with_exchange
 
 FAR = 2**36 + CHUNK
-"""elements: past 2^31, and past 2^34 where random numbers need a second word; chunks start at multiples of their length"""
+"""elements: past 2^31, and past 2^34 where random numbers need a second word; chunks start at
+multiples of their length"""
 SIZES = [CHUNK + 3, 17]
 NATIVE = [backend for backend in BACKENDS if backend != "torch"]
 Prepared = tuple[Any, Callable[[], list[Tensor]], list[Tensor]]
@@ -143,7 +145,8 @@ def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensor
 @with_exchange
 @pytest.mark.parametrize("backend", NATIVE)
 def test_random_numbers_know_where_they_are(backend: str) -> None:
-    """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of them."""
+    """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of
+    them."""
     exact, tensors = (
         step_tensors(F32, backend),
         step_tensors(BF16, backend, stochastic=77, first_replica=3, ids=[5, 9]),

@@ -1,4 +1,5 @@
-"""csrc/gradients.h: how a native step finds its gradients, and notices in each step what has become of them."""
+"""csrc/gradients.h: how a native step finds its gradients, and notices in each step what has become
+of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What travels to a device between steps, and what a capture refuses: hdet/kernels/spec/mirrors.py, on tables in host memory."""
+"""What travels to a device between steps, and what a capture refuses: hdet/kernels/spec/mirrors.py,
+on tables in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from hdet.kernels.spec import mirrors
 
 
 def check_rates(backend: str) -> None:
-    """A rate that is another object for the same memory in each step, as `detach()` makes it, travels once."""
+    """A rate that is another object for the same memory in each step, as `detach()` makes it,
+    travels once."""
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
     plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), backend)
     memory, travelled = plan.memory, []  # type: ignore[attr-defined]
@@ -91,7 +93,10 @@ def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace)
 
 
 class Carrying(HostMemory):
-    """Kernels bring settings along. `broken`: somebody presses Ctrl-C when they have been launched."""
+    """Kernels bring settings along.
+
+    `broken`: somebody presses Ctrl-C when they have been launched.
+    """
 
     carries = 128
     broken = False

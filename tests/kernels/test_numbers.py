@@ -1,4 +1,5 @@
-"""Ways of storing a float32 in 16 bits, for every upper half and the lower halves at edges, and random numbers against known answers."""
+"""Ways of storing a float32 in 16 bits, for every upper half and the lower halves at edges, and
+random numbers against known answers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .cases import BACKENDS, device_of
 
 
 def all_kinds_of_floats() -> Tensor:
-    """Every sign, exponent and upper mantissa, each with lower halves around the ties of bfloat16 (0x8000) and float16 (0x1000)."""
+    """Every sign, exponent and upper mantissa, each with lower halves around the ties of bfloat16
+    (0x8000) and float16 (0x1000)."""
     lower = torch.tensor(
         [
             0,
@@ -156,7 +158,10 @@ def test_philox_gives_the_published_numbers(
 
 
 def test_formats_that_kernels_are_compiled_for() -> None:
-    """They say nothing of moments that are codes: such tensors and others share a kernel. One tensor of another format, and none of them fits."""
+    """They say nothing of moments that are codes: such tensors and others share a kernel.
+
+    One tensor of another format, and none of them fits.
+    """
     any_, floats, masters, split = range(4)
     f32, bf16, codes = torch.float32, torch.bfloat16, torch.uint8
 

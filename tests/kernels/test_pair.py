@@ -1,4 +1,5 @@
-"""Operations between two sets of tensors: into a bucket and out of it, a running average, an exchange."""
+"""Operations between two sets of tensors: into a bucket and out of it, a running average, an
+exchange."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def refused(
     options: StepOptions | None = None,
     **changes: Any,
 ) -> None:
-    """A step that works, then one that is refused and changes nothing, then one that works again."""
+    """A step that works, then one that is refused and changes nothing, then one that works
+    again."""
     plan = kernels.step_plan(problem.tensors, backend)
     for turn in range(3):
         gradients, settings, usual = problem.arguments(turn)
@@ -46,7 +47,7 @@ def refused(
     assert problem.steps[0].item() == 2
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "no tensor": (lambda x: 3.0, TypeError, "must be a tensor, not float"),
@@ -109,7 +110,8 @@ def test_a_tensor_that_no_kernel_reads(name: str, wrong: str) -> None:
     "wrong", [wrong for wrong in WRONG if wrong != "negated"]
 )  # see test_gradients.py
 def test_gradients(backend: str, wrong: str) -> None:
-    """In a step between two that work: what is noticed of gradients is kept from step to step (csrc/gradients.h)."""
+    """In a step between two that work: what is noticed of gradients is kept from step to step
+    (csrc/gradients.h)."""
     spoil, error, message = WRONG[wrong]
 
     def spoiled(gradients: list[Any]) -> None:
@@ -261,7 +263,10 @@ LOW = [X.bfloat16(), Y.bfloat16()]
         ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
         (
             {"exp_avgs": [torch.zeros(10).half(), torch.zeros(6)]},
-            "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, torch.bfloat16 or torch.uint8",
+            (
+                "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, "
+                "torch.bfloat16 or torch.uint8"
+            ),
         ),
         ({"exp_avgs": None}, "exp_avgs of parameter 0 is missing; adamw needs it"),
         (
@@ -311,7 +316,10 @@ LOW = [X.bfloat16(), Y.bfloat16()]
                 "params": [LOW, [torch.zeros_like(x) for x in LOW]],
                 "masters": [[X, None], [torch.zeros(10, dtype=I16), None]],
             },
-            "master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 has torch.float32",
+            (
+                "master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 "
+                "has torch.float32"
+            ),
         ),
         ({"params": [[X, Y]], "exp_avgs": [X, torch.zeros(6)]}, "overlap in memory"),
         ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),

@@ -1,7 +1,9 @@
-"""The CUDA sources themselves, on the host and under the address and undefined-behaviour sanitizers, in a process of their own.
+"""The CUDA sources themselves, on the host and under the address and undefined-behaviour
+sanitizers, in a process of their own.
 
-csrc/cuda is compiled by a C++ compiler behind shim/cuda_runtime.h: a grid is a loop over its blocks, a phase of a kernel a loop over
-the threads of a block. The tables of all backends run on it as backend="cuda", and shim/checks.py asks for the bits of the CPU.
+csrc/cuda is compiled by a C++ compiler behind shim/cuda_runtime.h: a grid is a loop over its
+blocks, a phase of a kernel a loop over the threads of a block. The tables of all backends run on it
+as backend="cuda", and shim/checks.py asks for the bits of the CPU.
 """
 
 from __future__ import annotations

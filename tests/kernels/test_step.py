@@ -1,4 +1,5 @@
-"""The optimizer step of every backend: the table of cases, and what the table cannot say. test_shim.py runs it on the CUDA sources."""
+"""The optimizer step of every backend: the table of cases, and what the table cannot say.
+test_shim.py runs it on the CUDA sources."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def stochastic_step(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stochastic_rounding_is_unbiased(backend: str) -> None:
-    """A step of 1e-3 from 1: bfloat16 has 1 and 1 - 2^-8 = 0.99609 there, so about 25.6 % of the elements move; to nearest none would."""
+    """A step of 1e-3 from 1: bfloat16 has 1 and 1 - 2^-8 = 0.99609 there, so about 25.6 % of the
+    elements move; to nearest none would."""
     count = 1 << 16
     params = stochastic_step(backend, torch.ones(count), [0], [count], seed=5)[:count].float()
     assert set(params.tolist()) == {1.0, 1 - 2**-8}

@@ -29,7 +29,8 @@ BACKENDS = ["cpu", "torch"]
 
 
 class LerpLion(Optimizer):
-    """Lion (Chen et al. 2023, Algorithm 2) as torch would write it: one tensor after the other in float32, with the averages of its Adam."""
+    """Lion (Chen et al. 2023, Algorithm 2) as torch would write it: one tensor after the other
+    in float32, with the averages of its Adam."""
 
     def __init__(
         self,
@@ -179,7 +180,10 @@ def assert_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 
 
 def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
-    """Torch's layout: the same names, dtypes, shapes and values, and equal groups. SGD counts steps here, torch's does not."""
+    """Torch's layout: the same names, dtypes, shapes and values, and equal groups.
+
+    SGD counts steps here, torch's does not.
+    """
     one, other = ours.state_dict(), theirs.state_dict()
     extra = {"step"} if isinstance(theirs, SGD) else set()
     for key, values in other["state"].items():

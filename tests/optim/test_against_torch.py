@@ -120,7 +120,8 @@ def test_a_multiplier_is_a_scaled_rate(rule: Rule) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decay_at_the_base_rate(backend: str) -> None:
-    """The step is scaled by the multiplier, the decay is not: AdamW at lr * rho with weight_decay / rho."""
+    """The step is scaled by the multiplier, the decay is not: AdamW at lr * rho with
+    weight_decay / rho."""
     pair = Pair(make=lambda params, cls: cls(params, lr=1e-2 * 1.5, weight_decay=0.3 / 1.5))
     pair.a = FusedAdamW(pair.ours, lr=1e-2, weight_decay=0.3, decay_at="base", backend=backend)
     pair.a.multipliers[0][0] = 1.5

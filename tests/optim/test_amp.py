@@ -45,7 +45,8 @@ def copies(optimizer: Any, params: list[Parameter]) -> Any:
 @pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled and clipped"])
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_a_grad_scaler(rule: Rule, unscale: bool, backend: str) -> None:
-    """As torch.amp.GradScaler drives torch's optimizer; infinite gradients skip the step and its counters."""
+    """As torch.amp.GradScaler drives torch's optimizer; infinite gradients skip the step and its
+    counters."""
     pair = Pair(rule, backend=backend)
     sides = [
         (o, ps, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4))
@@ -135,7 +136,8 @@ def test_a_norm_that_is_not_finite_skips_the_step(rule: Rule, backend: str) -> N
 
 
 def test_nothing_to_unscale() -> None:
-    """Without gradients a scaler leaves numbers where tensors are; torch's refuses to go on, as with any optimizer."""
+    """Without gradients a scaler leaves numbers where tensors are; torch's refuses to go on, as
+    with any optimizer."""
     optimizer = FusedSGD(parameters())
     optimizer.found_inf, optimizer.grad_scale = 0, torch.tensor(2.0)
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Parameters that are laid over a device mesh (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank."""
+"""Parameters that are laid over a device mesh (FSDP2, HSDP, tensor parallelism): a step works on
+the shards of this rank."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def laid(full: Sequence[Tensor], mesh: DeviceMesh, placements: Sequence[Any]) ->
 
 
 class Twins:
-    """Equal parameters, plain and laid over a mesh, each with an optimizer. Gradients have the same bits, so everything must."""
+    """Equal parameters, plain and laid over a mesh, each with an optimizer.
+
+    Gradients have the same bits, so everything must.
+    """
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ def test_shards_step_as_the_full_tensors_would(
     run_ranks(same_bits_as_plain, math.prod(sizes), sizes, placements)
 
 
-# -- models of torch's parallel modules ---------------------------------------------------------------------------------------------
+# -- models of torch's parallel modules ------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -243,13 +247,14 @@ def equals_torchs(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp x tp", 4)])
 def test_torchs_adamw_on_the_plain_model(kind: str, ranks: int) -> None:
-    """With sequence parallelism the gradients of norms arrive as Partial sums. torch's own run on such a model is off in torch 2.11, so its
-    optimizer trains the plain one. The bound is torch's own for the pair, see common.py, times the ten that clipping and another order of
+    """With sequence parallelism the gradients of norms arrive as Partial sums. torch's own run on
+    such a model is off in torch 2.11, so its optimizer trains the plain one. The bound is torch's
+    own for the pair, see common.py, times the ten that clipping and another order of
     the sums cost."""
     run_ranks(equals_torchs, ranks, kind)
 
 
-# -- the state -----------------------------------------------------------------------------------------------------------------------
+# -- the state -------------------------------------------------------------------------------------
 
 
 def sharded_run(
@@ -364,7 +369,7 @@ def phantom_steps_change_no_value(rank: int, world_size: int) -> None:
             assert_all_equal(before, weights(model))
 
 
-# -- what else a step does -----------------------------------------------------------------------------------------------------------
+# -- what else a step does -------------------------------------------------------------------------
 
 
 def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
@@ -443,7 +448,8 @@ def replicas_and_masters_of_shards(rank: int, world_size: int) -> None:
         twins.b.load_state_dict(theirs)
         twins.go(range(6, 7))
         twins.check()
-        # The replicas are equal after an average: a state of two is one of three, and the comparison is of all shards.
+        # The replicas are equal after an average: a state of two is one of three, and the
+        # comparison is of all shards.
         for optimizer in (twins.a, twins.b):
             optimizer.average_replicas([0.5, 0.5])
             equal = copy.deepcopy(optimizer.state_dict())
@@ -531,7 +537,8 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
     param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()], src_data_rank=None)
     refused(
         ValueError,
-        r"gradient of parameter 0 is a DTensor with \[Replicate\(\)\].*the parameter a DTensor with \[Shard",
+        r"gradient of parameter 0 is a DTensor with \[Replicate\(\)\].*the parameter a DTensor "
+        r"with \[Shard",
         optimizer.step,
     )
     param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)], src_data_rank=None)
@@ -578,7 +585,7 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
         clipped.write_hyperparameters()
 
 
-# -- plain parameters in torch's state dict functions ----------------------------------------------------------------------------
+# -- plain parameters in torch's state dict functions ----------------------------------------------
 
 
 @pytest.mark.parametrize("master_weights", [None, "fp32", "split"])

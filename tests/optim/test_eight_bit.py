@@ -1,4 +1,5 @@
-"""Optimizers whose moments are kept in 8 bits: what they save and load, in one process and over shards, and how near they stay to float32."""
+"""Optimizers whose moments are kept in 8 bits: what they save and load, in one process and over
+shards, and how near they stay to float32."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def assert_same_run(one: tuple[list[Parameter], Any], other: tuple[list[Paramete
 
 @EACH
 def test_it_stays_near_float32(make: Make) -> None:
-    """Over twenty steps of noise, where steps do not add up: by a tenth of what the parameters move."""
+    """Over twenty steps of noise, where steps do not add up: by a tenth of what the parameters
+    move."""
     (ours, optimizer), (theirs, wide) = made(make), made(make, moment_dtype=None)
     for params, stepped in ((ours, optimizer), (theirs, wide)):
         run(stepped, params, range(20))
@@ -109,7 +111,8 @@ def test_bytes_of_the_state(make: Make) -> None:
 @EACH
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
-    """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the host's."""
+    """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the
+    host's."""
     one, other = made(make, backend=backend), made(make, backend=backend)
     run(one[1], one[0], range(2))
     for cached in (
@@ -196,7 +199,8 @@ def test_values_that_are_written_into_a_state_become_codes(make: Make) -> None:
 
 
 def test_hooks_of_state_dict_see_values() -> None:
-    """Also one that numbers parameters by name, as in torch's documentation, after which nobody finds the codes."""
+    """Also one that numbers parameters by name, as in torch's documentation, after which nobody
+    finds the codes."""
     params, optimizer = made(FusedAdamW)
     run(optimizer, params, range(2))
     plain, seen = optimizer.state_dict(), []
@@ -276,7 +280,10 @@ def test_codes_without_their_scales_are_refused_by_name(make: Make) -> None:
     del optimizer.state[params[0]][f"{moment}_scale"]
     with pytest.raises(
         ValueError,
-        match=f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is missing: load",
+        match=(
+            f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is "
+            "missing: load"
+        ),
     ):
         run(optimizer, params, range(1, 2))
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
@@ -317,7 +324,7 @@ def test_moments_begin_anew_in_place() -> None:
         assert torch.equal(p, q)
 
 
-# -- over shards ---------------------------------------------------------------------------------------------------------------------
+# -- over shards -----------------------------------------------------------------------------------
 
 ROWS = 77
 """on two ranks 39 and 38 rows of 130: blocks begin in other places than those of the whole"""
@@ -416,7 +423,10 @@ def through_a_full_state(rank: int, world_size: int) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
-    """Saved by two ranks. By two: the same run to the last bit. By one with float32 moments: the same values. In 8 bits: anew, in other
+    """Saved by two ranks.
+
+    By two: the same run to the last bit. By one with float32 moments: the same values. In 8 bits:
+    anew, in other
     blocks, off by what 8 bits are off."""
     with tempfile.TemporaryDirectory() as folder:
         (saved, went_on), *_ = run_ranks(saved_by, 2, folder, kind)
@@ -429,7 +439,8 @@ def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
     for a, b in zip(saved[4:], small[4:], strict=True):
         assert (a - b).norm() < 0.02 * a.norm()
     for a, b, start in zip(went_on[:4], after, saved, strict=False):
-        # Muon lifts small singular values, of which gradients of four samples have many, and the rounding in them
+        # Muon lifts small singular values, of which gradients of four samples have many, and the
+        # rounding in them
         assert (a - b).norm() <= {"adamw": 0.1, "muon": 0.5}[kind] * (a - start).norm()
 
 

@@ -117,7 +117,8 @@ def test_a_plan_is_kept_while_nothing_changes() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_that_come_and_go_are_planned_for_once(backend: str) -> None:
-    """One plan for each first gradient, whatever set of them a step has; and no state, nor anything else, without one."""
+    """One plan for each first gradient, whatever set of them a step has; and no state, nor anything
+    else, without one."""
     pair = Pair(backend=backend)
     with plans_made() as made:
         for step in pair.run(
@@ -182,7 +183,8 @@ def test_a_parameter_changes_its_dtype() -> None:
 
 
 def test_the_state_follows_a_parameter_to_its_device() -> None:
-    """Without a second device: a state that is elsewhere (meta) is asked to move, which meta tensors refuse by name."""
+    """Without a second device: a state that is elsewhere (meta) is asked to move, which meta
+    tensors refuse by name."""
     pair = Pair()
     pair.go(1)
     pair.a.state[pair.ours[0]]["exp_avg"] = torch.zeros(33, 17, device="meta")

@@ -69,7 +69,8 @@ def test_parameters_on_two_devices(rule: Rule) -> None:
 def test_tables_of_plans_are_the_hosts_whatever_the_default_device(
     replicas: int, backend: str
 ) -> None:
-    """torch.set_default_device("cuda"), for which "meta" stands: native code would write to addresses of that device."""
+    """torch.set_default_device("cuda"), for which "meta" stands: native code would write to
+    addresses of that device."""
     found = []
     for device in ("cpu", "meta"):
         param = Parameter(torch.linspace(-1, 1, 5000))

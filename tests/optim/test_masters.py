@@ -77,7 +77,7 @@ def test_float32_parameters_need_no_master(master_weights: str) -> None:
     assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in state_of(optimizer))
 
 
-# -- in the state --------------------------------------------------------------------------------------------------------
+# -- in the state ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", [None, "torch"])
@@ -143,11 +143,12 @@ def test_masters_that_nobody_keeps_are_dropped_with_a_warning() -> None:
     assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in state_of(other))
 
 
-# -- parameters that others write to -------------------------------------------------------------------------------------
+# -- parameters that others write to ---------------------------------------------------------------
 
 
 def test_what_is_written_to_a_parameter_in_place_is_taken_over() -> None:
-    """Only where it is not the rounded master any more: elsewhere the master keeps its lower bits."""
+    """Only where it is not the rounded master any more: elsewhere the master keeps its lower
+    bits."""
     ours, a = bfloat16_run(master_weights="fp32")
     run(a, ours, range(3))
     expected = values(a)
@@ -231,7 +232,7 @@ def test_a_refused_step_leaves_masters_as_they_are() -> None:
     assert (values(a)[0] == 1).all()
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------
 
 
 def test_random_numbers_follow_from_the_seed_alone() -> None:

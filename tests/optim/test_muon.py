@@ -64,13 +64,14 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range, scale: float = 1
         optimizer.step()
 
 
-# -- the twin --------------------------------------------------------------------------------------------------------------------
+# -- the twin --------------------------------------------------------------------------------------
 
 
 def twin_direction(
     u: Tensor, coefficients: Sequence[float] = USUAL, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """(m, n) in float64, from the equation alone: singular values go through the polynomial, singular vectors stay."""
+    """(m, n) in float64, from the equation alone: singular values go through the polynomial,
+    singular vectors stay."""
     left, values, right = torch.linalg.svd(u, full_matrices=False)
     s = values / max(float(values.square().sum().sqrt()), eps)
     a, b, c = coefficients
@@ -158,7 +159,8 @@ def test_a_multiplier_is_a_scaled_rate(decay_at: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 20, 40), (1, 24, 96), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("steps", [1, 4, 5])
 def test_newton_schulz_of_ill_conditioned_matrices(shape: tuple[int, int, int], steps: int) -> None:
-    """Singular values over six orders of magnitude, where steps on the Gram matrix would lose the small ones: as exact as plain steps."""
+    """Singular values over six orders of magnitude, where steps on the Gram matrix would lose the
+    small ones: as exact as plain steps."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.logspace(0, -6, shape[2])
     x[0, :, : shape[2] // 2] *= 1e-3
@@ -181,7 +183,7 @@ def test_a_matrix_that_is_not_finite_or_zero_leaves_the_others_of_its_batch_alon
     assert bad.isnan().all() and not nothing.any()
 
 
-# -- torch's ---------------------------------------------------------------------------------------------------------------------
+# -- torch's ---------------------------------------------------------------------------------------
 
 
 def torchs(params: Sequence[Tensor], **said: Any) -> list[Any]:
@@ -192,7 +194,8 @@ def torchs(params: Sequence[Tensor], **said: Any) -> list[Any]:
 def run_torchs(
     pair: Sequence[Any], params: Sequence[Tensor], steps: range, wide: bool = True
 ) -> None:
-    """`wide`: torch computes Newton-Schulz in bfloat16 whatever the parameter is; here in the parameter's float32."""
+    """`wide`: torch computes Newton-Schulz in bfloat16 whatever the parameter is; here in the
+    parameter's float32."""
     for step in steps:
         for param, gradient in zip(params, gradients(step), strict=True):
             param.grad = gradient
@@ -288,7 +291,7 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
     assert_close(params, others, 1e-5)
 
 
-# -- replicas --------------------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 STORED = [
@@ -421,7 +424,7 @@ def test_knobs_take_the_groups_that_have_the_key() -> None:
         hdet.GroupValue("dampening").bind(optimizer)
 
 
-# -- what else a step does -------------------------------------------------------------------------------------------------------
+# -- what else a step does -------------------------------------------------------------------------
 
 
 def test_the_norm_is_that_of_both_kinds() -> None:
@@ -563,7 +566,7 @@ def test_a_state_goes_on_to_the_bit() -> None:
     assert_equal(ours, theirs)
 
 
-# -- what a GPU would do -----------------------------------------------------------------------------------------------------------
+# -- what a GPU would do ---------------------------------------------------------------------------
 
 
 STORED = [
@@ -645,7 +648,7 @@ def test_more_matrices_of_a_shape_are_no_more_calls(
     assert counted[0] == counted[1]
 
 
-# -- which parameters ------------------------------------------------------------------------------------------------------------
+# -- which parameters ------------------------------------------------------------------------------
 
 
 RULE = {
@@ -664,7 +667,10 @@ RULE = {
 
 
 class Named(torch.nn.Module):
-    """A language model whose names say nothing. ``tied``: its output layer has the embedding's weight."""
+    """A language model whose names say nothing.
+
+    ``tied``: its output layer has the embedding's weight.
+    """
 
     def __init__(self, tied: bool, words: int = 11, width: int = 4) -> None:
         super().__init__()
@@ -697,8 +703,12 @@ def test_a_rule_that_knows_the_modules(tied: bool) -> None:
 
 
 def test_that_rule_is_there_before_anything_else_is_asked_for() -> None:
-    """As the documents write it: in a fresh interpreter nothing has imported the package's room yet."""
-    code = "import torch, hdet; print(hdet.hidden_matrices(torch.nn.Linear(2, 2))('0.weight', torch.ones(2, 2)))"
+    """As the documents write it: in a fresh interpreter nothing has imported the package's room
+    yet."""
+    code = (
+        "import torch, hdet; print(hdet.hidden_matrices(torch.nn.Linear(2, 2))('0.weight', "
+        "torch.ones(2, 2)))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -886,7 +896,8 @@ def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
 
 
 def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
-    """AdamW has been stepped by then: what it stepped has its moments, and the matrices are as before a first step."""
+    """AdamW has been stepped by then: what it stepped has its moments, and the matrices are as
+    before a first step."""
     (ours, theirs), before = (parameters(), parameters()), parameters()
     a, b = make(ours), make(theirs)
     with (
@@ -1018,7 +1029,7 @@ def test_a_gradient_that_lies_otherwise_is_taken_in_every_step(place: int, chang
     assert_equal(*made)
 
 
-# -- what is kept from step to step ------------------------------------------------------------------------------------------------
+# -- what is kept from step to step ----------------------------------------------------------------
 
 
 LAID = 1

@@ -167,7 +167,8 @@ def test_each_matrix_has_one_owner_and_owners_equal_work() -> None:
 
 
 def adopted_kinds(rank: int, world_size: int) -> None:
-    """A gradient that is a sum still to be taken, an absent one, and one that is not finite on one rank."""
+    """A gradient that is a sum still to be taken, an absent one, and one that is not finite on one
+    rank."""
     twins = Twins((2,), ROWS, max_grad_norm=math.inf)
     twins.go(range(1))
     twins.gradients(1)

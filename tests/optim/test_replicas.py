@@ -53,7 +53,8 @@ def replicated(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
-    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
+    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their
+    own."""
     params = parameters(dtype=dtype)
     optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
     optimizer.set_replicas(count, copies(count))
@@ -195,7 +196,7 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(sets[1], before)
 
 
-# -- the state -----------------------------------------------------------------------------------------------------------
+# -- the state -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
@@ -316,7 +317,8 @@ def test_whether_two_replicas_are_equal_only_the_model_can_tell() -> None:
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
 def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -> None:
-    """At once, in whatever order parameters and state are loaded: an average may come before the next step."""
+    """At once, in whatever order parameters and state are loaded: an average may come before the
+    next step."""
     ours, one, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
     run(one, ours, range(3))
     theirs, three, sets = replicated(3, dtype=torch.bfloat16, master_weights=master_weights)
@@ -362,7 +364,7 @@ def test_stochastic_rounding_differs_between_replicas_and_follows_their_number()
     assert_equal(alone, sets[1])
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_set_replicas_refuses_what_is_not_alike() -> None:

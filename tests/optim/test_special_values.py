@@ -1,8 +1,9 @@
-"""All fused optimizers beside torch's where numbers end: zeros, infinities, NaN, the largest float and the smallest.
+"""All fused optimizers beside torch's where numbers end: zeros, infinities, NaN, the largest float
+and the smallest.
 
-One parameter holds every combination of SPECIAL for itself and for the gradients of two steps, or for its state and one gradient. What is
-infinite or NaN has to be so in both, with its sign; what is finite has to agree. torch's loops run one operation after the other in
-float32, as the kernels do.
+One parameter holds every combination of SPECIAL for itself and for the gradients of two steps, or
+for its state and one gradient. What is infinite or NaN has to be so in both, with its sign; what is
+finite has to agree. torch's loops run one operation after the other in float32, as the kernels do.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def grid() -> tuple[Tensor, list[Tensor]]:
 
 
 def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: list[Tensor]) -> None:
-    """NaN with NaN, infinities by sign, finite numbers up to rounding: SGD is linear in what it began with, and Adam's and Lion's steps
-    have the size of the rate. `begin`: what each element began with."""
+    """NaN with NaN, infinities by sign, finite numbers up to rounding: SGD is linear in what it
+    began with, and Adam's and Lion's steps have the size of the rate. `begin`: what each element
+    began with."""
     ours, theirs = ours.detach(), theirs.detach()
     slack = torch.full_like(ours, 1e-20)
     if "sgd" in rule.name:
@@ -108,7 +110,8 @@ def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: lis
     if not right.all():
         i = int((~right).nonzero()[0])
         raise AssertionError(
-            f"{what}: {int((~right).sum())} of {len(right)} differ from torch's, the first began with {[float(x[i]) for x in begin]}: "
+            f"{what}: {int((~right).sum())} of {len(right)} differ from torch's, the first began "
+            f"with {[float(x[i]) for x in begin]}: "
             f"{float(ours[i])} instead of {float(theirs[i])}"
         )
 
@@ -155,8 +158,9 @@ def test_every_combination(rule: Rule, options: dict[str, Any], backend: str) ->
 def test_every_state(rule: Rule, options: dict[str, Any], backend: str) -> None:
     """Moments that have overflown, or were loaded so.
 
-    Left out are those that no gradients make: a first moment beside a second that is less than its square by 30 orders. Their quotient
-    overflows before the rate makes it smaller, and torch multiplies by the rate first.
+    Left out are those that no gradients make: a first moment beside a second that is less than its
+    square by 30 orders. Their quotient overflows before the rate makes it smaller, and torch
+    multiplies by the rate first.
     """
     firsts = [*MOMENTS, *(-x for x in MOMENTS)]
     columns = [SPECIAL, firsts, *([MOMENTS] * (len(rule.moments) - 1)), SPECIAL]

@@ -1,4 +1,5 @@
-"""States: between ours and torch's in both directions, through files, in other precisions, damaged ones."""
+"""States: between ours and torch's in both directions, through files, in other precisions, damaged
+ones."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ def test_our_state_resumes_bitwise(
     options: dict[str, Any],
     model_first: bool,
 ) -> None:
-    """Of several replicas in the middle of a cycle. Moments stay float32, which torch's load_state_dict would cast to the parameter's dtype."""
+    """Of several replicas in the middle of a cycle.
+
+    Moments stay float32, which torch's load_state_dict would cast to the parameter's dtype.
+    """
     (ours, a, _), (theirs, b, sets) = (replicated(count, rule, dtype, **options) for _ in range(2))
     run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
     saved = through_a_file(
@@ -150,7 +154,8 @@ def test_steps_are_numbers_or_tensors_of_any_kind(as_: Callable[[Any], Any]) -> 
 
 @pytest.mark.parametrize("absent", ["key", "None", "state"])
 def test_a_momentum_buffer_may_be_missing(absent: str) -> None:
-    """As torch's SGD leaves it before its first momentum. dampening shows whether the next step counts as the first."""
+    """As torch's SGD leaves it before its first momentum. dampening shows whether the next step
+    counts as the first."""
 
     def make(params: list[Parameter], cls: type) -> Any:
         return cls(params, lr=1e-2, momentum=0.9, dampening=0.5)

@@ -1,4 +1,5 @@
-"""Parameters whose memory has another order than their dimensions: channels_last, and transposed matrices."""
+"""Parameters whose memory has another order than their dimensions: channels_last, and transposed
+matrices."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
     ids=str,
 )
 def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
-    """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same that are contiguous."""
+    """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same
+    that are contiguous."""
     shapes, dtype = (
         [(80, 60), (60, 80), (3, 50, 60), (7,)],
         torch.bfloat16 if "master_weights" in options else torch.float32,
@@ -136,7 +138,8 @@ def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
     ids=lambda options: str(*options.values()),
 )
 def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> None:
-    """Bit for bit the run of the same numbers in the order of memory, of which kernels know nothing; and on both backends."""
+    """Bit for bit the run of the same numbers in the order of memory, of which kernels know
+    nothing; and on both backends."""
     runs = {}
     for order, backend in (("channels_last", "cpu"), ("channels_last", "torch"), ("memory", "cpu")):
         weight = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)).to(
@@ -172,7 +175,8 @@ def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
 def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
-    """A checkpoint of a contiguous model goes on in channels_last, and a model may change its order between two steps."""
+    """A checkpoint of a contiguous model goes on in channels_last, and a model may change its order
+    between two steps."""
     losses = []
     for moved in ("never", "by checkpoint", "in place"):
         net = model(channels_last=False)

@@ -1,6 +1,9 @@
-"""Equations 1 to 9, one function each. Plain Python floats are float64; a vector is a list of floats.
+"""Equations 1 to 9, one function each.
 
-Replica r of N, spread alpha, multiplier rho_r, base value b, cycle k of T steps, S steps in all, the controller begins at step S_warm.
+Plain Python floats are float64; a vector is a list of floats.
+
+Replica r of N, spread alpha, multiplier rho_r, base value b, cycle k of T steps, S steps in all,
+the controller begins at step S_warm.
 """
 
 import math
@@ -16,7 +19,8 @@ def multipliers(count: int, spread: float) -> Vector:
 
 
 def replica_update(theta: Vector, rate: float, multiplier: float, direction: Vector) -> Vector:
-    """Eq. 2: theta_r <- theta_r - eta(t) rho_r u(t), with u the direction that all replicas share."""
+    """Eq. 2: theta_r <- theta_r - eta(t) rho_r u(t), with u the direction that all replicas
+    share."""
     return [x - rate * multiplier * u for x, u in zip(theta, direction, strict=True)]
 
 
@@ -69,12 +73,14 @@ def intervals_left(total_steps: int, warmup_steps: int, interval: int) -> float:
 
 
 def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) -> float:
-    """Eq. 7 as printed: 1 - exp(-log(f_div / f_final) / K). Negative (growth) with torch's meaning and defaults of the factors."""
+    """Eq. 7 as printed: 1 - exp(-log(f_div / f_final) / K). Negative (growth) with torch's
+    meaning and defaults of the factors."""
     return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
 
 
 def gamma_corrected(floor: float, base_at_warmup: float, intervals: float) -> float:
-    """Eq. 7 corrected: 1 - (min_lr / base_at_warm)^(1/K), so that K intervals of decay alone end at OneCycle's floor."""
+    """Eq. 7 corrected: 1 - (min_lr / base_at_warm)^(1/K), so that K intervals of decay alone end
+    at OneCycle's floor."""
     return 1 - (floor / base_at_warmup) ** (1 / intervals)
 
 

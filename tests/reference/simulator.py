@@ -1,10 +1,12 @@
-"""The whole method on the least-squares toy: fan out, shared-gradient AdamW, converge, softmax controller. All of it float64.
+"""The whole method on the least-squares toy: fan out, shared-gradient AdamW, converge, softmax
+controller. All of it float64.
 
-Timing, as the project reads the paper: the base value follows the schedule until the controller's first decision, which is the
-end of the first cycle that lies wholly after S_warm. A decision at the end of a cycle acts from the next cycle on. With a decay
-("floor", "printed") the schedule is left at the first decision, from the value that the schedule has then; without one the
-correction multiplies the schedule, and Eq. 5 and 6 run on relative rates (rho instead of eta, 1 instead of the base), the new
-correction being the old one times exp(lambda v).
+Timing, as the project reads the paper: the base value follows the schedule until the controller's
+first decision, which is the end of the first cycle that lies wholly after S_warm. A decision at the
+end of a cycle acts from the next cycle on. With a decay ("floor", "printed") the schedule is left
+at the first decision, from the value that the schedule has then; without one the correction
+multiplies the schedule, and Eq. 5 and 6 run on relative rates (rho instead of eta, 1 instead of the
+base), the new correction being the old one times exp(lambda v).
 """
 
 import math
@@ -23,7 +25,8 @@ def one_cycle(
     final_div: float = 1e4,
     shape: str = "cos",
 ) -> float:
-    """Rate used by optimizer step number `step` (from 0): up from peak/div to peak, then down to peak/(div*final_div) at step total-1."""
+    """Rate used by optimizer step number `step` (from 0): up from peak/div to peak, then down to
+    peak/(div*final_div) at step total-1."""
     turn, end = pct_start * total - 1, total - 1
     low, floor = peak / div, peak / (div * final_div)
     if step <= turn:
@@ -38,7 +41,8 @@ def _between(start: float, end: float, share: float, shape: str) -> float:
 
 
 class AdamW:
-    """Moments and direction of AdamW for one vector; the step itself is Eq. 2. Decay multiplies by 1 - (its rate) * weight_decay."""
+    """Moments and direction of AdamW for one vector; the step itself is Eq. 2. Decay multiplies
+    by 1 - (its rate) * weight_decay."""
 
     def __init__(
         self, size: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
@@ -137,7 +141,8 @@ def decide(
 
 
 def simulate(settings: Settings) -> dict[str, list]:
-    """Returns "rates" (one per step: the base value in force) and "cycles" (what each converge saw and left)."""
+    """Returns "rates" (one per step: the base value in force) and "cycles" (what each converge saw
+    and left)."""
     count = settings.replicas
     scheduled = [
         one_cycle(t, settings.steps, settings.peak, div=settings.div, final_div=settings.final_div)

@@ -1,4 +1,7 @@
-"""hdet/core against the reference: spread, softmax controller, both gammas. (Whole runs: test_ensemble.py.)"""
+"""hdet/core against the reference: spread, softmax controller, both gammas.
+
+(Whole runs: test_ensemble.py.)
+"""
 
 import math
 
@@ -51,7 +54,8 @@ def test_gammas(div, final_div, steps, warmup, interval):
     ],
 )
 def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
-    """Eq. 4 to 6 over several cycles with made-up losses: base and velocity go on from one cycle to the next."""
+    """Eq. 4 to 6 over several cycles with made-up losses: base and velocity go on from one cycle
+    to the next."""
     velocity, base = 0.0, 9e-4
     for cycle in range(6):
         losses = [2.5 + 0.2 * x for x in toy.uniforms(77 + 100 * cycle + count, count)]
@@ -83,7 +87,8 @@ def test_assignments_are_fresh_permutations(count):
 
 
 def test_a_missing_loss_is_masked_as_in_the_reference():
-    """Eq. 3 to 6 over the replicas that are left: the softmax and the mean rate both run over those alone."""
+    """Eq. 3 to 6 over the replicas that are left: the softmax and the mean rate both run over
+    those alone."""
     controller = SoftmaxController(0.1, 0.5, 0.0, None)
     engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1), controller)
     rho, losses = engine.multipliers()[0], [2.0, math.nan, 2.1, 1.9]

@@ -1,4 +1,5 @@
-"""hdet.Ensemble end to end against the reference's trajectories: real processes, DDP, torch's AdamW and OneCycleLR, in double precision."""
+"""hdet.Ensemble end to end against the reference's trajectories: real processes, DDP, torch's AdamW
+and OneCycleLR, in double precision."""
 
 from unittest import mock
 
@@ -31,7 +32,8 @@ def _batch(step, replica):
 
 def _train(rank, world, settings, drop_in):
     bare = LeastSquares()
-    # What the golden run fixes is the order of Eq. 8, which the paper leaves open; everything else is hdet's own.
+    # What the golden run fixes is the order of Eq. 8, which the paper leaves open; everything else
+    # is hdet's own.
     with mock.patch.object(
         design, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)
     ):
@@ -55,16 +57,26 @@ def _train(rank, world, settings, drop_in):
         )
         if drop_in:
             scheduler = hdet.OneCycleAutoLR(
-                optimizer, **schedule, auto_lr_warmup_steps=settings.warmup, ensemble_lr_spread_ratio=settings.spread,
-                model_sync_interval=settings.interval, enable_auto_lr=settings.controller, loss_scale=settings.sigma,
-                lr_of_lr=settings.step_size, momentum_of_lr=settings.momentum,
-            )  # fmt: skip
+                optimizer,
+                **schedule,
+                auto_lr_warmup_steps=settings.warmup,
+                ensemble_lr_spread_ratio=settings.spread,
+                model_sync_interval=settings.interval,
+                enable_auto_lr=settings.controller,
+                loss_scale=settings.sigma,
+                lr_of_lr=settings.step_size,
+                momentum_of_lr=settings.momentum,
+            )
             ensemble = scheduler.ensemble
         else:
             scheduler = ensemble = hdet.Ensemble(
-                optimizer, OneCycleLR(optimizer, **schedule), knobs=[hdet.LearningRate(settings.spread)], sync=hdet.Sync(settings.interval, weights=settings.average),
-                warmup_steps=settings.warmup, controller=controller,
-            )  # fmt: skip
+                optimizer,
+                OneCycleLR(optimizer, **schedule),
+                knobs=[hdet.LearningRate(settings.spread)],
+                sync=hdet.Sync(settings.interval, weights=settings.average),
+                warmup_steps=settings.warmup,
+                controller=controller,
+            )
         rates, cycles = [], []
         for step in range(settings.steps):
             rates.append(optimizer.param_groups[0]["lr"])

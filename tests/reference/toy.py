@@ -1,6 +1,8 @@
-"""A least-squares problem with the same numbers everywhere: no library's random generator is involved.
+"""A least-squares problem with the same numbers everywhere: no library's random generator is
+involved.
 
-Step t, replica r sees `ROWS` rows x with targets y = x . truth + noise; loss = mean of (x . theta - y)^2 / 2.
+Step t, replica r sees `ROWS` rows x with targets y = x . truth + noise; loss = mean of (x . theta -
+y)^2 / 2.
 """
 
 import math

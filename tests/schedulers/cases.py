@@ -1,4 +1,5 @@
-"""What is run twice, once with torch's OneCycleLR and once with hdet's OneCycleAutoLR: optimizers, arguments, and one training step."""
+"""What is run twice, once with torch's OneCycleLR and once with hdet's OneCycleAutoLR: optimizers,
+arguments, and one training step."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class Net(nn.Module):
 
 
 class Toy:
-    """A small network with two parameter groups, under DDP where there is a process group, its optimizer and fixed data of this ``rank``; two
+    """A small network with two parameter groups, under DDP where there is a process group, its
+    optimizer and fixed data of this ``rank``; two
     of them with the same case are bitwise the same."""
 
     def __init__(self, optimizer: Callable[[Params], Optimizer], rank: int = 0) -> None:
@@ -172,7 +174,8 @@ def pair(build: Any, case: Case, rank: int = 0, **more: Any) -> tuple[Toy, Any]:
 
 
 def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
-    """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs at the end of one cycle."""
+    """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs
+    at the end of one cycle."""
     return Scripted([1.0] * cycle + [factors or 1.0], [rho] * (len(factors) or 2))
 
 
@@ -194,7 +197,8 @@ HYPERPARAMETERS = (
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Every group's scalar settings, tensors as (type, bytes): equal means bitwise equal and of the same kind."""
+    """Every group's scalar settings, tensors as (type, bytes): equal means bitwise equal and of the
+    same kind."""
     return [
         {key: exact(group[key]) for key in HYPERPARAMETERS if key in group}
         for group in optimizer.param_groups

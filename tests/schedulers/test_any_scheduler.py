@@ -1,7 +1,10 @@
-"""An Ensemble drives any torch scheduler. Neutral: base values are the scheduler's own, bitwise. Corrected: exactly the factor times those.
+"""An Ensemble drives any torch scheduler.
 
-Most of torch's schedulers are recursive (the next value is computed from the one in the group), so a correction or a multiplier
-that stays in the group would compound: the factor 2 of one cycle would be 4, 8, 16 ... after the next steps.
+Neutral: base values are the scheduler's own, bitwise. Corrected: exactly the factor times those.
+
+Most of torch's schedulers are recursive (the next value is computed from the one in the group), so
+a correction or a multiplier that stays in the group would compound: the factor 2 of one cycle would
+be 4, 8, 16 ... after the next steps.
 """
 
 from types import SimpleNamespace
@@ -97,7 +100,8 @@ def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rh
 @pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
-    """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and 1/4 (group 1) times the scheduler's."""
+    """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and
+    1/4 (group 1) times the scheduler's."""
     plain, ours = Toy(optimizer), Toy(optimizer)
     scheduler, ensemble = (
         SCHEDULERS[name](plain.optimizer),
@@ -135,7 +139,8 @@ def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_multiplier_exists_only_inside_the_step(fails):
-    """At rest the base value, inside the step base * rho, and the base again when the step raises."""
+    """At rest the base value, inside the step base * rho, and the base again when the step
+    raises."""
     seen, toy = [], Toy(sgd)
 
     def hook(optimizer, *_):
@@ -160,7 +165,8 @@ def test_multiplier_exists_only_inside_the_step(fails):
 
 
 def test_groups_that_share_one_tensor_rate_are_refused():
-    """torch puts a tensor lr of the constructor into every group: such groups cannot have multipliers of their own."""
+    """torch puts a tensor lr of the constructor into every group: such groups cannot have
+    multipliers of their own."""
     toy = Toy(sgd_shared_tensor_lr)
     pair = hdet.Replicas(0, 2, None)
     with pytest.raises(ValueError, match="tensor"):
@@ -190,7 +196,8 @@ ZEROS = {
 @pytest.mark.parametrize("decay", [None, "printed"])
 @pytest.mark.parametrize("name", ZEROS)
 def test_a_schedule_that_reaches_zero(name, decay, warmup):
-    """No division by it and no decision from it: training goes on, with finite rates and the groups' ratio as it was."""
+    """No division by it and no decision from it: training goes on, with finite rates and the
+    groups' ratio as it was."""
     toy = Toy(sgd)
     for group, rate in zip(toy.optimizer.param_groups, (5e-4, 2.5e-4), strict=True):
         group["lr"] = (

@@ -1,4 +1,5 @@
-"""A loop written for the published class runs after changing its import; and our class inside torch's composed schedulers."""
+"""A loop written for the published class runs after changing its import; and our class inside
+torch's composed schedulers."""
 
 import inspect
 from contextlib import nullcontext

@@ -1,4 +1,5 @@
-"""Spread 0 is torch's OneCycleLR bitwise: rates, momenta and parameters, at rest, at every step, over every way to call it."""
+"""Spread 0 is torch's OneCycleLR bitwise: rates, momenta and parameters, at rest, at every step,
+over every way to call it."""
 
 import copy
 import json
@@ -90,7 +91,10 @@ def unequal(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_spread_zero_is_torch_under_ddp(world):
-    """Each replica has data of its own. 1/3 is not a binary fraction, so even an average of equal parameters would change them."""
+    """Each replica has data of its own.
+
+    1/3 is not a binary fraction, so even an average of equal parameters would change them.
+    """
     assert run_ranks(unequal, world) == [[]] * world
 
 
@@ -164,7 +168,8 @@ def test_resume_by_last_epoch(case):
 @pytest.mark.parametrize("first", ["optimizer", "scheduler"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_resume_by_state_dict(case, first, tmp_path):
-    """Save and load in the middle, through torch.save with weights_only, in either order: the rest of the run is torch's, bitwise."""
+    """Save and load in the middle, through torch.save with weights_only, in either order: the rest
+    of the run is torch's, bitwise."""
     torchs, ours = both(case)
     half = case.steps // 2
     run_alike((torchs, ours), half)
@@ -186,7 +191,8 @@ def test_resume_by_state_dict(case, first, tmp_path):
     "case", [case for case in CASES if case.optimizer is not sgd_shared_tensor_lr], ids=str
 )
 def test_state_is_plain_data(case):
-    """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts alone."""
+    """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts
+    alone."""
     toy = Toy(case.optimizer)
     every = min(2, case.steps // 2)  # a run of one cycle is warned of
     with pytest.warns(UserWarning, match="one replica"):

@@ -1,4 +1,5 @@
-"""Base value = schedule x correction, and who may write: the Ensemble, or the user inside `rescheduling` and by `set_value`."""
+"""Base value = schedule x correction, and who may write: the Ensemble, or the user inside
+`rescheduling` and by `set_value`."""
 
 from __future__ import annotations
 

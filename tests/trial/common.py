@@ -21,9 +21,15 @@ def sgd(parameters: Any, lr: float, weight_decay: float = 0.0) -> torch.optim.SG
 
 
 def auto_run(
-    lr: float = 0.03, rank: int = 0, *, net: nn.Module | None = None, controlled: bool = True, shadow: bool = False,
-    of: dict[str, Any] | None = None, **settings: Any,
-) -> Run:  # fmt: skip
+    lr: float = 0.03,
+    rank: int = 0,
+    *,
+    net: nn.Module | None = None,
+    controlled: bool = True,
+    shadow: bool = False,
+    of: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
     """``of``: settings of the AutoLR; ``controlled`` False: without one."""
 
     def make(model: nn.Module) -> hdet.Controller:
@@ -64,7 +70,8 @@ def training(
     plain: bool = False,
     **settings: Any,
 ) -> Iterator[Any]:
-    """A loop for models that `Run` does not know: yields its Ensemble after each step; ``plain``: it has none."""
+    """A loop for models that `Run` does not know: yields its Ensemble after each step; ``plain``:
+    it has none."""
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=lr)
     ensemble = None if plain else hdet.Ensemble(optimizer, total_steps=1500, **settings)
     for step in range(steps):

@@ -95,7 +95,8 @@ def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: st
 
 @pytest.mark.parametrize("groups", [None, [1]])
 def test_groups_whose_steps_are_not_alike_are_not_compared(groups: Any) -> None:
-    """One that is warming up, or that is not searched, says nothing of how long an arm's step ought to be."""
+    """One that is warming up, or that is not searched, says nothing of how long an arm's step ought
+    to be."""
     net = model()
 
     def optimizer(parameters: Any, **_: Any) -> torch.optim.Optimizer:
@@ -164,7 +165,10 @@ def test_a_closure_that_is_no_function_is_refused_by_name(wrong: Any, controlled
     run = auto_run(controlled=controlled)
     with pytest.raises(
         TypeError,
-        match=rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: losses_of\(model, batch\)",
+        match=(
+            rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: "
+            r"losses_of\(model, batch\)"
+        ),
     ):
         run.ensemble.step(1.0, wrong)
 

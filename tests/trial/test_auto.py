@@ -86,13 +86,37 @@ LOOKS = ", so only how far the first 28 steps move the weights is looked at. "
 @pytest.mark.parametrize(
     ("total", "budget", "plan"),
     [
-        (SHORTEST, None, "a trial in the first 56 steps, at 0.125, 1, 8, 64, 512 times your rate; it costs at most 196 steps (19.6 % of the run)"),
-        (1310, 0.15, "a trial in "), (250, 0.9, "a trial in "), (5000, 0, "only how far "), (None, None, "only how far "),
-        (1300, 0.15, f"1300 steps are too few for a trial within the budget{LOOKS}For a trial pass budget=0.16, or use hdet.find_rate"),
-        (SHORTEST - 1, None, f"999 steps are too few for a trial within the budget{LOOKS}For a trial pass budget=0.2, or use hdet.find_rate"),
+        (
+            SHORTEST,
+            None,
+            (
+                "a trial in the first 56 steps, at 0.125, 1, 8, 64, 512 times your rate; it costs "
+                "at most 196 steps (19.6 % of the run)"
+            ),
+        ),
+        (1310, 0.15, "a trial in "),
+        (250, 0.9, "a trial in "),
+        (5000, 0, "only how far "),
+        (None, None, "only how far "),
+        (
+            1300,
+            0.15,
+            (
+                f"1300 steps are too few for a trial within the budget{LOOKS}For a trial pass "
+                "budget=0.16, or use hdet.find_rate"
+            ),
+        ),
+        (
+            SHORTEST - 1,
+            None,
+            (
+                f"999 steps are too few for a trial within the budget{LOOKS}For a trial pass "
+                "budget=0.2, or use hdet.find_rate"
+            ),
+        ),
         (150, None, f"150 steps are too few for a trial{LOOKS}Use hdet.find_rate"),
     ],
-)  # fmt: skip
+)
 def test_a_trial_is_made_where_it_is_within_the_budget(
     total: int | None, budget: float | None, plan: str
 ) -> None:
@@ -112,7 +136,10 @@ def test_a_closure_that_is_missing_in_the_middle_is_asked_for(index: int) -> Non
     run.closure = None
     with pytest.raises(
         TypeError,
-        match=r"in each of its steps: call ensemble.step\(loss, closure=lambda: losses_of\(model, batch\)\)",
+        match=(
+            r"in each of its steps: call ensemble.step\(loss, closure=lambda: losses_of\(model, "
+            r"batch\)\)"
+        ),
     ):
         run.step()
 
@@ -190,13 +217,21 @@ def test_an_object_is_for_one_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"model": 1}, TypeError, "a torch.nn.Module is needed, got int"), ({"before_step": 1}, TypeError, "before_step must be callable"),
-        ({"scaler": 1}, TypeError, "scaler must be a torch GradScaler"), ({"place": "disk"}, ValueError, "'device' or 'host'"),
-        ({"budget": 1.0}, ValueError, "for 3 % write 0.03"), ({"budget": -0.1}, ValueError, "budget"),
-        ({"val_batches": (loss_of, iter([1]))}, TypeError, "a list of batches, got .*list_iterator"),
-        ({"val_batches": (1, [1])}, TypeError, r"must be \(loss_fn, batches\)"), ({"val_batches": (loss_of, [])}, ValueError, "no batch"),
+        ({"model": 1}, TypeError, ("a torch.nn.Module is needed, got int")),
+        ({"before_step": 1}, TypeError, "before_step must be callable"),
+        ({"scaler": 1}, TypeError, ("scaler must be a torch GradScaler")),
+        ({"place": "disk"}, ValueError, "'device' or 'host'"),
+        ({"budget": 1.0}, ValueError, ("for 3 % write 0.03")),
+        ({"budget": -0.1}, ValueError, "budget"),
+        (
+            {"val_batches": (loss_of, iter([1]))},
+            TypeError,
+            ("a list of batches, got .*list_iterator"),
+        ),
+        ({"val_batches": (1, [1])}, TypeError, (r"must be \(loss_fn, " r"batches\)")),
+        ({"val_batches": (loss_of, [])}, ValueError, "no batch"),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_cannot_be_used_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -217,8 +252,15 @@ def test_the_report_says_what_was_measured() -> None:
 def test_layers_that_move_unlike_the_others_are_named() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(4)], torch.nn.Linear(6, 1))
-    run = auto_run(0.01, net=net, closure=False, optimizer=lambda p, lr, weight_decay: torch.optim.AdamW(
-        [{"params": net[:3].parameters()}, {"params": net[3:].parameters(), "lr": lr * 100}], lr), scheduler=None).steps(STEPS)  # fmt: skip
+    run = auto_run(
+        0.01,
+        net=net,
+        closure=False,
+        optimizer=lambda p, lr, weight_decay: torch.optim.AdamW(
+            [{"params": net[:3].parameters()}, {"params": net[3:].parameters(), "lr": lr * 100}], lr
+        ),
+        scheduler=None,
+    ).steps(STEPS)
     assert run.controller.layers.keys() == {f"{n}.weight" for n in range(5)}
     assert run.ensemble.report().splitlines()[-1].startswith("the median matrix moved by ")
     assert all(f"{n}.weight by" in run.ensemble.report() for n in (3, 4))
@@ -279,11 +321,18 @@ def damaged(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("done",), 1), (("cost",), -1.0), (("interval",), 3), (("repeats",), 0.5), (("interval", "low"), "0"),
-        (("interval", "trial", "arms"), 3), (("interval", "trial", "arms", 0, "rate"), "1"), (("interval", "trial", "arms", 1), {}),
-        (("interval", "trial", "first_losses"), None), (("interval", "total_steps"), 0),
+        (("done",), 1),
+        (("cost",), -1.0),
+        (("interval",), 3),
+        (("repeats",), 0.5),
+        (("interval", "low"), "0"),
+        (("interval", "trial", "arms"), 3),
+        (("interval", "trial", "arms", 0, "rate"), "1"),
+        (("interval", "trial", "arms", 1), {}),
+        (("interval", "trial", "first_losses"), None),
+        (("interval", "total_steps"), 0),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_state_is_refused_and_nothing_changed(path: tuple[Any, ...], value: Any) -> None:
     run = auto_run(0.03).steps(3)
     before = run.controller.state_dict()

@@ -1,4 +1,5 @@
-"""How far weights have moved, and whether they were trained before: from samples, over several ranks."""
+"""How far weights have moved, and whether they were trained before: from samples, over several
+ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trials of sharded replicas: decisions are those of one process, whatever a rank holds, and the run does not feel them."""
+"""Trials of sharded replicas: decisions are those of one process, whatever a rank holds, and the
+run does not feel them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
 def trained(
     net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow: bool | None = False
 ) -> tuple[Any, list[torch.Tensor]]:
-    """What is found (nothing without a controller: ``shadow`` None), and the whole weights after each step from a trial's first one on."""
+    """What is found (nothing without a controller: ``shadow`` None), and the whole weights after
+    each step from a trial's first one on."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     with torch.no_grad():
         loss_of(
@@ -70,7 +72,8 @@ def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: s
             [arm.loss for arm in alone.trial.arms], rel=1e-9
         )
         assert interval.low == pytest.approx(alone.low, rel=1e-6)
-        # Of parts, each of which is one matrix: a median over other numbers than those of one process.
+        # Of parts, each of which is one matrix: a median over other numbers than those of one
+        # process.
         assert interval.trial.arms[1].displacement == pytest.approx(
             alone.trial.arms[1].displacement, rel=0.5
         )

@@ -1,4 +1,5 @@
-"""While arms are trained in its place nobody sees, and nothing changes, the run; whatever surrounds it."""
+"""While arms are trained in its place nobody sees, and nothing changes, the run; whatever surrounds
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Made(torch.optim.Optimizer):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor subclass in the style of torchao's: another tensor holds its values, and there are few operations."""
+    """A tensor subclass in the style of torchao's: another tensor holds its values, and there are
+    few operations."""
 
     KEPT = ("detach", "clone", "copy_", "_to_copy", "alias", "add_", "mul_")
     READ = ("t", "addmm", "mm", "zeros_like", "linalg_vector_norm")
@@ -209,7 +211,8 @@ def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None
 
 
 def with_closure(act: Callable[[Run], object], at: int = 3, call: int = 4, **settings: Any) -> Run:
-    """``act`` is called by the closure, before losses are computed: in step ``at``, for arm number ``call``."""
+    """``act`` is called by the closure, before losses are computed: in step ``at``, for arm number
+    ``call``."""
     run, calls = auto_run(**settings), []
     losses = run.losses
 
@@ -266,11 +269,14 @@ def test_ctrl_c_leaves_the_run(request: pytest.FixtureRequest) -> None:
 
 
 REFUSED: dict[str, Callable[[Run], object]] = {
-    "model.state_dict()": lambda run: run.net.state_dict(), "optimizer.state_dict()": lambda run: run.optimizer.state_dict(),
-    "ensemble.state_dict()": lambda run: run.ensemble.state_dict(), "ensemble.step()": lambda run: run.ensemble.step(1.0),
-    "ensemble.converge()": lambda run: run.ensemble.converge(), "ensemble.close()": lambda run: run.ensemble.close(),
+    "model.state_dict()": lambda run: run.net.state_dict(),
+    "optimizer.state_dict()": lambda run: run.optimizer.state_dict(),
+    "ensemble.state_dict()": lambda run: run.ensemble.state_dict(),
+    "ensemble.step()": lambda run: run.ensemble.step(1.0),
+    "ensemble.converge()": lambda run: run.ensemble.converge(),
+    "ensemble.close()": lambda run: run.ensemble.close(),
     "ensemble.load_state_dict()": lambda run: run.ensemble.load_state_dict({}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("at", [3, STEPS + 1])
@@ -373,7 +379,8 @@ def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
 
 
 class Either(nn.Module):
-    """Steps use one of two branches in turn: DDP has to be told, and remembers it from step to step."""
+    """Steps use one of two branches in turn: DDP has to be told, and remembers it from step to
+    step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +394,8 @@ class Either(nn.Module):
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize(("view", "branches"), [(False, False), (True, False), (False, True)])
 def test_under_ddp_a_shadow_is_bitwise_the_plain_run(view: bool, branches: bool) -> None:
-    """With a communication hook; where gradients are views of DDP's buckets; where it finds unused parameters."""
+    """With a communication hook; where gradients are views of DDP's buckets; where it finds unused
+    parameters."""
     assert run_ranks(under_ddp, 2, view, branches) == [([True] * 5, 0 if branches else ALL + 4)] * 2
 
 

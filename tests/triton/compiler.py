@@ -1,4 +1,5 @@
-"""Compiling for an H100 (sm_90) on a machine without a GPU: what the backend would launch, and what became of it."""
+"""Compiling for an H100 (sm_90) on a machine without a GPU: what the backend would launch, and what
+became of it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Driver:
-    """As much of a driver as Triton asks for to compile: a device of compute capability 9.0 that nothing runs on."""
+    """As much of a driver as Triton asks for to compile: a device of compute capability 9.0 that
+    nothing runs on."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """A number that no device has: what is compiled here stays apart from what runs on a GPU in the same process."""
+        """A number that no device has: what is compiled here stays apart from what runs on a GPU in
+        the same process."""
         return 1000
 
     def get_current_stream(self, device: int) -> int:
@@ -33,7 +36,8 @@ class Driver:
 
 
 class Compiling(DeviceMemory):
-    """Tables on the CPU; a launch only compiles, as it would for CUDA tensors at these addresses, and is noted."""
+    """Tables on the CPU; a launch only compiles, as it would for CUDA tensors at these addresses,
+    and is noted."""
 
     launches: ClassVar[list[tuple[str, Any]]] = []
 
@@ -69,7 +73,8 @@ class Binary:
         return len(re.findall(rf"\b{pattern}", self.code))
 
     def accesses(self, kind: str, size: str) -> int:
-        """Accesses of elements in the PTX, which are those under a mask: `kind` ld or st, `size` v4.b32, v2.b32, b32, b16."""
+        """Accesses of elements in the PTX, which are those under a mask: `kind` ld or st, `size`
+        v4.b32, v2.b32, b32, b16."""
         return len(
             re.findall(rf"@%p\d+ {kind}\.global(?:\.L\w+::\w+)*\.{re.escape(size)}\s", self.ptx)
         )

@@ -1,6 +1,8 @@
-"""The Triton kernels in Triton's interpreter. test_interpreter.py runs this file in a process with TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. test_interpreter.py runs this file in a process with
+TRITON_INTERPRET=1.
 
-The interpreter makes numpy calls of every operation of every program, so there are few programs here: what does not fit is cut.
+The interpreter makes numpy calls of every operation of every program, so there are few programs
+here: what does not fit is cut.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def clones(column: Sequence[Tensor | None] | None) -> list[Any]:
 
 
 class Twin:
-    """A plan that is two: every step runs on Triton and, on copies of the same tensors, on the native CPU backend, and is compared."""
+    """A plan that is two: every step runs on Triton and, on copies of the same tensors, on the
+    native CPU backend, and is compared."""
 
     def __init__(self, tensors: StepTensors) -> None:
         self.tensors = tensors
@@ -95,7 +98,8 @@ class Twin:
 
 
 def cut(case: Case) -> Case:
-    """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one step if nothing changes between steps."""
+    """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one
+    step if nothing changes between steps."""
     sizes = case.sizes if len(case.sizes) <= 7 else case.sizes[:4] + case.sizes[-3:]
     changes = case.changing or case.spoiled or case.special or case.found_inf
     case = replace(case, sizes=sizes, steps=min(case.steps, 2) if changes else 1)
@@ -104,10 +108,11 @@ def cut(case: Case) -> Case:
 
 @pytest.fixture(autouse=True, scope="session")
 def patch_once() -> None:
-    """The interpreter patches triton.language anew for every call of a device function, which takes longer than most calls.
+    """The interpreter patches triton.language anew for every call of a device function, which takes
+    longer than most calls.
 
-    Once for each kernel and each module that device functions know it by is enough. This only saves time: a Triton that does it in
-    another way is left alone.
+    Once for each kernel and each module that device functions know it by is enough. This only saves
+    time: a Triton that does it in another way is left alone.
     """
     original, outer, done = getattr(interpreter, "_patch_lang", None), [], set()
     if original is None:
@@ -174,7 +179,8 @@ def draw(out, inputs, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("element", [0, 4096, (1 << 33) + 4, (1 << 40) + 64])
 def test_random_bits_are_those_of_every_backend(element: int) -> None:
-    """Of one tensor's elements, also far beyond 2^32, where the quad's number needs the counter's second word."""
+    """Of one tensor's elements, also far beyond 2^32, where the quad's number needs the counter's
+    second word."""
     seed, step, replica, identity = (1 << 63) + 12345, 77, 5, 9
     out = torch.zeros(64, dtype=torch.int64)
     draw[(1,)](out, torch.tensor([seed - (1 << 64), step, replica, identity, element]), BLOCK=64)
@@ -189,7 +195,8 @@ def test_random_bits_are_those_of_every_backend(element: int) -> None:
 
 
 def test_elements_beyond_two_to_the_31() -> None:
-    """A chunk far into a tensor that starts as far before its memory: the same results at the same addresses."""
+    """A chunk far into a tensor that starts as far before its memory: the same results at the same
+    addresses."""
     far = (1 << 33) + 16384
 
     def problem() -> tuple[list[torch.Tensor], torch.Tensor, triton_step.TritonStepPlan]:
@@ -296,7 +303,10 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(
         capturing[0] = True
         with pytest.raises(
             RuntimeError,
-            match=r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run one step",
+            match=(
+                r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run "
+                r"one step"
+            ),
         ):
             plan.step([g], [StepSettings(0.5)], options)
         capturing[0] = False
@@ -323,7 +333,10 @@ def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:
 @pytest.mark.parametrize(("batch", "m", "length"), [(1, 16, 16), (2, 35, 50), (3, 5, 3)])
 @pytest.mark.parametrize("dtype", symmetric.TYPES, ids=str)
 def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype) -> None:
-    """A tile, six tiles of which some are cut, and less than one, beside float64. To one rounding."""
+    """A tile, six tiles of which some are cut, and less than one, beside float64.
+
+    To one rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(batch, m, length, generator=generator) / length**0.5).to(dtype)
     gram = symmetric.product(x, x, None, 1.0, 0.0)

@@ -1,4 +1,5 @@
-"""What the backend would launch on an H100, compiled without one: memory accesses, registers, and when it compiles again."""
+"""What the backend would launch on an H100, compiled without one: memory accesses, registers, and
+when it compiles again."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ def check_code(compiled: Any, folder: Path, float64: bool = False, shared: bool 
 
 
 def check_accesses(binary: Binary, read: list[torch.dtype], written: list[torch.dtype]) -> None:
-    """Eight elements a thread at a time, float32 in 16 bytes; 16 bits in 16 bytes where nothing is wider, else in 8. Then the tail."""
+    """Eight elements a thread at a time, float32 in 16 bytes; 16 bits in 16 bytes where nothing is
+    wider, else in 8. Then the tail."""
     for kind, streams in (("ld", read), ("st", written)):
         wide, narrow = (
             [d for d in streams if d.itemsize == 4],
@@ -186,7 +188,10 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
 def test_moments_in_8_bits(
     rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path
 ) -> None:
-    """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4. The largest of a block passes between threads."""
+    """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4.
+
+    The largest of a block passes between threads.
+    """
     stored = Stored(
         rule,
         first=U8,
@@ -360,7 +365,8 @@ def test_symmetric_products(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On tensor cores, fed by copies that pass by the registers where rows begin at multiples of 16 bytes; nothing is spilled."""
+    """On tensor cores, fed by copies that pass by the registers where rows begin at multiples of 16
+    bytes; nothing is spilled."""
     monkeypatch.setattr(symmetric, "_memory", Compiling)
     x, square = (
         torch.empty(2, m, length, dtype=dtype, device="meta"),

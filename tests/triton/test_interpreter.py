@@ -1,4 +1,5 @@
-"""The Triton kernels on any machine: Triton decides when it is imported whether it interprets, so each test here is a process."""
+"""The Triton kernels on any machine: Triton decides when it is imported whether it interprets,
+so each test here is a process."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ original = builtins.__import__
 
 def watched(name, globals=None, *rest):
     importer = (globals or {}).get("__name__", "")
-    assert not (name.startswith("triton") and importer.startswith("hdet")), f"{importer} imports {name}"  # torch may
+    ours = name.startswith("triton") and importer.startswith("hdet")  # torch may
+    assert not ours, f"{importer} imports {name}"
     return original(name, globals, *rest)
 
 builtins.__import__ = watched

@@ -1,1 +1,2 @@
-"""The CUDA sources on the host: csrc/cuda compiled by a C++ compiler behind cuda_runtime.h, as a second hdet._C, under sanitizers."""
+"""The CUDA sources on the host: csrc/cuda compiled by a C++ compiler behind cuda_runtime.h, as a
+second hdet._C, under sanitizers."""

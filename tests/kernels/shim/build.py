@@ -1,4 +1,5 @@
-"""Builds the shim: hdet._C with csrc/cuda compiled for the host, under the address and undefined-behaviour sanitizers."""
+"""Builds the shim: hdet._C with csrc/cuda compiled for the host, under the address and
+undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the shim is for, besides the tables of the other backends: the bits of the CPU backend, accesses, launches, copies, capture.
+"""What the shim is for, besides the tables of the other backends: the bits of the CPU backend,
+accesses, launches, copies, capture.
 
-Not collected by itself: test_shim.py runs it in a process with the sanitizers, with `-p tests.kernels.shim.plugin`.
+Not collected by itself: test_shim.py runs it in a process with the sanitizers, with `-p
+tests.kernels.shim.plugin`.
 """
 
 from __future__ import annotations
@@ -231,7 +233,10 @@ def test_a_captured_step_copies_nothing_and_says_what_it_needs() -> None:
 
 
 def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
-    """Its kernel's code would be loaded under capture. Uploading that there is one does not load it."""
+    """Its kernel's code would be loaded under capture.
+
+    Uploading that there is one does not load it.
+    """
     problem, plan, gradients, settings = prepared()
     options = StepOptions(max_norm=1.0)
     plan.upload(settings, options)
@@ -239,7 +244,10 @@ def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
     launches = launched()
     refused = pytest.raises(
         RuntimeError,
-        match=r"takes a norm.*as no step before it did \(max_grad_norm.*before the capture run one step",
+        match=(
+            r"takes a norm.*as no step before it did \(max_grad_norm.*before the capture run one "
+            r"step"
+        ),
     )
     with problem.unchanged(), refused:
         plan.step(gradients, settings, options)

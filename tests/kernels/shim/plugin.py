@@ -1,6 +1,8 @@
-"""A pytest plugin that puts the shim in the place of hdet._C and lets backend="cuda" work on tensors in host memory.
+"""A pytest plugin that puts the shim in the place of hdet._C and lets backend="cuda" work on
+tensors in host memory.
 
-Loaded before anything of hdet: `pytest -p tests.kernels.shim.plugin`. HDET_SHIM is the module's path.
+Loaded before anything of hdet: `pytest -p tests.kernels.shim.plugin`. HDET_SHIM is the module's
+path.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ counted = ctypes.CDLL(os.environ["HDET_SHIM"])
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Puts back what was the device, as torch does; what is launched outside of it leaves the device changed."""
+    """Puts back what was the device, as torch does; what is launched outside of it leaves the
+    device changed."""
     before = counted.shim_device()
     try:
         yield
@@ -75,9 +78,11 @@ cases.device_of = lambda backend: "cpu"
 
 
 def pytest_collection_modifyitems(config: object, items: list[pytest.Item]) -> None:
-    """Of the tables that every backend runs only what "cuda" runs; of the rest only what was written for the shim.
+    """Of the tables that every backend runs only what "cuda" runs; of the rest only what was
+    written for the shim.
 
-    Not the table of cases: checks.py has each of them give the CPU's bits, guards included, and those agree with float64.
+    Not the table of cases: checks.py has each of them give the CPU's bits, guards included, and
+    those agree with float64.
     """
     items[:] = [
         item
