@@ -44,9 +44,11 @@ CHOSEN = (
 """of different kinds, with batches that eight ranks can share"""
 
 
-def worker(rank: int, world: int, workload: str, spread: bool) -> list[Record]:
+def worker(
+    rank: int, world: int, workload: str, spread: bool, starts: Sequence[int]
+) -> list[Record]:
     """What searches from each start have found, which must be the same on all ranks."""
-    found = [search(rank, world, workload, exponent, spread) for exponent in STARTS]
+    found = [search(rank, world, workload, exponent, spread) for exponent in starts]
     every: list[Any] = [None] * world
     dist.all_gather_object(every, found)
     assert len(set(map(str, every))) == 1, every
@@ -82,10 +84,10 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
     }  # fmt: skip
 
 
-def run(workload: str, count: int, way: str) -> Record:
+def run(workload: str, count: int, way: str, starts: Sequence[int]) -> Record:
     """One line of the results."""
     began = time.perf_counter()
-    found = spawn(worker, count, workload, WAYS[way])
+    found = spawn(worker, count, workload, WAYS[way], starts)
     return {
         "benchmark": "ranks", "workload": workload, "count": count, "way": way, "found": found,
         "seconds": time.perf_counter() - began, "torch": torch.__version__,
@@ -96,7 +98,9 @@ key = identity("workload", "count", "way")
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(count=options.counts, workload=options.workloads, way=list(WAYS))
+    return command.grid(
+        count=options.counts, workload=options.workloads, way=list(WAYS), starts=[options.starts]
+    )
 
 
 def table(records: Sequence[Record]) -> str:
@@ -154,8 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, two ranks", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(CHOSEN))
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8])
-    parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["mlp-friedman"], counts=[2], seeds=1)
+    parser.set_defaults(jobs=1, starts=STARTS)
+    options = command.parsed(
+        parser, arguments, workloads=["mlp-friedman"], counts=[2], starts=[-4], seeds=1
+    )
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

@@ -1,9 +1,7 @@
-"""A measurement of its own: cosines of the gradient and the way since the cycle began (Baydin et
-al. 2018, arXiv 1703.04782, over more than one step). One replica and one learning rate are enough.
+"""Cosines of gradients and the way since the cycle began (Baydin et al. 2018, arXiv 1703.04782).
 
-GREEDY: it asks what is good at once. A cycle that has reached its noise floor says "lower" even
-where the rate is right for the run. Use it to leave a rate that is far off.
-"""
+One replica and one rate are enough. GREEDY: a cycle that has reached its noise floor says "lower"
+even where the rate is right for the run. Use it to leave a rate that is far off."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from hdet.measure import Measurement, Watched
 
 
 class Cosines(Measurement):
-    """[replica][sample]: before each step in the second half of a cycle, the cosine of the gradient
-    that is about to be used and the displacement since the cycle began."""
+    """[replica][sample]: in the second half of a cycle, the gradient's cosine with the way."""
 
     def watch(self, watched: Watched) -> None:
         self.parameters, self.length = watched.sets[0], watched.clock.sync_interval

@@ -65,8 +65,11 @@ class ReplicaTensors(Sequence[torch.Tensor]):
         return list(self)[index]
 
     def marks(self) -> list[tuple[torch.Tensor, int]]:
-        """The buffers and their versions: for `unwritten`."""
-        return [(b, 0 if b.is_inference() else b._version) for b in self.buffers]
+        """The buffers and their versions: for `unwritten`. All of a model's: BatchNorm counts its
+        batches in place, and writes its running statistics without raising their version."""
+        counted = [] if self.model is None else list(self.model.buffers())
+        buffers = [*self.fixed[len(self.parameters) :], *counted]
+        return [(b, 0 if b.is_inference() else b._version) for b in buffers]
 
     def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:
         """Are the buffers those of then, and has nobody written to them? (Without looking at

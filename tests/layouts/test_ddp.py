@@ -161,6 +161,8 @@ def with_batch_norm(rank: int, world: int, spread: float) -> Any:
         steps.append((before, flat([norm.running_mean, norm.running_var]), *known))
     ensemble.converge()
     steps[-1] = (*steps[-1][:3], ensemble.in_sync)
+    loss_of(net, batch(0, rank))  # a forward pass alone moves them
+    assert not ensemble.in_sync
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ensemble.close()
