@@ -53,7 +53,9 @@ class CoresidentReplicas(Replicas):
     - ``backward`` belongs inside of the same `use`: activation checkpointing (or whatever else runs
       modules in a backward pass) runs them with the weights that are in place then. Elsewhere that
       is a ValueError, as soon as a module with parameters of its own is called; where nothing runs
-      again, gradients are right wherever ``backward`` is.
+      again, gradients are right wherever ``backward`` is. (A reentrant checkpoint of the first
+      layers does not know its replica: inside of another replica's `use` nothing is raised, and
+      gradients are wrong. Pass ``use_reentrant=False``.)
     - Trained parameters that the optimizer given to the Ensemble does not have are shared, like
       frozen ones.
     - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k >
