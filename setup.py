@@ -186,9 +186,8 @@ class CMakeBuild(build_ext):
         if result.returncode != 0:
             raise SystemExit(
                 f"hdet: the native module did not build ({Path(str(command[0])).name} exit code "
-                f"{result.returncode}); "
-                "the compiler's message is above. If it concerns CUDA, HDET_CUDA=0 skips the CUDA "
-                "kernels."
+                f"{result.returncode}); the compiler's message is above. If it concerns CUDA, "
+                "HDET_CUDA=0 skips the CUDA kernels."
             )
 
 

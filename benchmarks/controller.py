@@ -40,8 +40,7 @@ CONTROLLERS: dict[str, type[Controller]] = {"probe": ProbeRule, "softmax": Softm
 class Cycle:
     """The way of one cycle through the `Ensemble`, between the all_reduce and the next step.
 
-    The schedule stays at its peak, where every
-    vote counts."""
+    The schedule stays at its peak, where every vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
         specs = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]

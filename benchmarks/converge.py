@@ -1,8 +1,8 @@
 """The converge beside its floor: one flat all_reduce of the same bytes, which no average of K
 replicas can beat.
 
-    python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE]
-    python -m benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE] python -m
+    benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
 
 Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (Buckets), torch's
 PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.

@@ -282,8 +282,7 @@ def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield (
             f"AutoLR, {level}: of {len(poor)} starts that end more than {POOR:g} % from the best, "
             f"{sum(auto <= GOOD for auto in poor)} end within {GOOD:g} %; {len(harmed)} of "
-            f"{len(pairs)} "
-            f"end worse by more than {WORSE:g} % (at most {max([0.0, *harmed]):.1f} %)"
+            f"{len(pairs)} end worse by more than {WORSE:g} % (at most {max([0.0, *harmed]):.1f} %)"
         )
 
 

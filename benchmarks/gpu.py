@@ -191,8 +191,8 @@ def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
 def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
     """The command's exit status; 1 where it takes longer.
 
-    It is interrupted then, so that pytest says what has failed so far, and killed
-    with all its processes. Does not wait for what cannot be killed."""
+    It is interrupted then, so that pytest says what has failed so far, and killed with all its
+    processes. Does not wait for what cannot be killed."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -1,13 +1,12 @@
-"""What a GPU says of the kernels in two minutes: a JSON line for each figure, as soon as it is
-there.
+"""What a GPU says of the kernels in two minutes: a JSON line for each figure, as it comes.
 
-    python -m benchmarks.one_gpu [--only formats small host newton-schulz buckets] [--device cpu]
+    python -m benchmarks.one_gpu [--only formats small newton-schulz buckets] [--device cpu]
 
 Each section answers a question. ``formats``: how near is each number format to a copy's bandwidth,
-on CUDA and on Triton? ``small``: what do 10 000 tensors of 1 000 elements take? ``host``: how long
-is the host busy with a step? ``newton-schulz``: which way of orthogonalising is fast and exact?
-``buckets``: what does an average cost without a wire? Times are medians in milliseconds, of graph
-replays where it says "alone". ``--device cpu`` tries the program with small tensors.
+on CUDA and on Triton? ``small``: what do 10 000 tensors of 1 000 elements take? ``newton-schulz``:
+which way of orthogonalising is fast and exact? ``buckets``: what does an average cost without a
+wire? Times are medians in milliseconds. Those of kernels are without the host (replays of a graph);
+benchmarks.step has the host's. ``--device cpu`` tries the program with small tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import hdet
 from hdet import kernels
 from hdet.converge.buckets import Buckets, Part
 from hdet.kernels import StepSettings, StepTensors
 from hdet.kernels.spec.eight_bit import count_scales
 from hdet.optim.newton_schulz import Iteration, SymmetricProduct, iterate, symmetric_product
+
+from .compare import Call, cuda_copy, gpt2, graph_of, numel, torch_adamw
+from .harness import alternate, alternate_on_cuda
 
 BF16, CODES, SPLIT = torch.bfloat16, torch.uint8, torch.int16
 SETTINGS = [StepSettings(1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)]
@@ -53,12 +53,6 @@ FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
 """(bytes that a step moves for each parameter, options of `Machine.step_of`)"""
 
 
-def gpt2(width: int, layers: int, tokens: int) -> list[tuple[int, ...]]:
-    block = [(width,)] * 2 + [(3 * width, width), (3 * width,), (width, width), (width,)]
-    block += [(width,)] * 2 + [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [(tokens, width), (1024, width), *block * layers, (width,), (width,)]
-
-
 def say(**record: object) -> None:
     print(json.dumps({"benchmark": "one_gpu", **record}), flush=True)
 
@@ -69,41 +63,17 @@ class Machine:
     def __init__(self, device: str) -> None:
         self.device, self.is_gpu = device, device == "cuda"
         self.backends = ("cuda", "triton") if self.is_gpu else ("cpu",)
-        self.shapes = gpt2(768, 12, 50257) if self.is_gpu else gpt2(32, 1, 101)
+        self.shapes = gpt2() if self.is_gpu else gpt2(32, 1)
 
-    def time(self, call: Callable[[], object], calls: int = 10) -> float:
+    def time(self, call: Call) -> float:
         """Milliseconds until the device has done one call, with the host's part."""
-        for _ in range(3):
-            call()
-        if not self.is_gpu:
-            start = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - start)
-        times = []
-        for _ in range(7):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / calls)
-        return statistics.median(times)
+        calls = {"it": call}
+        times = alternate_on_cuda(calls, 7) if self.is_gpu else alternate(calls, 3, warmup=1)
+        return 1e3 * statistics.median(times["it"])
 
-    def time_alone(self, call: Callable[[], object]) -> float:
+    def time_alone(self, call: Call) -> float:
         """Without the host: replays of a graph of the call."""
-        if not self.is_gpu:
-            return self.time(call)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return self.time(graph.replay)
+        return self.time(graph_of(call).replay if self.is_gpu else call)
 
     def make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
         return [torch.randn(shape, device=self.device).to(dtype) for shape in shapes]
@@ -160,25 +130,19 @@ class Machine:
 
 
 def formats(machine: Machine) -> None:
-    elements = sum(torch.Size(shape).numel() for shape in machine.shapes)
-    source = torch.randn(1 << (28 if machine.is_gpu else 20), device=machine.device)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / machine.time(lambda: target.copy_(source)) / 1e6
-    say(section="formats", name="copy", gb_s=round(copy))
-    params = [torch.nn.Parameter(p) for p in machine.make(machine.shapes, torch.float32)]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    peer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    say(
-        section="formats",
-        name="torch.optim.AdamW(fused=True)",
-        ms=round(machine.time(peer.step), 3),
-    )
+    copied = 0.0
+    if machine.is_gpu:
+        count, copy = cuda_copy()
+        copied = 8 * count / machine.time(copy) / 1e6
+        say(section="formats", name="copy", gb_s=round(copied))
+    params, gradients = (machine.make(machine.shapes, torch.float32) for _ in range(2))
+    ms = machine.time(torch_adamw(params, gradients).step)
+    say(section="formats", name="torch.optim.AdamW(fused=True)", ms=round(ms, 3))
     for backend in machine.backends:
         for name, (size, options) in FORMATS.items():
             ms = machine.time_alone(machine.step_of(machine.shapes, backend, **options))
-            of_copy = round(size * elements / ms / 1e6 / copy, 3)
-            say(section="formats", backend=backend, name=name, ms=round(ms, 3), of_copy=of_copy)
+            part = round(size * numel(machine.shapes) / ms / 1e6 / copied, 3) if copied else None
+            say(section="formats", backend=backend, name=name, ms=round(ms, 3), of_copy=part)
 
 
 def small(machine: Machine) -> None:
@@ -187,25 +151,6 @@ def small(machine: Machine) -> None:
         call = machine.step_of(shapes, backend)
         ms, whole = machine.time_alone(call), machine.time(call)
         say(section="small", backend=backend, ms=round(ms, 3), with_host=round(whole, 3))
-
-
-def host(machine: Machine) -> None:
-    params = [torch.nn.Parameter(torch.zeros(1, device=machine.device)) for _ in range(300)]
-    sets = [[torch.zeros(1, device=machine.device) for _ in params] for _ in range(2)]
-    for backend in machine.backends:
-        optimizer = hdet.FusedAdamW(params, lr=1e-3, backend=backend)
-        for fresh in (False, True):
-            times = []
-            for turn in range(60):
-                for p, gradient in zip(params, sets[turn % 2 if fresh else 0], strict=True):
-                    p.grad = gradient
-                if machine.is_gpu:
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                optimizer.step()
-                times.append(1e6 * (time.perf_counter() - start))
-            us = round(statistics.median(times[10:]), 1)
-            say(section="host", backend=backend, new_addresses=fresh, us=us)
 
 
 def gram(x: Tensor, how: Iteration, product: SymmetricProduct, cuts: Sequence[int]) -> Tensor:
@@ -279,7 +224,7 @@ def buckets(machine: Machine) -> None:
         masters = [torch.zeros(shape, device=machine.device, dtype=dtype) for shape in shapes]
         parts = [Part(p, m) for p, m in zip(params, masters, strict=True)]
         ours = Buckets(lambda parts=parts: parts, in_place=True)  # type: ignore[misc]
-        ms = machine.time(lambda ours=ours: ours.average(alone, [1.0]), calls=2)  # type: ignore[misc]
+        ms = machine.time(lambda ours=ours: ours.average(alone, [1.0]))  # type: ignore[misc]
         say(section="buckets", name=name, ms=round(ms, 2), extra_mib=ours.extra_bytes >> 20)
     dist.destroy_process_group()
 
@@ -287,7 +232,6 @@ def buckets(machine: Machine) -> None:
 SECTIONS: dict[str, Callable[[Machine], None]] = {
     "formats": formats,
     "small": small,
-    "host": host,
     "newton-schulz": newton_schulz,
     "buckets": buckets,
 }

@@ -1,7 +1,6 @@
 """AutoLR in a loop with accelerate.
 
-    python examples/accelerate_loop.py
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py
+    python examples/accelerate_loop.py torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 A small regression with accumulation, clipping and a prepared scheduler, from a thirtieth of a good
 rate.

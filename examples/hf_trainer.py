@@ -1,7 +1,6 @@
 """AutoLR inside transformers' Trainer.
 
-    python examples/hf_trainer.py
-    torchrun --nproc-per-node 2 examples/hf_trainer.py
+    python examples/hf_trainer.py torchrun --nproc-per-node 2 examples/hf_trainer.py
 
 A tiny Llama learns sequences in which every token stands twice. It begins at a thirtieth of a good
 rate, with accumulation, clipping and evaluations.

@@ -78,8 +78,7 @@ class Sync:
         if self.gradients not in ("shared", "local"):
             raise ValueError(
                 "gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' "
-                "(each replica its own, as under no_sync), "
-                f"got {self.gradients!r}"
+                f"(each replica its own, as under no_sync), got {self.gradients!r}"
             )
         if self.gradients == "local" and self.moments not in MOMENTS:
             raise ValueError(

@@ -123,8 +123,8 @@ def _call(
 
 def _forget_meshes() -> None:
     """torch.distributed.tensor keeps what it has derived for a mesh, and would use it for an equal
-    mesh of the next call: with the groups
-    of this one, which are gone. A training script has one set of groups."""
+    mesh of the next call: with the groups of this one, which are gone. A training script has one
+    set of groups."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 

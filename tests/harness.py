@@ -318,8 +318,7 @@ def force(run: hdet.Ensemble, *corrections: float) -> None:
 class Scripted(hdet.Controller):
     """Decides what is written down: factors, cycle by cycle, by knob or for all.
 
-    ``multipliers``: [knob], which all replicas have in the place
-    of those that are drawn."""
+    ``multipliers``: [knob], which all replicas have in the place of those that are drawn."""
 
     name = "scripted"
     needs_replicas = False

@@ -52,9 +52,8 @@ def lerp(a, b, weight, rest):
 
 @triton.jit
 def add_weighted(total, weight, x):
-    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN:
-    a decay or a momentum that is off, a
-    replica that is not in the mean."""
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be
+    NaN: a decay or a momentum that is off, a replica that is not in the mean."""
     return tl.where(weight == 0, total, total + weight * x)
 
 

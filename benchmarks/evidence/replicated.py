@@ -40,8 +40,8 @@ def probe(
 ) -> Any:
     """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on.
 
-    ``length``: steps of a cycle; ``kind``: its
-    class; ``settings``: further ones of the controller."""
+    ``length``: steps of a cycle; ``kind``: its class; ``settings``: further ones of the
+    controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = problem.losses(model, batch)

@@ -52,9 +52,8 @@ DEFAULT = 1e-3
 """torch's AdamW"""
 CALIBRATED = 2e-3
 """NadamW's: of the fixed rates of AdamW that have been run for 10 000 steps on cnn-digits,
-recommender-clicks, gru-bytes and mlp-friedman, the
-one that is never more than 0.8 % behind the best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9
-%."""
+recommender-clicks, gru-bytes and mlp-friedman, the one that is never more than 0.8 % behind the
+best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9 %."""
 TARGET = 0.98
 POINTS = 40
 WITHIN = (1.0, 1.1, 1.25, 1.5, 2.0, math.inf)
@@ -118,9 +117,8 @@ def range_test(
     high: float = 1.0,
 ) -> float:
     """Rates rise from ``low`` to ``high`` by equal factors; the one at which the smoothed loss
-    falls the fastest (Smith 2015, arXiv 1506.01186),
-    with Lightning's defaults: smoothing 0.98, an end at 4 times the least loss, 10 losses left out
-    at the beginning and one at the end."""
+    falls the fastest (Smith 2015, arXiv 1506.01186), with Lightning's defaults: smoothing 0.98,
+    an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=low)
     step, smooth, losses, rates = plain(problem, model), 0.0, [], []
     for k in range(steps):

@@ -173,8 +173,8 @@ def in_parts(
 ) -> float:
     """A run of which this is one of ``world`` ranks, each on its part of every batch.
 
-    Returns the held-out loss of the replicas' average, NaN where
-    the run has diverged. ``average``: what is done with gradients; nothing, where they are local.
+    Returns the held-out loss of the replicas' average, NaN where the run has diverged. ``average``:
+    what is done with gradients; nothing, where they are local.
     """
     torch.manual_seed(1000 * (seed + 1) + rank)  # each draws its own noise, and drops its own units
     try:

@@ -385,8 +385,7 @@ class Statistics:
 
 def statistics(job: Job, chunks: int = 0) -> Statistics:
     """(N, 3) float64 over all N S ranks: loss sums, weights, marks of the schedule; with a probe
-    ``chunks`` losses and the batches' digest,
-    (N, 5 + chunks)."""
+    ``chunks`` losses and the batches' digest, (N, 5 + chunks)."""
     size = 8 * job.replicas * (3 if chunks == 0 else 5 + chunks)
     link = job.between_ranks
     return Statistics(size, link.seconds(all_reduce(size, job.replicas * job.shards, link)))
@@ -394,8 +393,7 @@ def statistics(job: Job, chunks: int = 0) -> Statistics:
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
     """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python
-    included: measured at 1 024 replicas
-    (benchmarks.controller), linear in both."""
+    included: measured at 1 024 replicas (benchmarks.controller), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 

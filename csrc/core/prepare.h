@@ -26,36 +26,23 @@ HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
   return derive_control(*reinterpret_cast<const CallSettings*>(plan.settings), scale, found_inf, sum_of_squares);
 }
 
-// A tensor that has a gradient, on its way through the derive phase. `step` is the number of the step that is about to be taken, from 1.
-// `like`: a tensor prepared before it in this step that has the same group and count, so that its rows serve again; or -1.
-struct Prepared {
-  int64_t tensor, like;
-  int32_t group;
-  uint32_t step;
-};
-
-HDET_HD void prepare_replicas(const StepPlan& plan, const Prepared& at) {
-  const GroupSettings& s = group_settings(plan, at.group);
-  ReplicaRow* const rows = plan.replica_rows + at.tensor * plan.num_replicas;
-  const double lr = rate_of(plan, at.group), correction1 = at.like < 0 ? derive_correction1(plan.rule, s, at.step) : 1.0;
-  HDET_ROLLED
-  for (int32_t k = 0; k < plan.num_replicas; ++k) {
-    rows[k] = at.like < 0 ? derive_replica(plan.rule, s, lr, rho_settings(plan, at.group)[k], correction1)
-                          : plan.replica_rows[at.like * plan.num_replicas + k];
-  }
-}
-
-// All that the chunks of this tensor read, and its counter. `before`: the tensor that was prepared before it, if one was; else -1.
-// Returns the tensor, or `before` where it has no gradient.
+// All that the chunks of this tensor read, and its counter. `before`: the tensor that was prepared before it in this step, if one was; else
+// -1. Where both have the same group and count, its rows serve again. Returns the tensor, or `before` where it has no gradient.
 HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int64_t tensor, int64_t before) {
   if (plan.gradients[tensor] == nullptr) return before;
   float* const counter = plan.counters[tensor];
   const int32_t group = plan.groups[tensor];
-  const uint32_t step = static_cast<uint32_t>(*counter) + 1u;
+  const uint32_t step = static_cast<uint32_t>(*counter) + 1u;  // the one that is about to be taken, from 1
   const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;
-  const Prepared at{tensor, alike ? before : -1, group, step};
-  plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, group_settings(plan, group), step, control.gradient_scale);
-  prepare_replicas(plan, at);
+  const GroupSettings& s = group_settings(plan, group);
+  plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, s, step, control.gradient_scale);
+  ReplicaRow* const rows = plan.replica_rows + tensor * plan.num_replicas;
+  const double lr = rate_of(plan, group), correction1 = alike ? 1.0 : derive_correction1(plan.rule, s, step);
+  HDET_ROLLED
+  for (int32_t k = 0; k < plan.num_replicas; ++k) {
+    rows[k] = alike ? plan.replica_rows[before * plan.num_replicas + k]
+                    : derive_replica(plan.rule, s, lr, rho_settings(plan, group)[k], correction1);
+  }
   if (control.skip == 0.0f) *counter += 1.0f;
   return tensor;
 }

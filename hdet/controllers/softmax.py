@@ -40,8 +40,8 @@ def momentum_update(
     velocity: float, delta: float, base: float,
     *, momentum: float, step_size: float, gamma: float = 0.0,
 ) -> tuple[float, float]:  # fmt: skip
-    """Eq. 6: v <- beta v + (1 - beta) Delta; base <- base (1 - gamma) + lambda v. Returns
-    (v, base)."""
+    """Eq. 6: v <- beta v + (1 - beta) Delta; base <- base (1 - gamma) + lambda v. Returns (v,
+    base)."""
     velocity = momentum * velocity + (1 - momentum) * delta
     return velocity, base * (1 - gamma) + step_size * velocity
 

@@ -177,8 +177,7 @@ class Fields(Kind):
         if missing:
             raise ValueError(
                 f"{where} lacks {', '.join(map(repr, missing))}: it was saved by something else or "
-                "cut short; "
-                f"keys expected: {', '.join(map(str, self.fields))}"
+                f"cut short; keys expected: {', '.join(map(str, self.fields))}"
             )
         return {
             key: kind.read(value.get(key), f"{key} of {where}", sizes)

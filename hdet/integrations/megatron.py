@@ -69,9 +69,8 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
     if decays and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
         raise ValueError(
             "the parameter groups have no min_lr, towards which the scheduler is to decay: "
-            "Megatron "
-            "would fail in its first step after the warm-up. Set min_lr in the OptimizerConfig, "
-            "such as min_lr=0.0"
+            "Megatron would fail in its first step after the warm-up. Set min_lr in the "
+            "OptimizerConfig, such as min_lr=0.0"
         )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     return Wrapped(optimizer, scheduler, chunks, members, settings)

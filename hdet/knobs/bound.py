@@ -288,9 +288,9 @@ class Bound:
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
-        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also
-        when something raises. Raises ValueError if
-        somebody has written a value inside, which would be one of this replica alone."""
+        """Inside, the cells hold a replica's value; afterwards exactly what they held before,
+        also when something raises. Raises ValueError if somebody has written a value inside,
+        which would be one of this replica alone."""
         multipliers = [self._multiplier_of(i, multiplier) for i in range(len(self.cells))]
         if all(rho == 1.0 for rho in multipliers):
             yield
@@ -439,9 +439,9 @@ def _mark(value: Any) -> Any:
 
 
 def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
-    """All knobs of a run: rates first, because what is explored as a product with them is written
-    after them. Raises ValueError for a knob that
-    cannot be bound, or a product without a rate."""
+    """All knobs of a run: rates first, because what is explored as a product with them is
+    written after them. Raises ValueError for a knob that cannot be bound, or a product without a
+    rate."""
     bound: list[Bound] = []
     for knob in knobs:
         found = knob.bind(optimizer)
@@ -463,8 +463,7 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
             if not any(index in rates for index in one.indices):
                 raise ValueError(
                     f"{one.name} is to be explored as rate x decay, but no knob moves the rate of "
-                    "its groups: add a LearningRate, or leave "
-                    "product=True out"
+                    "its groups: add a LearningRate, or leave product=True out"
                 )
             one.rates = rates
     return bound

@@ -112,9 +112,8 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
         if (tensor.shape, tensor.dtype, tensor.device) != (param.shape, param.dtype, param.device):
             raise ValueError(
                 f"copy {k} of a parameter is {tensor.dtype} of shape {tuple(tensor.shape)} on "
-                f"{tensor.device}, "
-                f"the parameter {param.dtype} of shape {tuple(param.shape)} on {param.device}: "
-                "replicas are alike"
+                f"{tensor.device}, the parameter {param.dtype} of shape {tuple(param.shape)} on "
+                f"{param.device}: replicas are alike"
             )
         own, first = shards.local(tensor), shards.local(param)
         if strides.memory_order(own) != strides.memory_order(first):

@@ -729,8 +729,7 @@ class FusedOptimizer(Optimizer):
         """What one plan works on.
 
         `states`: as they lie on this rank, in its memory's order. `keeps`: has the tensor moments?
-        `places`: its number among all
-        parameters."""
+        `places`: its number among all parameters."""
         count = self.num_replicas
         keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
         moments = [plans.column(keepers, key) for key in self._moments]

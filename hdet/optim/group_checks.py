@@ -84,6 +84,5 @@ def check_dimensions(params: Any, name: str) -> None:
         if isinstance(param, Tensor) and param.ndim < 2:
             raise ValueError(
                 f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
-                "for matrices and stacks of them: "
-                "put it into a group with use_muon=False"
+                "for matrices and stacks of them: put it into a group with use_muon=False"
             )

@@ -1,6 +1,5 @@
 """Looks at many tensors at once: what a step repeats for every tensor, in C++ where the native
-module is there; and whether others have
-written to them."""
+module is there; and whether others have written to them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ from torch import Tensor
 from hdet.kernels import native
 
 _NATIVE: Any = native._C if native.missing is None else None
-
-version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def _same(one: Sequence[object], other: Sequence[object]) -> bool:
@@ -116,38 +113,3 @@ class UsualGradients:
         """The list that was asked for last is not one to compare with."""
         if self._native is not None:
             self._native.forget()
-
-
-class VersionWatch:
-    """Notices in-place changes by others to some tensors.
-
-    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a
-    model. Versions only grow, so their sum tells. A write through `.data` or by a foreign kernel is
-    not seen.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
-        self.per_step = 0
-        self.sum = -1  # nothing is known yet
-
-    def expect(self, tensors: Sequence[Tensor]) -> None:
-        """A step of our own writes to these, as `wrote` tells."""
-        watched = set(map(id, self.params))
-        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
-
-    def refresh(self) -> None:
-        """What has been written up to now is known."""
-        self.sum = sum(map(version, self.params))
-
-    def written(self) -> bool:
-        """Has anything been written that is not known?"""
-        return sum(map(version, self.params)) != self.sum
-
-    def wrote(self) -> None:
-        """Our own step has counted up the versions of what it writes to by one."""
-        self.sum += self.per_step
-
-    def check(self) -> None:
-        """Takes over what others have written, or refuses it. Before each step."""
-        raise NotImplementedError

@@ -179,8 +179,8 @@ class MatrixStep:
 
     def directions(self, matrices: Sequence[Matrix]) -> list[Tensor]:
         """Moves the momentum of matrices of one group, and returns what is to be orthogonalised,
-        float32, as it lies on this rank. Momentum in
-        8 bits is decoded and encoded by torch's calls, which is little beside Newton-Schulz."""
+        float32, as it lies on this rank. Momentum in 8 bits is decoded and encoded by torch's
+        calls, which is little beside Newton-Schulz."""
         momentum, nesterov, maximize = (
             getattr(self.rows[matrices[0].group].settings, key)
             for key in ("beta1", "nesterov", "maximize")

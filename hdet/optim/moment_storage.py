@@ -1,6 +1,6 @@
-"""How moments are stored in an optimizer's state: in float32 or bfloat16; or in 8 bits, then codes
-stand under the moment's name and their
-scales beside it. What is saved are values: codes never leave a state."""
+"""How moments are stored in an optimizer's state: in float32 or bfloat16; or in 8 bits, then
+codes stand under the moment's name and their scales beside it. What is saved are values: codes
+never leave a state."""
 
 from __future__ import annotations
 

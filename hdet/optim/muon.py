@@ -89,9 +89,9 @@ class FusedMuon(FusedOptimizer):
     dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same
     gradients missing.
 
-    Refused, before anything is changed: CUDA graphs, a rate
-    of matrices in a tensor on a device, matrices made in inference mode, and what FusedAdamW
-    refuses. Raises ValueError or TypeError, RuntimeError for graphs.
+    Refused, before anything is changed: CUDA graphs, a rate of matrices in a tensor on a device,
+    matrices made in inference mode, and what FusedAdamW refuses. Raises ValueError or TypeError,
+    RuntimeError for graphs.
 
     Cost of Newton-Schulz for an (m, n) matrix, m <= n: 2 m (2 m n + m^2) operations a step; in
     float32 with n >= 4 m two thirds of that.

@@ -271,8 +271,7 @@ def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
 class MatrixPlan:
     """Muon's step of the matrices of one device, beside the kernels' plans (kernels.StepPlan).
 
-    By torch: it checks its tensors, once, and
-    nothing that a step brings."""
+    By torch: it checks its tensors, once, and nothing that a step brings."""
 
     def __init__(
         self,

@@ -111,8 +111,7 @@ def _is_matrix(entry: Any, where: str, use_muon: UseMuon | None) -> bool:
     if param.ndim >= 2 and not name:
         raise ValueError(
             f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to tell "
-            "a hidden matrix from an embedding: pass "
-            "model.named_parameters(), use_muon=lambda name, parameter: ..., or groups with "
-            "use_muon=True and use_muon=False"
+            "a hidden matrix from an embedding: pass model.named_parameters(), use_muon=lambda "
+            "name, parameter: ..., or groups with use_muon=True and use_muon=False"
         )
     return hidden_matrix(name, param)

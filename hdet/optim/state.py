@@ -242,8 +242,7 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
         if not (_same_bits([*theirs, *([param] if alone else [])]) and _same_bits(masters)):
             raise ValueError(
                 f"the loaded state has {len(theirs) + 1} replicas that are not equal, this "
-                f"optimizer {len(ours) + 1}: construct as many, "
-                "or call ensemble.converge() before "
+                f"optimizer {len(ours) + 1}: construct as many, or call ensemble.converge() before "
                 f"saving{' and load the model before the optimizer' if alone else ''}"
             )
         theirs, masters = theirs[:1] * len(ours), masters[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -17,7 +18,6 @@ from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import lists
-from .lists import VersionWatch
 from .state import adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]
@@ -25,27 +25,50 @@ Hyper = tuple[Any, ...]
 StepSettings, numbers or tensors"""
 
 _NUMBERS = frozenset((float, int, bool))
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
-class Watch(VersionWatch):
+class Watch:
     """Notices in-place changes by others to parameters that have float32 masters.
 
-    Masters are written by `check` and `adopt` alone; the first check looks at all of them. A
-    DTensor and its shard count apart, and both are watched; a shard may move.
+    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a
+    model. Versions only grow, so their sum tells. A write through `.data` or by a foreign kernel is
+    not seen. A DTensor and its shard count apart, and both are watched; a shard may move.
+
+    Masters are written by `check` and `adopt` alone; the first check looks at all of them.
     """
 
     def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Parameters and their states."""
         self.pairs = [pair for param, state in states for pair in _watched(param, state)]
         self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
-        super().__init__([])
+        self.per_step = 0
+        self.sum = -1  # nothing is known yet
         self._look()
 
     def _look(self) -> None:
         self.params = with_shards([param for param, _ in self.pairs])
         self.addresses = lists.addresses(shards.locals_of(self.sharded))
 
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """A step of our own writes to these, as `wrote` tells."""
+        watched = set(map(id, self.params))
+        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
+
+    def refresh(self) -> None:
+        """What has been written up to now is known."""
+        self.sum = sum(map(_version, self.params))
+
+    def written(self) -> bool:
+        """Has anything been written that is not known?"""
+        return sum(map(_version, self.params)) != self.sum
+
+    def wrote(self) -> None:
+        """Our own step has counted up the versions of what it writes to by one."""
+        self.sum += self.per_step
+
     def check(self) -> None:
+        """Takes over what others have written. Before each step."""
         if self.params and (
             self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses
         ):
@@ -104,7 +127,7 @@ class Planned:
         parts: list[Part],
         members: Mapping[int, Member],
         entries: Mapping[int, dict[str, Any]],
-        watch: VersionWatch,
+        watch: Watch,
         container: dict[Tensor, dict[str, Any]],
     ) -> None:
         self.params, self.sizes, self.kinds, self.parts = params, sizes, kinds, parts
@@ -192,8 +215,7 @@ class Planned:
 
     def own(self, gradients: list[Tensor | None], absent: list[int]) -> list[Tensor | None]:
         """The gradients of the next step, of all parameters, as they lie on this rank and in the
-        order of their parameters' memory; at the
-        places `absent` there are none."""
+        order of their parameters' memory; at the places `absent` there are none."""
         if absent != self.absent:
             self._choose(absent)
         if self.sharded:

@@ -182,9 +182,8 @@ class CoresidentReplicas(Replicas):
             which = "a replica's" if replica is None else f"replica {replica}'s"
             raise ValueError(
                 f"{which} backward pass runs a module again (activation checkpointing does), but "
-                "the weights in place are those of replica "
-                f"{self.index}: call backward inside the same `with replicas.use(k):` as the "
-                "forward pass"
+                f"the weights in place are those of replica {self.index}: call backward inside the "
+                "same `with replicas.use(k):` as the forward pass"
             )
 
     def _replica_of(self, start: Any) -> int | None:
@@ -375,8 +374,7 @@ def _leaf(main: nn.Parameter) -> nn.Parameter:
 class _Hook:
     """On a user's module: calls a method without holding its object.
 
-    A copy or a pickle of the module has one that does nothing, and so has
-    a compiled model."""
+    A copy or a pickle of the module has one that does nothing, and so has a compiled model."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = None if call is None else weakref.WeakMethod(call)
@@ -427,8 +425,7 @@ def _check_model(model: Any) -> None:
             ):
                 raise ValueError(
                     f"{what} keeps a parameter in the plain attribute {attribute!r}, where "
-                    "replicas cannot exchange it: "
-                    "look it up by its registered name in forward"
+                    "replicas cannot exchange it: look it up by its registered name in forward"
                 )
 
 

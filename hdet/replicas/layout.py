@@ -63,8 +63,7 @@ class Layout:
         if self.world % dense:
             raise ValueError(
                 f"{self.world} ranks are not divisible by tp {self.tp} * cp {self.cp} * pp "
-                f"{self.pp} = {dense}: "
-                "start a multiple of that, or change one of them"
+                f"{self.pp} = {dense}: start a multiple of that, or change one of them"
             )
         if self._experts and self.world % (self._etp * self.ep * self.pp):
             raise ValueError(
@@ -212,11 +211,10 @@ def paired(
 ) -> Table:
     """[replica][member] -> rank.
 
-    ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold the
-    same parameters, within which peers must be found. Groups are lists of ranks in their order, by
-    axis. Raises ValueError for replicas of
-    unequal size or make, and for peers that do not hold the same parameters, as when a group was
-    left out."""
+    ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold
+    the same parameters, within which peers must be found. Groups are lists of ranks in their
+    order, by axis. Raises ValueError for replicas of unequal size or make, and for peers that do
+    not hold the same parameters, as when a group was left out."""
     replicas = closure(ranks, (group for groups in sharing.values() for group in groups))
     sizes = {len(replica) for replica in replicas}
     if len(sizes) > 1:
@@ -234,9 +232,8 @@ def paired(
         if odd is not None:
             raise ValueError(
                 f"ranks {brief(replicas[0])} and ranks {brief(replicas[odd])} have {axis} groups "
-                "at different places, so it is not known "
-                "whose parameters to average with whose: lay all replicas out alike, ranks "
-                "ascending"
+                "at different places, so it is not known whose parameters to average with whose: "
+                "lay all replicas out alike, ranks ascending"
             )
     for axis, groups in copies.items():
         group_of = {rank: g for g, group in enumerate(groups) for rank in group}

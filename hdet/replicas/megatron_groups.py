@@ -45,17 +45,15 @@ def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> 
     if _group(groups, "dp") is None:
         raise ValueError(
             f"groups must have Megatron-Core's names, at least dp, got {type(groups).__name__} "
-            "without: "
-            "pass ProcessGroupCollection.use_mpu_process_groups()"
+            "without: pass ProcessGroupCollection.use_mpu_process_groups()"
         )
     between = _group(groups, "inter_dist_opt")
     several = between is not None and dist.get_world_size(between) > 1
     if distributed_optimizer and not several:
         raise ValueError(
             "groups.inter_dist_opt is not there, or has one rank: a distributed optimizer of one "
-            "instance keeps one copy of its state in "
-            "the whole world, so there are no replicas. Start Megatron with "
-            "--num-distributed-optimizer-instances N, N >= 2"
+            "instance keeps one copy of its state in the whole world, so there are no replicas. "
+            "Start Megatron with --num-distributed-optimizer-instances N, N >= 2"
         )
     if several and not distributed_optimizer:
         raise ValueError(

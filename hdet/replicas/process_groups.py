@@ -114,8 +114,7 @@ def own_group(
     table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
 ) -> dist.ProcessGroup:
     """The group in ``table`` that this rank is in: a new one, also where the whole world has one
-    already. All ranks of all ``replicas`` call
-    it with the same table."""
+    already. All ranks of all ``replicas`` call it with the same table."""
     apart = (
         sum(map(len, replicas)) < dist.get_world_size()
     )  # some ranks do not come here: members make their group among themselves

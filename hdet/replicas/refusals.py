@@ -25,8 +25,7 @@ _ZERO = {
 _MEGATRON = {"MegatronOptimizer", "MixedPrecisionOptimizer", "ChainedOptimizer"}
 _HSDP = (
     "mesh = init_device_mesh(type, (N, ranks // N), mesh_dim_names=('dp_replicate', 'dp_shard')), "
-    "fully_shard(module, mesh=mesh) and "
-    "replicas=Replicas.from_mesh(mesh)"
+    "fully_shard(module, mesh=mesh) and replicas=Replicas.from_mesh(mesh)"
 )
 
 
@@ -62,9 +61,8 @@ def check_sharding(
     ):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the "
-            "replica's own rate asks for, so replicas would "
-            "wait in their gradients' all-reduce for each other for ever: use another optimizer, "
-            "or gradients='local'"
+            "replica's own rate asks for, so replicas would wait in their gradients' all-reduce "
+            "for each other for ever: use another optimizer, or gradients='local'"
         )
     names = _names(optimizer)
     for i, parameter in enumerate(parameters):
@@ -158,17 +156,15 @@ def _check_dtensor(
         if dist.get_world_size() > 1:
             raise ValueError(
                 f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of "
-                "the world: say who is one, "
-                "replicas=Replicas.from_mesh(mesh), with replicate=() where the whole mesh is. "
-                f"Several under FSDP2: {_HSDP}"
+                "the world: say who is one, replicas=Replicas.from_mesh(mesh), with replicate=() "
+                f"where the whole mesh is. Several under FSDP2: {_HSDP}"
             )
         return
     if replicas.members == 1 and replicas.count == 1 and decides and mesh.size() > 1:
         raise ValueError(
             f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: "
-            "each would decide about its shards by its own "
-            "loss. Say that the mesh is one replica, replicas=Replicas.from_mesh(mesh, "
-            "replicate=())"
+            "each would decide about its shards by its own loss. Say that the mesh is one "
+            "replica, replicas=Replicas.from_mesh(mesh, replicate=())"
         )
     if replicas.count == 1 or not replicas.ranks:
         return
@@ -179,21 +175,17 @@ def _check_dtensor(
         if not placement.is_replicate():  # Shard, strided, Partial
             raise ValueError(
                 f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh "
-                f"{dims(mesh)}, but they are of several "
-                f"replicas (this one is ranks {brief(own)}): averaging would mix different shards. "
-                "Replicas are copies: "
-                f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are "
-                "replicated. For one replica, which is enough "
-                "for hdet.AutoLR(model), leave replicas out"
+                f"{dims(mesh)}, but they are of several replicas (this one is ranks {brief(own)}): "
+                f"averaging would mix different shards. Replicas are copies: {_HSDP}; in "
+                "from_mesh, replicate= names the dimension over which parameters are replicated. "
+                "For one replica, which is enough for hdet.AutoLR(model), leave replicas out"
             )
         if gradients == "local":
             raise ValueError(
                 f"{name} is replicated by {dim} of the mesh {dims(mesh)} over ranks {brief(group)} "
-                "of several replicas, over which its "
-                "gradients would be all-reduced, but gradients='local'. Shard inside a replica "
-                "only: "
-                "fully_shard(module, mesh=mesh['dp_shard']), and keep "
-                "replicas=Replicas.from_mesh(mesh)"
+                "of several replicas, over which its gradients would be all-reduced, but "
+                "gradients='local'. Shard inside a replica only: fully_shard(module, "
+                "mesh=mesh['dp_shard']), and keep replicas=Replicas.from_mesh(mesh)"
             )
 
 

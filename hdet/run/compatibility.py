@@ -112,8 +112,7 @@ def check_arguments(
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
             f"controller must be an object of a class from hdet.Controller, got {controller!r}: "
-            "pass hdet.AutoLR(model) or "
-            "hdet.ProbeController(...)"
+            "pass hdet.AutoLR(model) or hdet.ProbeController(...)"
         )
     if not isinstance(sync, Sync):
         raise TypeError(f"sync must be an hdet.Sync, such as hdet.Sync(50), got {sync!r}")
@@ -231,15 +230,13 @@ def check_knobs(
         if together and knob.acts == "step" and knob.key != "lr":
             raise ValueError(
                 f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas "
-                "share, at rates of their own only: "
-                "explore it with one process per replica"
+                "share, at rates of their own only: explore it with one process per replica"
             )
         if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
             raise ValueError(
                 f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
-                "replicas step with the same all-reduced "
-                "gradient, so nothing would differ between them: pass gradients='local' and a "
-                "choice of moments"
+                "replicas step with the same all-reduced gradient, so nothing would differ "
+                "between them: pass gradients='local' and a choice of moments"
             )
         if together and knob.on_gradients:
             raise ValueError(
@@ -253,18 +250,15 @@ def check_knobs(
         ):
             raise ValueError(
                 f"the training loss is no honest judge of the knob {knob.name!r} (it always votes "
-                "for less), and the controller "
-                f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), "
-                "with mini-batches that are "
-                "not trained on and a loss_fn without regularisation; or controller=None. A "
-                "controller of your own that learns from such "
-                "mini-batches alone says judges_held_out = True"
+                f"for less), and the controller {controller.name!r} would let it judge: use "
+                "ProbeController(..., held_out=True), with mini-batches that are not trained on "
+                "and a loss_fn without regularisation; or controller=None. A controller of your "
+                "own that learns from such mini-batches alone says judges_held_out = True"
             )
     if moments == "average" and keeps_codes(optimizer):
         raise ValueError(
             "moments is 'average', but the optimizer keeps them in 8 bits, which have no mean: "
-            "pass moments='keep' or 'reset', or construct the "
-            "optimizer with another moment_dtype"
+            "pass moments='keep' or 'reset', or construct the optimizer with another moment_dtype"
         )
     if keeps_weights(optimizer):
         # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state,
@@ -276,8 +270,7 @@ def check_knobs(
         ):
             raise ValueError(
                 f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own "
-                "beside the parameters, in which replicas would "
-                "stay apart: pass moments='average'"
+                "beside the parameters, in which replicas would stay apart: pass moments='average'"
             )
     elif shared:
         _check_moments_of_shared(knobs, moments, follows_gradients(optimizer))
@@ -295,9 +288,8 @@ def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None, equal:
     if parting and moments not in ("average", "reset"):
         raise ValueError(
             f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} "
-            "differ in their moments, also with "
-            "gradients='shared', where a checkpoint holds one state for all: pass "
-            "moments='average' or 'reset' (docs/local.md)"
+            "differ in their moments, also with gradients='shared', where a checkpoint holds one "
+            "state for all: pass moments='average' or 'reset' (docs/local.md)"
         )
 
 
@@ -308,15 +300,13 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         if knob.key != "lr" or knob.scale.bounded:
             raise ValueError(
                 "converge is ExactLocal(), whose mean is that of replicas that differ in nothing "
-                "but rates without bounds, but there is the "
-                f"knob {knob.name!r}: use Plain()"
+                f"but rates without bounds, but there is the knob {knob.name!r}: use Plain()"
             )
     if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
         raise ValueError(
             "converge is ExactLocal(), which needs multipliers that add up to the number of "
-            f"replicas, but no orthogonal design of {replicas} "
-            f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or "
-            "another number of replicas"
+            f"replicas, but no orthogonal design of {replicas} replicas for {len(knobs)} knobs is "
+            "balanced: use Plain(), design='permutation', or another number of replicas"
         )
 
 
@@ -339,8 +329,7 @@ def check_several(
 
 def check_controller(controller: Controller, run: Run) -> None:
     """Is this run one the controller, which has started, can work in? Raises ValueError if not;
-    warns where it can, and next to nothing comes
-    of it."""
+    warns where it can, and next to nothing comes of it."""
     total, length = run.total_steps, run.sync_interval
     decides_at_ends = controller.search is None or controller.needs_replicas
     if total is not None and total < 2 * length and decides_at_ends:
@@ -362,8 +351,7 @@ def check_controller(controller: Controller, run: Run) -> None:
     elif controller.regresses and 0 < len(still) < knobs:
         raise ValueError(
             f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from "
-            "the others, and none would move: "
-            "give it a spread, or leave it out"
+            "the others, and none would move: give it a spread, or leave it out"
         )
     elif controller.regresses and knobs > run.replicas - 1:
         raise ValueError(

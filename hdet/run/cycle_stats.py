@@ -52,9 +52,9 @@ class LossMeter:
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
         """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches,
-        tokens). Weight 0 counts nothing. Raises ValueError
-        for a loss that is not one floating-point number, and a weight that is negative or NaN (of a
-        tensor that would wait for the device)."""
+        tokens). Weight 0 counts nothing. Raises ValueError for a loss that is not one
+        floating-point number, and a weight that is negative or NaN (of a tensor that would wait
+        for the device)."""
         if isinstance(loss, torch.Tensor):
             if (loss.dim() and loss.numel() != 1) or not loss.dtype.is_floating_point:
                 raise ValueError(
@@ -193,10 +193,10 @@ def gather_stats(
     compare: bool,
     marks: Sequence[float | torch.Tensor] = (),
 ) -> list[CycleStats]:
-    """One small all_reduce, then one read by the host: the only place where a cycle waits for the
-    device. ``probes``: the probe's row of each
-    member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``:
-    whole numbers below 2^40 that are to be compared."""
+    """One small all_reduce, then one read by the host: the only place where a cycle waits for
+    the device. ``probes``: the probe's row of each member. ``compare`` adds a digest of the
+    parameters, to recognise equal replicas; ``marks``: whole numbers below 2^40 that are to be
+    compared."""
     replicas.write_back()
     local = [
         _row(member, None if probes is None else probes[k], compare, marks)

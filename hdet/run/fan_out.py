@@ -176,8 +176,7 @@ class FanOut:
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set of parameters that this
-        optimizer
-        steps (a stock one has one)."""
+        optimizer steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._is_first_step = True
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
@@ -234,8 +233,7 @@ class FanOut:
 
     def close(self) -> None:
         """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in
-        turn
-        it stays without effect."""
+        turn it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self._check.remove()
         self._wait_for_state()
@@ -289,9 +287,8 @@ def _unwrap(optimizer: Optimizer) -> None:
 def _refuse_group(param_group: dict[str, Any]) -> None:
     """A group that is added later would not be averaged."""
     raise ValueError(
-        "add_param_group: this optimizer is driven by an Ensemble, which would not average the new "
-        "group: add all groups before, "
-        "or converge(), close() the Ensemble and make a new one"
+        "add_param_group: this optimizer is driven by an Ensemble, which would not average the "
+        "new group: add all groups before, or converge(), close() the Ensemble and make a new one"
     )
 
 

@@ -401,8 +401,7 @@ def _here(rank: int) -> str:
 
 def _answer(rank: int) -> str:
     """Nothing else is in the key: survivors may be a cycle apart, or in different Ensembles, and
-    torchrun's agents count restarts each
-    for themselves."""
+    torchrun's agents count restarts each for themselves."""
     return f"hdet/roll/{rank}"
 
 

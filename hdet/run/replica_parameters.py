@@ -110,8 +110,7 @@ class ReplicaWeights:
             if not (moments.are_averaged or moments.must_be_compared):
                 raise ReplicaDisagreement(
                     "the model's buffers differ in number, shape or dtype between replicas, so "
-                    "they have no average: make them alike on all, or "
-                    "leave out buffers=model"
+                    "they have no average: make them alike on all, or leave out buffers=model"
                 )
             raise ReplicaDisagreement(
                 "the optimizer's moments differ in number or shape between replicas, because some "

@@ -57,8 +57,8 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer and those that it is made of, whatever the attribute is called: a wrapper's,
-    SAM's base optimizer, a list of parts. Those
-    that hand on the state of another one count once."""
+    SAM's base optimizer, a list of parts. Those that hand on the state of another one count
+    once."""
     found: list[Optimizer] = []
     waiting = [optimizer]
     while waiting:
@@ -153,8 +153,8 @@ def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
 
 class GroupNumbers:
     """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside
-    settings: the steps counted there, or the distance
-    that it has found; as numbers, tensors or lists of tensors."""
+    settings: the steps counted there, or the distance that it has found; as numbers, tensors or
+    lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [] if is_known(optimizer) else optimizer.param_groups
@@ -227,9 +227,8 @@ class Snapshot:
     def restore(self, keep_new_buffers: bool = False) -> None:
         """Put it back, in place.
 
-        State that was made since (an optimizer makes it in its first step) is as before the first
-        step; buffers that
-        were made since are gone, unless they are to be kept."""
+        State that was made since (an optimizer makes it in its first step) is as before the
+        first step; buffers that were made since are gone, unless they are to be kept."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.put(tensor)
         if self._buffers is not None:

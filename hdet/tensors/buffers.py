@@ -67,8 +67,7 @@ class ReplicaTensors(Sequence[torch.Tensor]):
     def marks(self) -> list[tuple[torch.Tensor, int]]:
         """The buffers and their versions: for `unwritten`. All of a model's: BatchNorm counts its
         batches in place, and writes its running statistics without raising their version."""
-        counted = [] if self.model is None else list(self.model.buffers())
-        buffers = [*self.fixed[len(self.parameters) :], *counted]
+        buffers = [*self.buffers, *([] if self.model is None else self.model.buffers())]
         return [(b, 0 if b.is_inference() else b._version) for b in buffers]
 
     def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:

@@ -130,9 +130,9 @@ def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def is_plain(key: str) -> bool:
-    """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and the
-    scales of this rank's own blocks of codes
-    (hdet/kernels/spec/eight_bit.py), which no other sharding has."""
+    """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and
+    the scales of this rank's own blocks of codes (hdet/kernels/spec/eight_bit.py), which no
+    other sharding has."""
     return key == "step" or key.endswith("_scale")
 
 
@@ -168,9 +168,8 @@ def gradient_on(gradient: Tensor, param: Tensor, name: str) -> Tensor:
             return local(given.redistribute(placements=param.placements))  # type: ignore[attr-defined]
     raise ValueError(
         f"{name} is {described(gradient)}, the parameter {described(param)}: a gradient must be "
-        "laid out as its parameter; "
-        "use gradient.redistribute(mesh, placements), or parallelize the model before its "
-        "optimizer is made"
+        "laid out as its parameter; use gradient.redistribute(mesh, placements), or parallelize "
+        "the model before its optimizer is made"
     )
 
 

@@ -16,9 +16,8 @@ from .buffers import BufferCopies, Copy, places
 
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of Python's
-    ``random`` and, if it is loaded, of numpy are
-    what they were."""
+    """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of
+    Python's ``random`` and, if it is loaded, of numpy are what they were."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     python_state, numpy_state = (

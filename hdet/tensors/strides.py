@@ -1,7 +1,7 @@
 """Tensors whose memory has no gaps, but another order than their dimensions, such as channels_last.
 
-What works element by element does not
-care for the order, as long as all tensors of a parameter have the same one."""
+What works element by element does not care for the order, as long as all tensors of a parameter
+have the same one."""
 
 from __future__ import annotations
 

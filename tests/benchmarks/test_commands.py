@@ -1,6 +1,5 @@
-"""The commands that the documents and the benchmarks themselves print can be run: they name modules
-that are there; and the
-recommender's, which has no other test."""
+"""The commands that the documents and the benchmarks themselves print can be run: they name
+modules that are there; and the recommender's, which has no other test."""
 
 from __future__ import annotations
 

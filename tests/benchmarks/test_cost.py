@@ -140,9 +140,8 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
 
 
 def test_thresholds_named_in_docs_scaling() -> None:
-    """Compressed pays below 1 + ceil(log2 N) + (1 - c / b) bucket / (alpha B) replicas, c bytes on
-    the wire, the exact local converge below
-    b B_memory / (4 B) - 1 steps."""
+    """Compressed pays below 1 + ceil(log2 N) + (1 - c / b) bucket / (alpha B) replicas, c bytes
+    on the wire, the exact local converge below b B_memory / (4 B) - 1 steps."""
     bucket, across = 32 * 2**20, Link(45e9, 1e-5)
     for way, each, about in (("compressed bf16", 2, 44), ("compressed int8", 1 + 4 / 256, 63)):
         limit = 1 + 6 + (1 - each / 4) * bucket / (across.latency * across.bandwidth)

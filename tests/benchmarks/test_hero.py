@@ -1,6 +1,5 @@
-"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the best
-rate is looked for, and that a
-benchmark goes on where it stopped. No figure is judged here."""
+"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the
+best rate is looked for, and that a benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 

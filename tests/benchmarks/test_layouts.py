@@ -1,6 +1,6 @@
-"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and counted,
-the fit, whether the cost model
-counts what the code does, and what is kept where a run is cut off. No figure is judged here."""
+"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and
+counted, the fit, whether the cost model counts what the code does, and what is kept where a run
+is cut off. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
 def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second a message and any bandwidth, the model's seconds are messages.
 
-    Whether an all-reduce is a ring or a tree is for the
-    library to choose; `counted` takes rings."""
+    Whether an all-reduce is a ring or a tree is for the library to choose; `counted` takes
+    rings."""
     monkeypatch.setattr(
         cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks)
     )

@@ -1,6 +1,5 @@
-"""benchmarks.evidence.paper: what each configuration of the paper's table switches on, what counts
-as a crash, and that a benchmark goes
-on where it stopped. No figure is judged here."""
+"""benchmarks.evidence.paper: what each configuration of the paper's table switches on, what
+counts as a crash, and that a benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 

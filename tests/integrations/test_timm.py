@@ -1,7 +1,6 @@
 """timm's schedulers, which are told where they are. timm itself is no part of the extra: it asks
-for torchvision, whose wheels fit one build of
-torch. So its schedulers are loaded by themselves where it is installed, and a stand-in with its
-interface is tested everywhere."""
+for torchvision, whose wheels fit one build of torch. So its schedulers are loaded by themselves
+where it is installed, and a stand-in with its interface is tested everywhere."""
 
 from __future__ import annotations
 

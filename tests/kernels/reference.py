@@ -231,9 +231,8 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = False) -> None:
-    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one of
-    its two neighbours. Infinities and NaN
-    are met exactly."""
+    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one
+    of its two neighbours. Infinities and NaN are met exactly."""
     found = stored.cpu().double()
     value = _in_range(
         exact.value, torch.finfo(stored.dtype).max * (1 + 2.0 ** -(2 + _MANTISSA[stored.dtype]))
@@ -246,9 +245,8 @@ def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = 
         i = int(wrong.flatten().nonzero()[0])
         raise AssertionError(
             f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first is "
-            f"[{i}]: {stored.flatten()[i]} instead of "
-            f"{value.flatten()[i]}, off by {distance.flatten()[i]:.3g}, allowed "
-            f"{allowed.flatten()[i]:.3g}"
+            f"[{i}]: {stored.flatten()[i]} instead of {value.flatten()[i]}, off by "
+            f"{distance.flatten()[i]:.3g}, allowed {allowed.flatten()[i]:.3g}"
         )
 
 
@@ -290,8 +288,8 @@ def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 def assert_coded(codes: Tensor, scales: Tensor, exact: Bounded, name: str, signed: bool) -> None:
     """Each block of 256 has its largest magnitude for a scale, and each number the code that is
-    nearest, up to errors. A block with a number
-    that is not finite is NaN; a second moment that is not 0 does not become 0."""
+    nearest, up to errors. A block with a number that is not finite is NaN; a second moment that
+    is not 0 does not become 0."""
     found = decoded(codes, scales, signed)
     for start in range(0, len(found), 256):
         block = slice(start, start + 256)

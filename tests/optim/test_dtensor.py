@@ -247,10 +247,10 @@ def equals_torchs(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp x tp", 4)])
 def test_torchs_adamw_on_the_plain_model(kind: str, ranks: int) -> None:
-    """With sequence parallelism the gradients of norms arrive as Partial sums. torch's own run on
-    such a model is off in torch 2.11, so its optimizer trains the plain one. The bound is torch's
-    own for the pair, see common.py, times the ten that clipping and another order of
-    the sums cost."""
+    """With sequence parallelism the gradients of norms arrive as Partial sums. torch's own run
+    on such a model is off in torch 2.11, so its optimizer trains the plain one. The bound is
+    torch's own for the pair, see common.py, times the ten that clipping and another order of the
+    sums cost."""
     run_ranks(equals_torchs, ranks, kind)
 
 

@@ -425,9 +425,8 @@ def through_a_full_state(rank: int, world_size: int) -> None:
 def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
     """Saved by two ranks.
 
-    By two: the same run to the last bit. By one with float32 moments: the same values. In 8 bits:
-    anew, in other
-    blocks, off by what 8 bits are off."""
+    By two: the same run to the last bit. By one with float32 moments: the same values. In 8
+    bits: anew, in other blocks, off by what 8 bits are off."""
     with tempfile.TemporaryDirectory() as folder:
         (saved, went_on), *_ = run_ranks(saved_by, 2, folder, kind)
         for resumed in run_ranks(loaded_by, 2, folder, kind):

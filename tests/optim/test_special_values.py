@@ -111,8 +111,7 @@ def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: lis
         i = int((~right).nonzero()[0])
         raise AssertionError(
             f"{what}: {int((~right).sum())} of {len(right)} differ from torch's, the first began "
-            f"with {[float(x[i]) for x in begin]}: "
-            f"{float(ours[i])} instead of {float(theirs[i])}"
+            f"with {[float(x[i]) for x in begin]}: {float(ours[i])} instead of {float(theirs[i])}"
         )
 
 

@@ -136,8 +136,8 @@ class Net(nn.Module):
 
 class Toy:
     """A small network with two parameter groups, under DDP where there is a process group, its
-    optimizer and fixed data of this ``rank``; two
-    of them with the same case are bitwise the same."""
+    optimizer and fixed data of this ``rank``; two of them with the same case are bitwise the
+    same."""
 
     def __init__(self, optimizer: Callable[[Params], Optimizer], rank: int = 0) -> None:
         generator = torch.Generator().manual_seed(4 + rank)

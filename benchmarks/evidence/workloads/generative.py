@@ -201,8 +201,8 @@ PARTS, CODES, LATENT, MIXED, SIZE = 4, 64, 8, 60, 24
 class Quantizer(nn.Module):
     """(batch, 24) -> (reconstruction, commitment and codebook's loss (batch,)).
 
-    Latents have four parts, each replaced by the nearest of 64 codes, with
-    straight-through gradients (van den Oord, Vinyals, Kavukcuoglu, arXiv 1711.00937).
+    Latents have four parts, each replaced by the nearest of 64 codes, with straight-through
+    gradients (van den Oord, Vinyals, Kavukcuoglu, arXiv 1711.00937).
     """
 
     def __init__(self) -> None:

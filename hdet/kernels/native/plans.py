@@ -12,8 +12,8 @@ from torch import Tensor
 from ...profiling import ranged
 from .. import native
 from ..spec.interface import Column, StepTensors
+from ..spec.pairing import PAIRINGS, Pairing
 from ..spec.settings import check_shares
-from ..spec.shared import PAIRINGS, Pairing
 from .step import NativeStepPlan
 
 

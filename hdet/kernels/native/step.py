@@ -1,4 +1,4 @@
-"""An optimizer step by a native kernel, also of replicas on one line."""
+"""An optimizer step by a native kernel."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..spec import rounding
 from ..spec.interface import Column
+from ..spec.pairing import Pairing
 from ..spec.settings import check_shares
-from ..spec.shared import Pairing
 from .rules import Many, global_norm, running_average, store, value_of, values_of, weighted_sum
 from .step import TorchStepPlan
 

@@ -65,9 +65,8 @@ def lerp(a: Many, b: Many, weight: Tensor, rest: Tensor) -> Many:
 
 
 def add_weighted(total: Many, weight: Tensor, x: Many) -> Many:
-    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN:
-    a decay or a momentum that is off, a
-    replica that is not in the mean."""
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be
+    NaN: a decay or a momentum that is off, a replica that is not in the mean."""
     return where(weight == 0, total, total + x * weight)
 
 

@@ -395,8 +395,7 @@ def check_swap(
         if source.dtype != destination.dtype or lower != master:
             raise TypeError(
                 f"source {i} ({source.dtype}, lower half {lower}) and destination {i} "
-                f"({destination.dtype}, {master}) cannot change places: "
-                "both must be stored alike"
+                f"({destination.dtype}, {master}) cannot change places: both must be stored alike"
             )
 
 

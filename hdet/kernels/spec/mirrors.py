@@ -1,6 +1,6 @@
 """What a plan keeps on a device: nothing is copied twice, tables stay in memory for as long as a
-stream or a CUDA graph may read them, and
-while a graph is captured nothing is copied and no kernel is launched for the first time."""
+stream or a CUDA graph may read them, and while a graph is captured nothing is copied and no
+kernel is launched for the first time."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ class DeviceMemory:
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         """`table` may have changed in host memory: what place() returned for it follows on the
-        current stream, without waiting, unless it
-        is the same. Raises RuntimeError where it cannot be copied."""
+        current stream, without waiting, unless it is the same. Raises RuntimeError where it
+        cannot be copied."""
         if self.differs(table, placed):
             _copy_without_waiting(table, placed)
             self.note(table, placed)
 
     def differs(self, table: Tensor, placed: Tensor) -> bool:
-        """Whether `table` may not be what place() returned for it, on the device: then it is to be
-        brought there, and `note` follows. Raises
-        RuntimeError if so under capture, when nothing can be."""
+        """Whether `table` may not be what place() returned for it, on the device: then it is to
+        be brought there, and `note` follows. Raises RuntimeError if so under capture, when
+        nothing can be."""
         place = placed.data_ptr()
         mirror = None if place in self._unsure else self._bits.get(place)
         if mirror is not None and torch.equal(_bits(table), mirror):
@@ -135,9 +135,8 @@ class DeviceMemory:
     def check_launched(self, kernel: Hashable) -> None:
         """Before each launch.
 
-        Raises RuntimeError for the first launch of a kernel where it would be captured: compiling
-        it or loading
-        its code is not allowed there."""
+        Raises RuntimeError for the first launch of a kernel where it would be captured:
+        compiling it or loading its code is not allowed there."""
         if kernel in self._launched:
             return
         if _capturing(self.device):
@@ -172,9 +171,8 @@ def _bits(table: Tensor) -> Tensor:
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
         f"{what}. A CUDA graph replays what it captured, so its step must find everything on the "
-        "device: before the capture run one step "
-        "with the same parameters as a warm-up, afterwards leave gradients where they are "
-        "(zero_grad(set_to_none=False), or "
+        "device: before the capture run one step with the same parameters as a warm-up, "
+        "afterwards leave gradients where they are (zero_grad(set_to_none=False), or "
         "zero_gradients=True), and after the last change of a hyperparameter call "
         "optimizer.write_hyperparameters()"
     )

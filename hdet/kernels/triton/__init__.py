@@ -13,8 +13,8 @@ from ...profiling import ranged
 from ...triton_kernels import average, norm, pair
 from ...triton_kernels import tables as t
 from ..spec.interface import Column
+from ..spec.pairing import Pairing
 from ..spec.settings import check_shares
-from ..spec.shared import Pairing
 from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
 from .step import TritonStepPlan
 

@@ -20,10 +20,9 @@ TABLE_BLOCK = 2048
 DERIVED = 256
 """tensors whose hyperparameters one program derives"""
 REGISTERS, CODED_REGISTERS = 128, 168
-"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a
-threshold of its own. Blocks of codes
-stay in registers until their largest number is known: four, or three programs of 4 warps on a
-multiprocessor"""
+"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more
+than a threshold of its own. Blocks of codes stay in registers until their largest number is
+known: four, or three programs of 4 warps on a multiprocessor"""
 
 COMPILER = {"enable_fp_fusion": False}
 """for every kernel: no contraction, so that results have the bits of the native backends"""

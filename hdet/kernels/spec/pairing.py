@@ -1,4 +1,4 @@
-"""What is alike in every backend: the operations of pairs."""
+"""The operations of pairs, as every backend has them."""
 
 from __future__ import annotations
 
