@@ -317,7 +317,8 @@ class AutoLR(Controller):
         if checked["interval"] is not None:
             try:
                 checked["interval"] = interval = RateInterval.from_dict(checked["interval"])
-                str(interval), interval.trial.interval(interval.total_steps)  # fails if damaged
+                # All that is done with it later fails here if it is damaged.
+                str(interval), interval.to_dict(), interval.trial.interval(interval.total_steps)
             except Exception as error:
                 raise ValueError(
                     f"AutoLR's state has a damaged trial ({type(error).__name__}: {error})"

@@ -223,6 +223,13 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
 
 
 @quiet
+@pytest.mark.parametrize("wrong", [DEEP, object(), torch.ones(2)], ids=["deep", "object", "tensor"])
+def test_a_trial_is_refused_or_the_run_goes_on_wherever_it_is_damaged(wrong: Any) -> None:
+    for path in paths(saved("auto")["controller_state"], ("controller_state",)):
+        check("auto", damaged(saved("auto"), path, "other", wrong))
+
+
+@quiet
 @pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, DEEP])
 @pytest.mark.parametrize("name", ["softmax", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
