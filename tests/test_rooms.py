@@ -1,5 +1,4 @@
-"""The rooms of the house: what imports what, read from the sources alone. docs/design.md describes
-them."""
+"""What imports what, read from the sources alone."""
 
 from __future__ import annotations
 
@@ -7,37 +6,11 @@ import ast
 import itertools
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-HDET = Path(__file__).parents[1] / "hdet"
-
-# From the ground up; rooms of one floor do not import each other. A module that lies flat in hdet/
-# is a room.
-FLOORS = [
-    {"core"},
-    {"tensors", "profiling", "triton_kernels"},
-    {"kernels.spec"},
-    {"kernels.native", "kernels.triton", "kernels.reference"},
-    {"kernels"},
-    {"optim"},
-    {"replicas"},
-    {"converge", "noise"},
-    {"knobs", "policies"},
-    {"measure", "schedule"},
-    {"controllers"},
-    {"run"},
-    {"trial"},
-    {"parts"},
-    {"ensemble"},
-    {"schedulers", "checkpoint", "logging"},
-    {"cli", "integrations"},
-]
-# hdet/__init__.py loads a name's module when the name is asked for, and holds __version__, which
-# any room may read
-LAZY = "__init__"
+from benchmarks.rooms import HDET, LAZY, PAGE, imports_of, module_of, page_with_drawing, sources
 
 # The same thing in two places; every other file's name stands for one thing.
 TWINS: dict[str, set[str]] = {
@@ -46,80 +19,18 @@ TWINS: dict[str, set[str]] = {
 }
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(HDET).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+def test_the_drawing_in_the_documents_is_drawn_from_the_imports() -> None:
+    """Rooms in a circle have no floors, and raise."""
+    assert PAGE.read_text("utf-8") == page_with_drawing(), "python -m benchmarks.rooms --write"
 
 
-def room_of(module: str) -> str:
-    first, *more = module.split(".")
-    return f"{first}.{more[0]}" if first == "kernels" and more else first
-
-
-@cache
-def sources() -> dict[str, tuple[Path, ast.Module]]:
-    return {
-        module_of(path): (path, ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted(HDET.rglob("*.py"))
-    } | {
-        module_of(path): (path, ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted((HDET / "triton_kernels").glob("*.py"))
-    }  # rglob does not follow links
-
-
-def imports_of(module: str) -> Iterator[str]:
-    """The modules of hdet that ``module`` imports anywhere in its file, also for the type checker
-    alone."""
-    path, tree = sources()[module]
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (
-                alias.name.partition(".")[2] or LAZY
-                for alias in node.names
-                if alias.name.split(".")[0] == "hdet"
-            )
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == 0 and (node.module or "").split(".")[0] != "hdet":
-                continue
-            if module == LAZY:
-                package = []
-            base = package[: len(package) - node.level + 1] if node.level else []
-            named = (
-                (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
-            )
-            at = ".".join([*base, *filter(None, named)])
-            for alias in node.names:
-                inner = f"{at}.{alias.name}" if at else alias.name
-                if alias.name == "_C":
-                    continue
-                yield inner if inner in sources() else at or LAZY
-
-
-@cache
-def arrows() -> dict[tuple[str, str], list[str]]:
-    """(room, room it imports), with the modules that do."""
-    found: dict[tuple[str, str], list[str]] = {}
+def test_backends_of_the_kernels_do_not_import_each_other() -> None:
+    backends = {"native", "triton", "reference"}
     for module in sources():
-        for other in imports_of(module):
-            pair = room_of(module), room_of(other)
-            if LAZY not in pair and "__main__" not in pair and pair[0] != pair[1]:
-                found.setdefault(pair, []).append(f"{module} imports {other}")
-    return found
-
-
-def test_every_room_has_a_floor_and_every_arrow_points_down() -> None:
-    floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
-    rooms = {room_of(module) for module in sources()} - {LAZY, "__main__"}
-    assert rooms == set(floor), "docs/design.md and FLOORS name every room"
-    up = [
-        line
-        for pair, lines in arrows().items()
-        if floor[pair[1]] >= floor[pair[0]]
-        for line in lines
-    ]
-    assert not up, "\n".join(up)
-    assert len(arrows()) > 40, "the graph has been read"
+        package, _, own = module.partition(".")
+        if package == "kernels" and (own := own.split(".")[0]) in backends:
+            others = {other.split(".")[1] for other in imports_of(module) if "kernels." in other}
+            assert not others & backends - {own}, module
 
 
 def test_no_circle_of_modules() -> None:
