@@ -82,7 +82,10 @@ class Parts:
         self.weights = ReplicaWeights(
             self.tensors, optimizer, self.replicas, sync, divergence, models
         )
-        self.agreement = self._agreement(models)
+        self.agreement = Agreement(
+            self.engine, self.tensors, optimizer, self.schedule, self.replicas, models, sync,
+            divergence,
+        )  # fmt: skip
         self.cycles = Cycles(
             self.engine, self.schedule, self.fan_out, self.weights, self.panel, divergence,
             self.during, is_local,
@@ -178,18 +181,6 @@ class Parts:
         searched = [] if self.search is None else [self.search.model]
         buffers = [self.sync.buffers] if isinstance(self.sync.buffers, nn.Module) else []
         return [*self.panel.modules, *searched, *buffers]
-
-    def _agreement(self, models: Sequence[nn.Module]) -> Agreement:
-        sync = self.sync
-        settings = {
-            "the number of replicas": self.replicas.count, "bucket_bytes": sync.bucket_bytes,
-            "weights": sync.weights, "gradients": sync.gradients, "moments": sync.moments,
-            "converge": sync.converge, "divergence": self.divergence, "design": self.design,
-        }  # fmt: skip
-        return Agreement(
-            self.engine, self.tensors, self.optimizer, self.schedule, self.replicas, models,
-            settings,
-        )  # fmt: skip
 
     def _on_cycle_start(self) -> None:
         """Before the first optimizer step after an average."""

@@ -1,10 +1,10 @@
-"""What all ranks must have alike, compared in one small collective; the error says who has what."""
+"""What ranks must have alike, compared once; the error says what differs, and who has what."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,110 +36,104 @@ def reachable(group: dist.ProcessGroup | None, device: torch.device | None = Non
     ) or torch.device("cpu")
 
 
-Value = TypeVar("Value")
-
-
-def gathered(
-    numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None
-) -> list[list[int]]:
-    """Every rank's whole numbers, by its place in ``group`` (None: the world).
-
-    One all_gather, on ``device`` if the group can.
-    """
-    own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
-    everyone = own.new_empty(dist.get_world_size(group), len(numbers))
-    dist.all_gather(list(everyone.unbind(0)), own, group=group)
-    return everyone.tolist()
-
-
-def who_has(values: Mapping[int, Value], most: int = 4) -> str:
+def who_has(values: Mapping[int, object], most: int = 4) -> str:
     """'ranks 0-2: a; rank 3: b', what most have first; ``values`` is by rank."""
-    holders: dict[Value, list[int]] = {}
-    for rank, value in values.items():
-        holders.setdefault(value, []).append(rank)
-    ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+    holders = _holders(values)
     shown = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {brief(ranks)}: {value}"
-        for value, ranks in ordered[:most]
+        for value, ranks in list(holders.items())[:most]
     ]
-    return "; ".join(
-        shown + ([f"and {len(ordered) - most} more values"] if len(ordered) > most else [])
+    more = len(holders) - most
+    return "; ".join([*shown, f"and {more} more values"] if more > 0 else shown)
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... [{digest(text):x}]"
+
+
+Entries = Mapping[str, tuple[object, object]]
+"""name -> (scope, value), both plain data. Ranks with the same scope must have the same value; the
+scope of what all ranks share is ``()``."""
+
+
+def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise `ReplicaDisagreement`, on all ranks of ``group`` alike, unless their entries agree.
+
+    Digests travel first. Where they differ one rank for each value tells it, so that the message
+    leads to the very number in a nested value. ``device``: this rank's.
+    """
+    own = {name: (digest(scope), digest(value)) for name, (scope, value) in entries.items()}
+    differing = _differing(_gathered(own, group, device))
+    if not differing:
+        return
+    tellers = {rank for marks in differing.values() for rank in _first_holders(marks).values()}
+    known = {name: entries[name][1] for name in differing if name in entries}
+    told = _gathered(known if dist.get_rank() in tellers else {}, group, device)
+    problems = []
+    for name, marks in differing.items():
+        first = _first_holders(marks)
+        values = {r: told[first[mark]].get(name) for r, mark in marks.items() if mark in first}
+        part, values = _narrowed(name, values)
+        texts = {rank: shortened(str(value), 60) for rank, value in values.items()}
+        problems.append(f"{part} differs between ranks: {who_has(texts)}")
+    raise ReplicaDisagreement(
+        ". ".join(problems) + ". Start all ranks with the same code, settings and model"
     )
 
 
-def compare(
-    place: tuple[int, int],
-    ranks: Sequence[Sequence[int]],
-    common: Mapping[str, int],
-    by_member: Mapping[str, int],
-    orders: Mapping[str, tuple[int, int]],
-    group: dist.ProcessGroup,
-    device: torch.device | None,
-) -> None:
-    """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
-    common = {
-        "the number of replicas and their ranks (digest)": digest(
-            [list(replica) for replica in ranks]
-        ),
-        **common,
-    }
-    names = [*common, *by_member, *orders]
-    row = [
-        digest(names),
-        *place,
-        len(ranks[0]) if ranks else 1,
-        *common.values(),
-        *by_member.values(),
-    ]
-    row += [order for _, order in orders.values()] + [things for things, _ in orders.values()]
-    # Of a fixed width: ranks of another version may have another number of settings, and would else
-    # be cut off or waited for.
-    rows = gathered(row + [0] * (-len(row) % 64), group, device)
-    said = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
-    problems = _misfits(said)
-    for k, name in enumerate([] if problems else names, start=4):
-        alike: dict[
-            tuple[int, ...], dict[int, int]
-        ] = {}  # by what ranks share that are to have the same value
-        for rank, row in said.items():
-            shared = (
-                ()
-                if name in common
-                else (row[2],)
-                if name in by_member
-                else (row[2], row[k + len(orders)])
-            )
-            alike.setdefault(shared, {})[rank] = row[k]
-        differing = next(
-            (found for _, found in sorted(alike.items()) if len(set(found.values())) > 1), None
-        )
-        if differing is not None:
-            where = (
-                "replicas' ranks"
-                if name in common
-                else "replicas, among ranks with the same part of the model"
-            )
-            problems.append(f"{name} differs between {where}: {who_has(differing)}")
-    if problems:
-        raise ReplicaDisagreement(
-            ". ".join(problems) + ". Start all ranks with the same code, settings and model"
-        )
+def _gathered(
+    value: object, group: dist.ProcessGroup, device: torch.device
+) -> dict[int, dict[str, Any]]:
+    """Every rank's, by its number in the world."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    # NCCL talks from the current device, which a loop need not have set to its own.
+    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+        dist.all_gather_object(everyones, value, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), everyones, strict=True))
 
 
-def _misfits(said: Mapping[int, Sequence[int]]) -> list[str]:
-    """Ranks that do not even compare the same things, or stand at one place."""
-    for k, what in (
-        (0, "the settings to compare differ between replicas' ranks: several versions of hdet?"),
-        (3, "the number of ranks in a replica differs between replicas' ranks"),
-    ):
-        values = {rank: row[k] for rank, row in said.items()}
-        if len(set(values.values())) > 1:
-            return [f"{what}: {who_has(values)}"]
-    at: dict[tuple[int, int], list[int]] = {}
-    for rank, row in said.items():
-        at.setdefault((row[1], row[2]), []).append(rank)
-    return [
-        f"ranks {brief(who)} all are member {m} of replica {r}"
-        for (r, m), who in sorted(at.items())
-        if len(who) > 1
-    ][:4]
+def _differing(
+    rows: Mapping[int, Mapping[str, tuple[int, int]]], most: int = 3
+) -> dict[str, dict[int, int]]:
+    """The first few entries that differ: digests of their values by rank, in the first scope in
+    which they do."""
+    differing: dict[str, dict[int, int]] = {}
+    absent = (digest(()), 0)  # another version may have other entries
+    for name in {name: None for row in rows.values() for name in row}:
+        scopes: dict[int, dict[int, int]] = {}
+        for rank, row in rows.items():
+            scope, value = row.get(name, absent)
+            scopes.setdefault(scope, {})[rank] = value
+        wrong = [marks for marks in scopes.values() if len(set(marks.values())) > 1]
+        if wrong and len(differing) < most:
+            differing[name] = wrong[0]
+    return differing
+
+
+def _holders(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Ranks by value, what most have first."""
+    holders: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    return dict(sorted(holders.items(), key=lambda item: (-len(item[1]), item[1])))
+
+
+def _first_holders(marks: Mapping[int, int], most: int = 4) -> dict[int, int]:
+    """The first rank that has each value, of the few that most have."""
+    return {mark: ranks[0] for mark, ranks in list(_holders(marks).items())[:most]}
+
+
+def _narrowed(name: str, values: dict[int, Any]) -> tuple[str, dict[int, Any]]:
+    """Name and values, by rank, of the first part that all have and that differs."""
+    first, *others = map(_keys, values.values())
+    for key in (key for key in first if all(key in other for other in others)):
+        parts = {rank: value[key] for rank, value in values.items()}
+        if len(set(map(repr, parts.values()))) > 1:
+            return _narrowed(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]", parts)
+    return name, values
+
+
+def _keys(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return list(range(len(value)))
+    return list(value) if isinstance(value, dict) else []

@@ -3,7 +3,7 @@ different replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .agreement import compare, reachable
+from .agreement import reachable
 from .megatron_groups import megatron_table
 from .mesh import mesh_of_the_world, mesh_table
 from .process_groups import build, layout_table, listed_table
@@ -245,36 +245,3 @@ class Replicas:
         rows = rows.to(reachable(self.world_group, rows.device))
         dist.all_reduce(rows, group=self.world_group)
         return rows
-
-    def require_agreement(
-        self,
-        common: Mapping[str, int],
-        by_member: Mapping[str, int] | None = None,
-        device: torch.device | None = None,
-        orders: Mapping[str, tuple[int, int]] | None = None,
-    ) -> None:
-        """Compare whole numbers over all ranks, in one all_gather of some dozen numbers a rank.
-
-        That each rank has a place of its own is compared as well.
-
-        Args:
-            common: numbers below 2^63 by a name that users know, which must be equal on all ranks.
-            by_member: the same, among peers, such as the shapes of a stage's parameters.
-            device: where the collective runs.
-            orders: (things, order): the order must be equal among those peers that have the same
-                things.
-
-        Raises:
-            ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have
-                each value.
-        """
-        if self.world_group is not None:
-            compare(
-                (self.index, self.member),
-                self.ranks,
-                common,
-                by_member or {},
-                orders or {},
-                self.world_group,
-                device,
-            )

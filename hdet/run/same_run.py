@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,18 +16,31 @@ from torch.optim import Optimizer
 from .. import __version__ as version
 from ..converge import digest as digest_of_tensors
 from ..core.controller import Controller
-from ..core.engine import STATE_VERSION, Engine
+from ..core.divergence import Divergence
+from ..core.engine import Engine
+from ..policies import Sync
 from ..replicas import Replicas
-from ..replicas.agreement import digest
+from ..replicas.agreement import compare, digest
 from ..schedule import Schedule
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "check_gradients"]
+
+_OF_SYNC = ("every", "converge", "gradients", "moments", "weights", "bucket_bytes")
+_OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group, what changes nothing in its results, or is compared by itself."""
+_USUAL = (
+    "lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay",
+    "maximize",
+)  # fmt: skip
+_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
+"""Settings that hdet's optimizers do not keep in their groups."""
 
 
 @dataclass(eq=False)
 class Agreement:
-    """Checked once, at the first step, and again after a state was loaded."""
+    """A plain description of the run, compared entry by entry at the first step, and again after a
+    state was loaded."""
 
     engine: Engine
     parameters: Sequence[torch.Tensor]
@@ -36,8 +49,8 @@ class Agreement:
     replicas: Replicas
     modules: Sequence[nn.Module]
     """They know names of parameters."""
-    settings: Mapping[str, object]
-    """Further ones by the names that users know; compared by their repr."""
+    sync: Sync
+    divergence: Divergence
     reached: bool = False
     _values: torch.Tensor | None = None  # of the parameters, before the first step
 
@@ -54,159 +67,136 @@ class Agreement:
             )
 
     def check(self, device: torch.device) -> None:
-        """One all_gather. Raises on all ranks alike if they differ."""
-        self.look()
-        scheduler = self.schedule.scheduler
-        state = {} if scheduler is None else _comparable(scheduler.state_dict())
-        state.pop(
-            "lr_lambdas",
-            None,
-            # somebody's objects, which may know their rank; what they give is compared at each
-            # cycle's end
-        )
-        # Lists are by parameter group, of which a pipeline's stages may have different ones.
-        lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
-        single = (
-            _kind(scheduler),
-            [(key, value) for key, value in state.items() if key not in lists],
-        )
-        orders = (
-            {}
-            if self._values is None
-            else {"the order of the parameters (digest of their values)": _in_order(self._values)}
-        )
-        self.replicas.require_agreement(
-            self._common(single), self._by_member(lists), device, orders
-        )
+        """Raises `ReplicaDisagreement` on all ranks alike if they differ."""
+        group, member = self.replicas.world_group, self.replicas.member
+        if group is not None:
+            self.look()
+            assert self._values is not None
+            rows = [digest(row) for row in self._values.tolist()]
+            entries = {
+                **{name: ((), value) for name, value in _plain(self._of_everyone()).items()},
+                **{name: (member, value) for name, value in _plain(self._of_peers()).items()},
+                # initial values may differ: only the same ones in another order are a mistake
+                "the order of the parameters": ((member, sorted(rows)), digest(rows)),
+            }
+            compare(entries, group, device)
         self.reached, self._values = True, None
 
-    def _common(self, scheduler: object) -> dict[str, int]:
+    def _of_everyone(self) -> dict[str, Any]:
         """What must be the same on all ranks, by names that users know."""
-        clock, controller = self.engine.clock, self.engine.controller
+        engine = self.engine
+        clock = engine.clock
         return {
-            "the version of hdet (digest)": digest(version),
-            "the version of the state": STATE_VERSION,
-            "seed": self.engine.seed % (1 << 52),
-            "every (sync_interval)": clock.sync_interval,
+            "the version of hdet": version,
+            "the ranks of the replicas": self.replicas.ranks,
+            "seed": engine.seed,
+            "design": engine.design,
             "warmup_steps": clock.warmup_steps,
-            "total_steps": -1 if clock.total_steps is None else clock.total_steps,
-            **{name: value for name, value in self.settings.items() if isinstance(value, int)},
-            **{
-                f"{name} (digest)": digest(value)
-                for name, value in self.settings.items()
-                if not isinstance(value, int)
-            },
-            "the knobs (digest)": digest(
-                [(knob.name, knob.spread, knob.scale) for knob in self.engine.knobs]
-            ),
-            "the controller and its settings (digest)": digest(
-                None if controller is None else (controller.name, _settings(controller))
-            ),
-            "the state (digest)": digest(self.engine.state_dict()),
-            "the scheduler's class and settings (digest)": digest(scheduler),
+            "total_steps": clock.total_steps,
+            "sync": {name: getattr(self.sync, name) for name in _OF_SYNC},
+            "divergence": self.divergence,
+            "knobs": engine.knobs,
+            "controller": engine.controller and _settings_of(engine.controller),
+            "state": engine.state_dict(),
+            "scheduler": self._of_scheduler(of_groups=False),
         }
 
-    def _by_member(self, of_scheduler: object) -> dict[str, int]:
-        """The same, among peers."""
+    def _of_peers(self) -> dict[str, Any]:
+        """What must be the same on ranks that hold the same part of the model."""
         optimizer = self.optimizer
         # What other libraries' optimizers count in their groups may differ: the first step was
         # taken at rates of its own.
         known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
         groups = [
             {
-                key: value
-                for key, value in group.items()
-                if key not in _OF_THE_MACHINE and (known or key in _USUAL)
+                "number of parameters": len(group["params"]),
+                **{
+                    key: value
+                    for key, value in group.items()
+                    if key not in _OF_THE_MACHINE and (known or key in _USUAL)
+                },
             }
             for group in optimizer.param_groups
         ]
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        fused = [getattr(optimizer, name, None) for name in _OF_FUSED]
-        values = {
-            "the parameters' shapes and dtypes": [
-                (tuple(p.shape), str(p.dtype)) for p in local_parts(self.parameters)
+        names = _names(optimizer, self.modules)
+        return {
+            "parameters": [
+                {"name": names.get(id(p)), "shape": part.shape, "dtype": part.dtype}
+                for p, part in zip(self.parameters, local_parts(self.parameters), strict=True)
             ],
-            "the names of the parameters": _names(self.parameters, optimizer, self.modules),
-            "the scheduled rates": [
-                (knob.name, [float(value) for value in knob.scheduled])
+            "scheduled values": {
+                knob.name: [float(value) for value in knob.scheduled]
                 for knob in self.schedule.knobs
-            ],
-            "the scheduler's settings by parameter group": of_scheduler,
-            "the optimizer's class and settings": (
-                _kind(optimizer),
-                sizes,
-                _comparable(groups),
-                _comparable(fused),
-            ),
+            },
+            "scheduler of the parameter groups": self._of_scheduler(of_groups=True),
+            "optimizer": {
+                "class": _kind(optimizer),
+                "groups": groups,
+                **{name: getattr(optimizer, name, None) for name in _OF_FUSED},
+            },
         }
-        return {f"{name} (digest)": digest(value) for name, value in values.items()}
+
+    def _of_scheduler(self, of_groups: bool) -> dict[str, Any]:
+        """Its class and settings; or its lists, which are by parameter group, of which the stages
+        of a pipeline may have different ones."""
+        scheduler = self.schedule.scheduler
+        state = {} if scheduler is None else scheduler.state_dict()
+        of_kind = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, (list, tuple, Mapping)) is of_groups
+            # Somebody's objects, which may know their rank. What they give is compared each cycle.
+            and key != "lr_lambdas"
+        }
+        return of_kind if of_groups else {"class": _kind(scheduler), **of_kind}
 
 
-_OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group, what changes nothing in its results; and names, which are compared by
-themselves."""
-_USUAL = (
-    "lr",
-    "weight_decay",
-    "betas",
-    "eps",
-    "momentum",
-    "nesterov",
-    "decoupled_weight_decay",
-    "maximize",
-)
-_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
-"""Settings that hdet's optimizers do not keep in their groups."""
-
-
-def _in_order(digests: torch.Tensor) -> tuple[int, int]:
-    """(digest of what there is, digest of what there is in this order), of a row for each tensor.
-
-    Reads them from their device.
-    """
-    rows = [digest(row) for row in digests.tolist()]
-    return digest(sorted(rows)), digest(rows)
-
-
-def _names(
-    parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]
-) -> list[str | None]:
-    """Of parameters and buffers, where a model or the optimizer knows them."""
+def _names(optimizer: Optimizer, modules: Sequence[nn.Module]) -> dict[int, str]:
+    """Of parameters and buffers, by id, where a model or the optimizer knows them."""
     known: dict[int, str] = {}
     for group in optimizer.param_groups:
-        known.update(
-            (id(p), name)
-            for p, name in zip(group["params"], group.get("param_names") or (), strict=False)
-        )
+        names = group.get("param_names") or ()
+        known.update((id(p), name) for p, name in zip(group["params"], names, strict=False))
     for module in modules:
-        known.update(
-            (id(tensor), name)
-            for named in (module.named_parameters(), module.named_buffers())
-            for name, tensor in named
-        )
-    return [known.get(id(p)) for p in parameters]
+        for named in (module.named_parameters(), module.named_buffers()):
+            known.update((id(tensor), name) for name, tensor in named)
+    return known
 
 
 def _kind(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _comparable(value: Any) -> Any:
-    """Plain data; of everything else the class, because a repr may hold an address."""
+def _plain(value: Any) -> Any:
+    """Nested dicts and lists of numbers and text; of everything else the class, because a repr may
+    hold an address."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
+    if is_dataclass(value):
+        settings = {field.name: getattr(value, field.name) for field in fields(value)}
+        return _plain({"class": _kind(value), **settings})
     if isinstance(value, Mapping):
-        return {
-            str(key): _comparable(item)
-            for key, item in sorted(value.items(), key=lambda item: str(item[0]))
-        }
+        keys = sorted(value, key=lambda key: (key != "class", str(key)))
+        return {str(key): _plain(value[key]) for key in keys}
     if isinstance(value, (list, tuple)):
-        return [_comparable(item) for item in value]
-    return (
-        value
-        if isinstance(value, (bool, int, float, str, type(None), torch.dtype))
-        else _kind(value)
-    )
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
+
+
+def _settings_of(controller: Controller) -> dict[str, Any]:
+    """The settings of a controller and of those that it consists of. What it keeps for itself may
+    depend on the step, which scalers skip rank by rank."""
+    settings: dict[str, Any] = {"name": controller.name}
+    for name, value in vars(controller).items():
+        if isinstance(value, Controller):
+            settings[name] = _settings_of(value)
+        elif not name.startswith("_") and (
+            is_dataclass(value) or isinstance(value, (int, float, str, tuple, type(None)))
+        ):
+            settings[name] = value
+    return settings
 
 
 def check_gradients(
@@ -238,23 +228,3 @@ def check_gradients(
             "backward pass inside no_sync(), and give each replica batches of its own",
             stacklevel=4,
         )
-
-
-def _settings(controller: Any) -> list[tuple[str, Any]]:
-    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on
-    the step, which scalers skip rank by rank."""
-    plain = [
-        (name, value)
-        for name, value in sorted(vars(controller).items())
-        if not name.startswith("_") and (is_dataclass(value) or _is_plain(value))
-    ]
-    parts = [
-        value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)
-    ]
-    return plain + [setting for part in parts for setting in _settings(part)]
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float, str, type(None))) or (
-        isinstance(value, tuple) and all(map(_is_plain, value))
-    )

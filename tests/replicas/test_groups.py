@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hdet
-from hdet.replicas.agreement import who_has
+from hdet.replicas.agreement import compare, who_has
 from hdet.replicas.layout import Layout
 from tests.distributed import RankError, run_ranks
 
@@ -21,6 +21,7 @@ SORTS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
 """Does this torch know ascending groups alone?"""
 HSDP = ("dp_replicate", "dp_shard")
 Table = list[list[int]]
+CPU = torch.device("cpu")
 
 
 def seen(replicas: hdet.Replicas) -> dict[str, Any]:
@@ -271,41 +272,35 @@ def test_a_world_of_one_process_is_one_replica() -> None:
 # -- what is compared before the first step, and what is added up ---------------------------------
 
 
-def agree(rank: int, world: int, common: Any, by_member: Any, twist: dict[str, Any]) -> str:
+def agree(rank: int, world: int, entries: list[Any]) -> str:
     replicas = hdet.Replicas.from_layout(tp=2)
-    if rank == 3:
-        vars(replicas).update(twist)
+    own = {name: ((), value) for name, value in entries[rank].items()}
     try:
-        replicas.require_agreement(common[rank], by_member[rank], torch.device("cpu"))
+        compare({**own, "part": (replicas.member, rank % 2)}, replicas.world_group, CPU)
     except hdet.ReplicaDisagreement as error:
         return str(error)
     return ""
 
 
-SAME, OF_ALL = [{"seed": 1}] * 4, "differs between replicas' ranks"
-STAGES = [{"shapes": 10}, {"shapes": 11}] * 2
-"""Members 0 and 1 hold different parts, peers the same."""
+NESTED = [{"groups": [{"lr": 1.0}, {"lr": 2.0, "betas": [0.9, beta]}]} for beta in (0.99, 0.95)]
+ALIKE = {"seed": 1}
 
 
-@pytest.mark.parametrize(("common", "by_member", "twist", "message"), [
-    (SAME, STAGES, {}, ""), ([{"seed": 2**61}] * 4, STAGES, {}, ""),
-    ([*SAME[:3], {"seed": 2}], STAGES, {}, f"seed {OF_ALL}: ranks 0-2: 1; rank 3: 2"),
-    (SAME, STAGES[:3] + [{"shapes": 7}], {},
-        "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7"),
-    ([*SAME[:3], {"sync_interval": 1}], STAGES, {},
-        "the settings to compare differ between replicas' ranks"),
-    ([*SAME[:3], {"seed": 1, "new in the next version": 1}], STAGES, {},
-        "the settings to compare .* several versions of hdet"),
-    (SAME, STAGES, {"member": 0}, "ranks 2-3 all are member 0 of replica 1"),
-    (SAME, STAGES, {"ranks": [[0, 1], [3, 2]]},
-        f"the number of replicas and their ranks \\(digest\\) {OF_ALL}"),
-    (SAME, STAGES, {"ranks": [[0], [3]]},
-        f"the number of ranks in a replica {OF_ALL}: ranks 0-2: 2; rank 3: 1"),
+@pytest.mark.parametrize(("entries", "message"), [
+    ([ALIKE] * 4, ""), ([{"seed": 2**70}] * 4, ""),
+    ([*[ALIKE] * 3, {"seed": 2}], "seed differs between ranks: ranks 0-2: 1; rank 3: 2. Start"),
+    ([{"optimizer": NESTED[rank == 1]} for rank in range(4)],
+        r"optimizer.groups\[1\].betas\[1\] differs .* ranks 0, 2-3: 0.99; rank 1: 0.95"),
+    ([{"seed": [1]}, {"seed": {"a": 1}}, {"seed": [1, 2]}, ALIKE], "seed differs between ranks: "),
+    ([{"seed": [1, 2, 3 + r]} if r else {"seed": [1, 2]} for r in range(4)],
+        r"seed differs .* rank 1: \[1, 2, 4\];"),
+    ([*[ALIKE] * 3, {"seed": 1, "of the next version": 5}],
+        "of the next version differs between ranks: ranks 0-2: None; rank 3: 5"),
 ])  # fmt: skip
-def test_settings_are_compared_once(common: Any, by_member: Any, twist: Any, message: str) -> None:
-    (said,) = set(run_ranks(agree, 4, common, by_member, twist))
-    assert re.search(message, said) and bool(said) == bool(message)
-    assert ("Start all ranks with the same code" in said) == bool(message)
+def test_what_differs_is_followed_to_its_part(entries: list[Any], message: str) -> None:
+    """Among all ranks; members 0 and 1 of each replica have parts of their own."""
+    (said,) = set(run_ranks(agree, 4, entries))
+    assert re.match(message, said) and bool(said) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:
