@@ -1,11 +1,14 @@
-"""Who is a replica, as arithmetic on rank numbers: no torch, no processes (docs/layouts.md has the
-same tables for people)."""
+"""Who is a replica, as arithmetic on rank numbers, without processes (docs/layouts.md has the same
+tables for people)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+
+import torch
 
 from ..core.validate import whole
 
@@ -14,11 +17,8 @@ Table = tuple[Ranks, ...]
 """Rank numbers: of groups, or [replica][member]."""
 
 _AXES = ("tp", "cp", "ep", "dp", "pp")
-_EXPERT_AXES = {
-    "ep": "ep",
-    "etp": "tp",
-    "edp": "dp",
-}  # and what their places in the order are called
+_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}
+"""Axes of expert layers, and whose places in the order they have."""
 _SHARING = ("tp", "cp", "pp", "ep", "etp", "shard")
 
 
@@ -55,59 +55,38 @@ class Layout:
     shard: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world", "tp", "cp", "ep", "pp", "shard", "etp"):
-            if (name, getattr(self, name)) != ("etp", None):
-                whole(getattr(self, name), name)
-        self._check_order()
-        dense = self.tp * self.cp * self.pp
-        if self.world % dense:
+        sizes = {name: getattr(self, name) for name in ("world", "tp", "cp", "ep", "pp", "shard")}
+        for name, size in (sizes | {"etp": self._etp}).items():
+            whole(size, name)
+        named = self.order.split("-")
+        needed = {"dp", *(axis for axis in _AXES if sizes.get(axis, 1) > 1)}
+        if len(set(named)) < len(named) or not needed <= set(named) <= set(_AXES):
             raise ValueError(
-                f"{self.world} ranks are not divisible by tp {self.tp} * cp {self.cp} * pp "
-                f"{self.pp} = {dense}: start a multiple of that, or change one of them"
+                f"order must name {', '.join(sorted(needed))} once each, of the axes "
+                f"{', '.join(_AXES)}, as in 'tp-cp-ep-dp-pp', got {self.order!r}"
             )
-        if self._experts and self.world % (self._etp * self.ep * self.pp):
+        self._check_divisible({"tp": self.tp, "cp": self.cp, "pp": self.pp})
+        if self._has_experts:
+            self._check_divisible({"etp": self._etp, "ep": self.ep, "pp": self.pp})
+            if self.groups("pp") != _lines(self._sizes(experts=True), ("pp",)):
+                raise ValueError(
+                    f"order {self.order!r} gives expert layers other pipelines than the rest: put "
+                    "pp last, as in 'tp-cp-ep-dp-pp'"
+                )
+        cuts_samples = self.shard % self.cp and self.cp % self.shard
+        if self.dp * self.cp % self.shard or cuts_samples:
             raise ValueError(
-                f"{self.world} ranks are not divisible by etp {self._etp} * ep {self.ep} * pp "
-                f"{self.pp} = {self._etp * self.ep * self.pp}: "
-                "start a multiple of that, or change one of them"
-            )
-        if self._experts and self.groups("pp") != _lines(self._expert_sizes(), ("pp",)):
-            raise ValueError(
-                f"order {self.order!r} gives expert layers other pipelines than the rest: put pp "
-                "last, as in 'tp-cp-ep-dp-pp'"
-            )
-        copies = self.dp * self.cp
-        if copies % self.shard:
-            raise ValueError(
-                f"shard {self.shard} does not divide dp {self.dp} * cp {self.cp} = {copies}: "
-                "choose one that does"
-            )
-        if self.shard % self.cp and self.cp % self.shard:
-            raise ValueError(
-                f"shard {self.shard} cuts through groups of cp {self.cp} ranks, which work on one "
-                "sample: choose a multiple of cp"
+                f"shard {self.shard} must divide dp {self.dp} * cp {self.cp}, and not cut through "
+                "groups of cp ranks, which work on one sample: choose a multiple of cp that does"
             )
 
-    def _check_order(self) -> None:
-        names = self.order.split("-") if isinstance(self.order, str) else []
-        unknown = [name for name in names if name not in _AXES]
-        if not names or unknown or len(set(names)) < len(names):
-            problem = (
-                f"it has {unknown[0]!r}" if unknown else "an axis occurs twice, or it is no text"
-            )
+    def _check_divisible(self, sizes: Mapping[str, int]) -> None:
+        product = prod(sizes.values())
+        if self.world % product:
+            named = " * ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
-                f"order must be made of {', '.join(_AXES)}, each once, joined by '-', got "
-                f"{self.order!r}: {problem}"
-            )
-        missing = [
-            name
-            for name in _AXES
-            if name not in names and (name == "dp" or getattr(self, name) > 1)
-        ]
-        if missing:
-            raise ValueError(
-                f"order {self.order!r} lacks {' and '.join(missing)}: say where in it, as in "
-                "'tp-cp-ep-dp-pp'"
+                f"{self.world} ranks are not divisible by {named} = {product}: start a multiple of "
+                "that, or change one of them"
             )
 
     @property
@@ -117,26 +96,21 @@ class Layout:
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
-    def _experts(self) -> bool:
+    def _has_experts(self) -> bool:
         return self.ep > 1 or self.etp is not None
 
     @property
     def _etp(self) -> int:
         return self.tp if self.etp is None else self.etp
 
-    def _sizes(self) -> dict[str, int]:
-        """Of the layers without experts; the fastest axis first."""
-        return {
-            name: {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}.get(name, 1)
-            for name in self.order.split("-")
-        }
-
-    def _expert_sizes(self) -> dict[str, int]:
-        edp = self.world // (self._etp * self.ep * self.pp)
-        return {
-            name: {"tp": self._etp, "ep": self.ep, "dp": edp, "pp": self.pp}.get(name, 1)
-            for name in self.order.split("-")
-        }
+    def _sizes(self, experts: bool = False) -> dict[str, int]:
+        """By axis, the fastest first."""
+        if experts:
+            edp = self.world // (self._etp * self.ep * self.pp)
+            sizes = {"tp": self._etp, "ep": self.ep, "dp": edp, "pp": self.pp}
+        else:
+            sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return {axis: sizes.get(axis, 1) for axis in self.order.split("-")}
 
     def groups(self, axis: str) -> Table:
         """All groups along one axis: tp, cp, dp, pp, shard; ep, etp and edp of expert layers (empty
@@ -145,14 +119,11 @@ class Layout:
         Shards of experts need no axis of their own: they lie inside what `shard` and `ep` join.
         """
         if axis in _EXPERT_AXES:
-            return _lines(self._expert_sizes(), (_EXPERT_AXES[axis],)) if self._experts else ()
+            sizes = self._sizes(experts=True)
+            return _lines(sizes, (_EXPERT_AXES[axis],)) if self._has_experts else ()
         if axis == "shard":
-            cut = range(0, self.dp * self.cp, self.shard)
-            return tuple(
-                line[i : i + self.shard]
-                for line in _lines(self._sizes(), ("dp", "cp"))
-                for i in cut
-            )
+            ranks = torch.tensor(_lines(self._sizes(), ("dp", "cp")))
+            return _table(ranks.view(-1, self.shard))
         if axis not in ("tp", "cp", "dp", "pp"):
             raise ValueError(
                 f"axis must be one of tp, cp, dp, pp, shard, ep, etp, edp, got {axis!r}"
@@ -192,29 +163,21 @@ def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
     first ranks."""
     home = {rank: {rank} for rank in ranks}
     for group in groups:
-        for rank in group[1:]:
-            large, small = sorted((home[group[0]], home[rank]), key=len, reverse=True)
-            if large is not small:
-                large |= small
-                for moved in small:
-                    home[moved] = large
-    return tuple(
-        sorted(
-            tuple(sorted(members))
-            for members in {id(members): members for members in home.values()}.values()
-        )
-    )
+        joined = set().union(*(home[rank] for rank in group))
+        home.update(dict.fromkeys(joined, joined))
+    distinct = {id(members): members for members in home.values()}
+    return tuple(sorted(tuple(sorted(members)) for members in distinct.values()))
 
 
 def paired(
     ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]
 ) -> Table:
-    """[replica][member] -> rank.
+    """[replica][member] -> rank, from groups of ranks by axis: of those in ``sharing`` each lies in
+    one replica, in those of ``copies`` ranks hold the same parameters.
 
-    ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold
-    the same parameters, within which peers must be found. Groups are lists of ranks in their
-    order, by axis. Raises ValueError for replicas of unequal size or make, and for peers that do
-    not hold the same parameters, as when a group was left out."""
+    Raises ValueError for replicas of unequal size or make, and for peers that do not hold the same
+    parameters, as when a group was left out.
+    """
     replicas = closure(ranks, (group for groups in sharing.values() for group in groups))
     sizes = {len(replica) for replica in replicas}
     if len(sizes) > 1:
@@ -264,18 +227,11 @@ def brief(ranks: Collection[int], most: int = 8) -> str:
 def _lines(sizes: Mapping[str, int], along: Collection[str]) -> Table:
     """Groups of the ranks that differ only in the axes ``along``; ``sizes`` has the fastest axis
     first."""
-    offsets, starts = (
-        _offsets(sizes, along),
-        _offsets(sizes, [name for name in sizes if name not in along]),
-    )
-    return tuple(tuple(start + offset for offset in offsets) for start in starts)
+    axes = list(sizes)[::-1]
+    ranks = torch.arange(prod(sizes.values())).view([sizes[axis] for axis in axes])
+    last = sorted(range(len(axes)), key=lambda k: axes[k] in along)
+    return _table(ranks.permute(last).reshape(-1, prod(sizes.get(axis, 1) for axis in along)))
 
 
-def _offsets(sizes: Mapping[str, int], names: Collection[str]) -> list[int]:
-    """Rank numbers reached along the axes ``names`` from rank 0, ascending."""
-    reached, stride = [0], 1
-    for name, size in sizes.items():
-        if name in names:
-            reached = [rank + k * stride for k in range(size) for rank in reached]
-        stride *= size
-    return reached
+def _table(ranks: torch.Tensor) -> Table:
+    return tuple(map(tuple, ranks.tolist()))

@@ -18,25 +18,35 @@ def mesh_table(
     """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers,
     if the mesh has a group of them."""
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
-    table = _table(together("from_mesh", lambda: _request(mesh, names)))
+    places = together("from_mesh", lambda: _request(mesh, names))
+    lines: dict[int, dict[int, int]] = {}
+    for rank, place in enumerate(places):
+        if place is not None:
+            first, index = place
+            lines.setdefault(first, {})[index] = rank
+    # Members are in the order of their lines' first ranks.
+    peers = [tuple(rank for _, rank in sorted(lines[first].items())) for first in sorted(lines)]
     # The mesh keeps its groups' ranks ascending, and makes one for each dimension only.
-    ascending = all(list(peers) == sorted(peers) for peers in zip(*table, strict=True))
-    return table, (lambda: mesh.get_group(names[0])) if len(names) == 1 and ascending else None
+    has_group = len(names) == 1 and all(list(ranks) == sorted(ranks) for ranks in peers)
+    return tuple(zip(*peers, strict=True)), (
+        (lambda: mesh.get_group(names[0])) if has_group else None
+    )
 
 
 def _request(mesh: Any, names: Sequence[str]) -> Request:
-    """Of a rank in the mesh: the number of its replica, and who is first on its line.
+    """Of a rank in the mesh: who is first on its line, and its place there, which is the number of
+    its replica.
 
     A line is the ranks that differ in the replicating dimensions only. From these of all ranks the
     table follows for every kind of mesh, also for a part of a larger one, whose other dimensions
     then lie inside a replica.
     """
-    if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
+    if not hasattr(mesh, "mesh_dim_names"):
         raise ValueError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}"
         )
     known = tuple(mesh.mesh_dim_names or ())
-    if not set(names) <= set(known) or len(set(names)) < len(names):
+    if not set(names) <= set(known):
         have = (
             f"the mesh has dimensions {', '.join(known)}"
             if known
@@ -61,23 +71,7 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     for k, name in enumerate(known):
         if name in names:
             index, start[k] = index * mesh.mesh.shape[k] + place[k], 0
-    return call, (index, int(mesh.mesh[tuple(start)]))
-
-
-def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
-    """Members are in the order of their lines' first ranks."""
-    lines: dict[int, dict[int, int]] = {}
-    for rank, own in enumerate(rows):
-        if own is not None:
-            index, first = own
-            lines.setdefault(first, {})[index] = rank
-    count = max(map(len, lines.values()), default=0)
-    if not count or any(sorted(line) != list(range(count)) for line in lines.values()):
-        raise ValueError(
-            "the mesh's lines are not of one length: build the mesh on every rank with the same "
-            "arguments"
-        )
-    return tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
+    return call, (int(mesh.mesh[tuple(start)]), index)
 
 
 def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
@@ -98,8 +92,5 @@ def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
 def dims(mesh: Any) -> str:
     """'(dp_replicate=2, dp_shard=4)'."""
     names = mesh.mesh_dim_names or [f"dimension {k}" for k in range(mesh.ndim)]
-    return (
-        "("
-        + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
-        + ")"
-    )
+    sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)]
+    return f"({', '.join(sizes)})"

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .agreement import reachable
+from .layout import Layout
 from .megatron_groups import megatron_table
 from .mesh import mesh_of_the_world, mesh_table
-from .process_groups import build, layout_table, listed_table
+from .process_groups import build, check_initialised, listed_table, together
 
 
 class Replicas:
@@ -87,11 +88,7 @@ class Replicas:
         """
         if isinstance(group, Sequence):
             return build(cls, listed_table(group))
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "from_group needs a process group: call torch.distributed.init_process_group "
-                "first, or use Replicas.single()"
-            )
+        check_initialised("from_group")
         group = dist.group.WORLD if group is None else group
         index, count = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
@@ -140,9 +137,12 @@ class Replicas:
             ValueError: the sizes do not go together.
             ReplicaDisagreement: on all ranks, if they give different sizes.
         """
-        return build(
-            cls, layout_table(tp=tp, cp=cp, ep=ep, pp=pp, order=order, etp=etp, shard=shard)
-        )
+
+        def layout() -> Layout:
+            return Layout(dist.get_world_size(), tp, cp, ep, pp, order, etp, shard)
+
+        together("from_layout", lambda: (f": {layout()}", None))
+        return build(cls, layout().replicas)
 
     @classmethod
     def from_megatron(cls, groups: Any, *, distributed_optimizer: bool = False) -> Replicas:
