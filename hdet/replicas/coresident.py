@@ -4,18 +4,19 @@ moments."""
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..core.validate import whole
+from ..tensors.buffers import tensors_in
 from . import Replicas
+from .rerun import RerunCheck
 
 
 class CoresidentReplicas(Replicas):
@@ -48,16 +49,13 @@ class CoresidentReplicas(Replicas):
 
     - Until the first optimizer step all replicas follow the model: weights loaded or initialised
       outside of `use` are everyone's.
-    - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every
-      micro-batch, K times a step.
-    - ``backward`` belongs inside of the same `use`: activation checkpointing (or whatever else runs
-      modules in a backward pass) runs them with the weights that are in place then. Elsewhere that
-      is a ValueError, as soon as a module with parameters of its own is called; where nothing runs
-      again, gradients are right wherever ``backward`` is. (A reentrant checkpoint of the first
-      layers does not know its replica: inside of another replica's `use` nothing is raised, and
-      gradients are wrong. Pass ``use_reentrant=False``.)
-    - Trained parameters that the optimizer given to the Ensemble does not have are shared, like
-      frozen ones.
+    - Frozen parameters, and those that the optimizer does not have, are shared, and so are buffers.
+      Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
+    - ``backward`` belongs inside of the same `use`, because activation checkpointing runs modules
+      again with the weights that are in place then. Elsewhere that is a ValueError, as soon as a
+      module with parameters of its own is called. (A reentrant checkpoint of the first layers does
+      not know its replica: inside of another replica's `use` nothing is raised, and gradients are
+      wrong. Pass ``use_reentrant=False``.)
     - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k >
       0 have none of their own.
     - Move or cast the model before: the other replicas' parameters do not follow `model.to()`
@@ -72,22 +70,15 @@ class CoresidentReplicas(Replicas):
         num_replicas: K >= 2.
 
     Raises:
-        TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, scripted modules,
-            uninitialised parameters, gradient hooks on parameters, and modules that keep a
-            parameter in a plain attribute, which `use` could not reach.
+        TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, gradient hooks on
+            parameters, and modules that keep a parameter in a plain attribute, which `use` could
+            not reach.
     """
 
     def __init__(self, model: nn.Module, num_replicas: int) -> None:
-        if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
-            raise ValueError(
-                f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is "
-                "the model itself"
-            )
+        whole(num_replicas, "num_replicas", 2, why="one replica is the model itself")
         _check_model(model)
         self.model, self.count, self.index = model, num_replicas, 0
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter, name in names.items():
-            _check_parameter(parameter, name)
         # Every place of a parameter: a tied one has several.
         self._places = [
             (module._parameters, name, parameter)
@@ -95,17 +86,15 @@ class CoresidentReplicas(Replicas):
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
-        self._frozen = {
-            parameter: name for parameter, name in names.items() if not parameter.requires_grad
-        }
+        self._frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
         self._sets = {
-            p: [p, *(_leaf(p) for _ in range(1, num_replicas))] for p in names if p.requires_grad
+            p: [p, *(_leaf(p) for _ in range(1, num_replicas))]
+            for p in model.parameters()
+            if p.requires_grad
         }
-        self._entered: list[list[int]] = []  # the `use`s that are open, each with its replica
         self._following = True  # the other replicas are to be copies of the model
         self._marks = self._versions()
-        self._hooks: list[RemovableHandle] = []  # on the optimizer
-        self._checks: list[RemovableHandle] = []  # on the modules
+        self._hooks: list[RemovableHandle] = []  # on the optimizer; `_watch` puts some on modules
         self._watch()
 
     def __repr__(self) -> str:
@@ -113,38 +102,33 @@ class CoresidentReplicas(Replicas):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "CoresidentReplicas cannot be copied or pickled: they are bound to the modules of one "
-            "model. Make new ones of the copied model "
+            "CoresidentReplicas cannot be copied or pickled: make new ones of the copied model, "
             "and load the optimizer's state, which holds the other replicas"
         )
 
     @contextmanager
     def use(self, replica: int) -> Iterator[None]:
-        """Inside, the model runs at the weights of ``replica`` (0 ..
-
-        K - 1). May be nested; the innermost counts.
+        """Inside, the model runs at the weights of ``replica`` (0 .. K - 1). May be nested; the
+        innermost counts.
 
         Raises:
-            ValueError: there is no such replica; or a parameter that was frozen is not any more.
+            ValueError: there is no such replica; a parameter that was frozen is not any more; or
+                the model was moved or cast.
         """
         self._check_number(replica)
-        self._check_frozen()
-        self._check_kind(replica)
-        if not self._entered:
+        self._check_unchanged()
+        if not self.in_use:
             self.write_back()
-        entry = [replica]
-        self._entered.append(entry)
+        before = self.index, self.in_use
         self.in_use = True
         self._put(replica)
         try:
             yield
         finally:
-            self._entered = [other for other in self._entered if other is not entry]
-            self.in_use = bool(self._entered)
-            self._put(self._entered[-1][0] if self._entered else 0)
-            self._marks = (
-                self._versions()
-            )  # what was written in here was meant for this replica alone
+            index, self.in_use = before
+            self._put(index)
+            # What was written in here was meant for this replica alone.
+            self._marks = self._versions()
 
     def _put(self, replica: int) -> None:
         if replica == self.index:
@@ -157,57 +141,14 @@ class CoresidentReplicas(Replicas):
         self.index = replica
 
     def _watch(self) -> None:
-        self._leaves = {
-            id(own): k
-            for copies in self._sets.values()
-            if copies[1] is not copies[0]
-            for k, own in enumerate(copies)
-        }
-        if not self._checks:
-            hook = _Hook(self._check_run_again)
-            hooked = [
-                module
-                for module in self.model.modules()
-                if any(p in self._sets for p in module.parameters())
-            ]
-            self._checks = [module.register_forward_pre_hook(hook) for module in hooked]
-
-    def _check_run_again(self, *_: Any) -> None:
-        """A module is called: by a backward pass, which runs it a second time, and at another
-        replica's weights than the first?"""
-        if torch._C._current_graph_task_id() == -1:
-            return
-        replica = self._replica_of(torch._C._current_autograd_node())
-        if self.index != replica if replica is not None else not self._entered:
-            which = "a replica's" if replica is None else f"replica {replica}'s"
-            raise ValueError(
-                f"{which} backward pass runs a module again (activation checkpointing does), but "
-                f"the weights in place are those of replica {self.index}: call backward inside the "
-                "same `with replicas.use(k):` as the forward pass"
-            )
-
-    def _replica_of(self, start: Any) -> int | None:
-        """Whose parameters are nearest in the graph from ``start`` on.
-
-        None: it has none of ours, as in a reentrant checkpoint of the first layers.
-        """
-        seen, near = set(), [start]
-        while near:
-            for node in near:
-                found = self._leaves.get(id(getattr(node, "variable", None)))
-                if found is not None:
-                    return found
-            seen.update(near)
-            near = [
-                *{
-                    far
-                    for node in near
-                    if node is not None
-                    for far, _ in node.next_functions
-                    if far is not None and far not in seen
-                }
-            ]
-        return None
+        """Modules with parameters that replicas have of their own are looked at when they run."""
+        apart = [copies for copies in self._sets.values() if copies[1] is not copies[0]]
+        check = RerunCheck(self, {id(own): k for copies in apart for k, own in enumerate(copies)})
+        self._checks = [
+            module.register_forward_pre_hook(check)
+            for module in self.model.modules()
+            if any(p in self._sets for p in module.parameters())
+        ]
 
     # -- before the first step ---------------------------------------------------------------------
 
@@ -225,7 +166,7 @@ class CoresidentReplicas(Replicas):
 
     def _part(self, *_: Any) -> None:
         """The optimizer is about to step: from now on replicas differ."""
-        if self._entered:
+        if self.in_use:
             raise ValueError(
                 "optimizer.step() was called inside `with replicas.use(k):`; it steps all "
                 "replicas, call it after"
@@ -252,7 +193,7 @@ class CoresidentReplicas(Replicas):
         if replica is not None:
             self._check_number(replica)
             return replica
-        if not self._entered:
+        if not self.in_use:
             raise ValueError(
                 "which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, "
                 "or observe(loss, replica=k)"
@@ -325,32 +266,23 @@ class CoresidentReplicas(Replicas):
         return self._sets.get(parameter) or [parameter] * self.count  # type: ignore[call-overload]
 
     def _check_number(self, replica: Any) -> None:
-        if (
-            not isinstance(replica, int)
-            or isinstance(replica, bool)
-            or not 0 <= replica < self.count
-        ):
+        if type(replica) is not int or not 0 <= replica < self.count:
             raise ValueError(f"replica must be one of 0 .. {self.count - 1}, got {replica!r}")
 
-    def _check_kind(self, replica: int) -> None:
-        for main, copies in self._sets.items():
-            own = copies[replica]
-            if (
-                own.dtype != main.dtype or own.is_cuda != main.is_cuda
-            ):  # a device would cost more to look at than to switch
-                raise ValueError(
-                    f"a parameter is {main.dtype} on {main.device} now, its copy for replica "
-                    f"{replica} {own.dtype} on {own.device}: "
-                    "move and cast the model before CoresidentReplicas(model) is made"
-                )
-
-    def _check_frozen(self) -> None:
+    def _check_unchanged(self) -> None:
         for parameter, name in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was frozen when CoresidentReplicas was made, so all "
                     "replicas share it: unfreeze it before"
                 )
+        main, *others = next(iter(self._sets.values()))
+        if (main.dtype, main.device) != (others[0].dtype, others[0].device):
+            raise ValueError(
+                f"the model is {main.dtype} on {main.device} now, the other replicas are "
+                f"{others[0].dtype} on {others[0].device}: move and cast the model before "
+                "CoresidentReplicas(model) is made"
+            )
 
 
 def _leaf(main: nn.Parameter) -> nn.Parameter:
@@ -371,27 +303,9 @@ def _leaf(main: nn.Parameter) -> nn.Parameter:
     return leaf
 
 
-class _Hook:
-    """On a user's module: calls a method without holding its object.
-
-    A copy or a pickle of the module has one that does nothing, and so has a compiled model."""
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = None if call is None else weakref.WeakMethod(call)
-
-    def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        call = None if self._call is None else self._call()
-        if call is not None:
-            call(*args)
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
+# By name: torch's sharding is slow to import.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -406,51 +320,27 @@ def _check_model(model: Any) -> None:
         )
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else f"model {type(model).__name__}"
-        kinds = {
-            kind.__name__ for kind in type(module).__mro__
-        }  # by name: torch's sharding is slow to import
-        if kinds & _WRAPPERS:
+        if {kind.__name__ for kind in type(module).__mro__} & _WRAPPERS:
             raise ValueError(
                 f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one "
                 "process's, pass the bare model"
             )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{what} is a scripted module, whose parameters cannot be exchanged: use "
-                "torch.compile instead"
-            )
         for attribute, value in vars(module).items():
             if attribute not in ("_parameters", "_flat_weights") and any(
-                id(x) in owned for x in _members(value)
+                id(tensor) in owned for tensor in tensors_in(value)
             ):
                 raise ValueError(
                     f"{what} keeps a parameter in the plain attribute {attribute!r}, where "
                     "replicas cannot exchange it: look it up by its registered name in forward"
                 )
-
-
-def _members(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Tensors in a value, however nested.
-
-    `seen`: what it lies in, as containers may hold themselves.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-        for held in value.values() if isinstance(value, dict) else value:
-            yield from _members(held, seen | {id(value)})
-
-
-def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    if isinstance(parameter, UninitializedParameter):
-        raise ValueError(f"parameter {name!r} is not initialised: run the model once before")
-    if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a "
-            "model that is not sharded"
-        )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"parameter {name!r} has gradient hooks, which the other replicas' gradients would "
-            "pass by: remove them"
-        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a "
+                "model that is not sharded"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has gradient hooks, which the other replicas' gradients would "
+                "pass by: remove them"
+            )
