@@ -28,7 +28,7 @@ from hdet.core.controller import Controller
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
 from hdet.measure.batch_losses import BatchLosses
-from hdet.run.cycle_stats import parse
+from hdet.run.cycle_stats import CycleStats, parse
 
 from .harness import emit
 
@@ -59,34 +59,21 @@ class Cycle:
         )
         self.divergence = Divergence()
 
-    def take_stats(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
-        stats = parse(self.rows, compare=False, marks=1)
-        scores = None if self.losses is None else self.losses.split([stat.probe for stat in stats])
-        rows = (
-            {}
-            if scores is None
-            else {
-                PROBE: [
-                    row if stat.votes else None for row, stat in zip(scores, stats, strict=True)
-                ]
-            }
-        )
-        return (
-            [stat.finite for stat in stats],
-            [stat.raw_loss for stat in stats],
-            [stat.loss for stat in stats],
-            rows,
-        )
+    def take_stats(self) -> tuple[CycleStats, dict[str, Any]]:
+        widths = {} if self.losses is None else {PROBE: self.rows.shape[1] - 3}
+        stats = parse(self.rows, marks=1, widths=widths)
+        if self.losses is None:
+            return stats, {}
+        rows = zip(self.losses.split(stats.measured[PROBE]), stats.votes, strict=True)
+        return stats, {PROBE: [row if vote else None for row, vote in rows]}
 
-    def control(
-        self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any
-    ) -> None:
+    def control(self, stats: CycleStats, rows: dict[str, Any]) -> None:
         engine = self.engine
         engine.tick()
-        verdict = judge(self.divergence, finite, raw, engine.level)
+        verdict = judge(self.divergence, stats.finite, stats.raw_losses, engine.level)
         engine.accept(verdict.level, engine.replicas - len(verdict.healthy))
         one = [1.0] * len(engine.knobs)
-        engine.close(losses, rows, scheduled=one, peak=one, floor=[1e-3] * len(engine.knobs))
+        engine.close(stats.losses, rows, scheduled=one, floor=[1e-3] * len(engine.knobs))
         engine.multipliers()
 
     def __call__(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .core.controller import Controller
 from .core.divergence import Divergence
+from .core.plan import Decision
 from .knobs import Knob, LearningRate
 from .parts import Parts
 from .policies import Sync
@@ -348,9 +349,10 @@ class Ensemble:
         if move is None:
             return
         if move.factor != 1:
+            decision = Decision(factor=move.factor)
             for k, (knob, peaks) in enumerate(zip(self.knobs, self.schedule.peaks(), strict=True)):
                 if knob.key == "lr":
-                    self._cycles.notes += self.engine.multiply(k, move.factor, peaks[0])
+                    self._cycles.notes += self.engine.apply(k, decision, peaks[0])
             self.schedule.write(self.engine)
         if move.restored:
             self._cycles.note_restore()
@@ -373,7 +375,7 @@ class Ensemble:
             does_little = self._search is not None and self._search.is_too_short
             is_idle = self.engine.step == 0 and (controller.idle or does_little)
             tell = _LOG.warning if is_idle else self.tell
-            tell(f"hdet, {self.engine.controller_name}: {report}")
+            tell(f"hdet, {controller.name}: {report}")
         self._last_report = report
 
     def _check_outside_use(self, name: str, remedy: str) -> None:

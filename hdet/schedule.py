@@ -15,13 +15,13 @@ from .core.engine import Engine
 from .core.schema import (
     ANYTHING,
     COUNT,
-    Fields,
-    Instance,
-    Kind,
-    ListOf,
-    Number,
-    Optional,
+    LARGEST_COUNT,
+    MAPPING,
+    Check,
     like,
+    list_of,
+    number,
+    optional,
     read,
     unchanged_on_error,
 )
@@ -31,8 +31,9 @@ from .replicas.layout import brief
 
 __all__ = ["Schedule", "Scheduler", "highest_factors", "plain"]
 
-RATE = Number(-1e-9, 1e30)
+LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
+STATE = "the ensemble's state"
 PLACES = 1000
 """Steps of a run at which the factors of a LambdaLR are asked for."""
 
@@ -243,7 +244,7 @@ class Schedule:
         Raises:
             ValueError: a state of another run, or one with values that no schedule has.
         """
-        given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
+        given = read(state, {"scheduler": optional(MAPPING)}, STATE)["scheduler"]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
                 "the ensemble's state and this run differ in having a scheduler: construct "
@@ -254,10 +255,11 @@ class Schedule:
             at_end = type(given.get("last_epoch")) is int and given["last_epoch"] == total
         # After its last step a linear OneCycleLR is below 0.
         kinds = {knob.name: _kind_of_value(knob, at_end) for knob in self.knobs}
-        lists = {knob.name: ListOf(kinds[knob.name], len(knob.cells)) for knob in self.knobs}
-        highest = {name: Optional(kind) for name, kind in kinds.items()}
-        fields: dict[str, Kind] = {"scheduled": Fields(lists), "highest": Fields(highest)}
-        values = read(state, fields, "ensemble's")
+        lists = {knob.name: list_of(kinds[knob.name], len(knob.cells)) for knob in self.knobs}
+        highest = {name: optional(kind) for name, kind in kinds.items()}
+        values = read(state, {"scheduled": MAPPING, "highest": MAPPING}, STATE)
+        for key, checks in (("scheduled", lists), ("highest", highest)):
+            values[key] = read(values[key], checks, f"{key} of {STATE}")
         values["scheduler"] = None if given is None else self._check_scheduler(given, total)
         return values
 
@@ -282,7 +284,7 @@ class Schedule:
         own = plain(current)
         is_torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
         # What the lists of somebody's own class hold is its own business, and keys may come later.
-        least = RATE.low if total is None or given.get("last_epoch") != total else -RATE.high
+        least = LOWEST_RATE if total is None or given.get("last_epoch") != total else -HIGHEST_RATE
         kinds = {
             key: like(value, least)
             if is_torchs or not isinstance(value, (Mapping, list, tuple))
@@ -290,10 +292,10 @@ class Schedule:
             for key, value in own.items()
         }
         if type(own.get("last_epoch")) is int:
-            kinds["last_epoch"] = Number(-1, COUNT.high if total is None else total, whole=True)
+            kinds["last_epoch"] = number(-1, LARGEST_COUNT if total is None else total, whole=True)
         if type(own.get("total_steps")) is int:
             kinds["total_steps"] = COUNT
-        checked = _with_whole_keys(read(given, kinds, "scheduler's"), current)
+        checked = _with_whole_keys(read(given, kinds, "the scheduler's state"), current)
         return checked if is_torchs else {**given, **checked}
 
     @contextmanager
@@ -310,11 +312,13 @@ class Schedule:
             knob.load(values["scheduled"][knob.name], -math.inf if high is None else high)
 
 
-def _kind_of_value(knob: Bound, at_end: bool) -> Kind:
+def _kind_of_value(knob: Bound, at_end: bool) -> Check:
     """A beta stays below 1, on a linear scale values pass 0."""
     if knob.scale.kind == "horizon":
-        return Number(0, 1 - 2**-53)
-    return Number(RATE.low if knob.scale.kind == "log" and not at_end else -RATE.high, RATE.high)
+        return number(0, 1 - 2**-53)
+    return number(
+        LOWEST_RATE if knob.scale.kind == "log" and not at_end else -HIGHEST_RATE, HIGHEST_RATE
+    )
 
 
 def _with_whole_keys(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

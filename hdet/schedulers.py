@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .controllers.softmax import SoftmaxController
 from .core.controller import Controller
-from .core.schema import ANYTHING, Instance, read
+from .core.schema import ANYTHING, MAPPING, read
 from .core.spread import check_spread
 from .core.validate import whole
 from .ensemble import Ensemble
@@ -214,9 +214,8 @@ class OneCycleAutoLR(OneCycleLR):
             ValueError: the state is not one of this class, is of another version or damaged;
                 nothing is changed then.
         """
-        own = read(
-            state_dict, {"ensemble": Instance(Mapping), "last_epoch": ANYTHING}, "scheduler's"
-        )["ensemble"]
+        checks = {"ensemble": MAPPING, "last_epoch": ANYTHING}
+        own = read(state_dict, checks, "the scheduler's state")["ensemble"]
         self.ensemble.load_state_dict(
             {
                 **own,

@@ -67,11 +67,8 @@ class ProbeController(ProbeRule):
         **rule: Any,
     ) -> None:
         super().__init__(**rule)
-        if not isinstance(held_out, bool):
-            raise ValueError(
-                f"held_out must be True or False, got {held_out!r}: pass the held-out "
-                "mini-batches as batches"
-            )
+        if not isinstance(held_out, bool):  # the mini-batches were passed here
+            raise ValueError(f"held_out must be True or False, got {type(held_out).__name__}")
         if interval is not None:
             whole(interval, "interval", of="cycles", why="None chooses one")
         self.losses = BatchLosses(
@@ -105,28 +102,26 @@ class ProbeController(ProbeRule):
         return super().learn(evidence)
 
     def _cycles_between_probes(self, run: Run) -> int:
+        """Raises ValueError for an interval that this run cannot have."""
         other = [knob.name for knob in run.knobs if not knob.rate or knob.scale.bounded]
-        if self.interval is None:
-            alone, several = (1 - self.losses.left_out(s) for s in (False, True))
-            return 1 if other or run.local else run.clock.control_interval(alone, several)
-        if self.interval > 1 and run.local:
+        why = ""
+        if run.local:
             why = "with gradients='local' replicas do not lie on one line"
-        elif self.interval > 1 and other:
+        elif other:
             names = ", ".join(map(repr, other))
             why = (
                 f"{names} is no learning rate without bounds, and displacements scale with no other"
             )
-        else:
-            self._check_there_is_a_probe(run)
-            return self.interval
-        raise ValueError(
-            f"interval is {self.interval} cycles, but {why}: pass interval=1, or leave it out"
-        )
-
-    def _check_there_is_a_probe(self, run: Run) -> None:
+        if self.interval is None:
+            alone, several = (1 - self.losses.left_out(s) for s in (False, True))
+            return 1 if why else run.clock.control_interval(alone, several)
         total, length = run.total_steps, run.sync_interval
-        if total is not None and (self.interval or 1) * length > max(total, length):
+        if self.interval == 1:
+            why = ""
+        elif not why and total is not None and self.interval * length > max(total, length):
+            why = f"the run has {total // length}: there would be no probe"
+        if why:
             raise ValueError(
-                f"interval is {self.interval} cycles, but the run has {total // length}: there "
-                "would be no probe"
+                f"interval is {self.interval} cycles, but {why}: pass interval=1, or leave it out"
             )
+        return self.interval

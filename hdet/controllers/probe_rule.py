@@ -25,7 +25,7 @@ from typing import Any
 from ..core.controller import Controller
 from ..core.evidence import Evidence
 from ..core.plan import Decision
-from ..core.schema import COUNT, FLAG, Kind, ListOf, Number, Row
+from ..core.schema import COUNT, FLAG, Check, list_of, number
 from ..core.validate import within
 from .regression import mean_and_error, slopes, unexplained
 
@@ -70,12 +70,12 @@ class ProbeRule(Controller):
 
     name = PROBE
     regresses = judges_held_out = True
-    state_keys: Mapping[str, Kind] = {
-        "warm": ListOf(FLAG, "seen"),
-        "phase": ListOf(Number(), "seen"),
-        "looks": ListOf(COUNT, "seen"),
-        "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen"),
-        "noise": Row(Number(0), Number(0)),
+    state_keys: Mapping[str, Check] = {
+        "warm": list_of(FLAG),
+        "phase": list_of(number()),
+        "looks": list_of(COUNT),
+        "last": list_of(number(-LARGEST_T, LARGEST_T)),
+        "noise": list_of(number(0), 2),
     }
 
     def __init__(
@@ -117,7 +117,7 @@ class ProbeRule(Controller):
     @property
     def idle(self) -> bool:
         """Frozen, or the schedule of every knob is past its peak for good."""
-        pairs = zip(self.warm, self.phase, strict=True)
+        pairs = zip(self.warm, self.phase, strict=False)
         return self.frozen or (bool(self.warm) and all(w and p < self.end for w, p in pairs))
 
     def report(self) -> str:
@@ -129,22 +129,26 @@ class ProbeRule(Controller):
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         self.observe(evidence)
-        self.looks = [count + self._counts(k) for k, count in enumerate(self.looks)]
+        is_near = [w and p >= self.end for w, p in zip(self.warm, self.phase, strict=True)]
+        self.looks = [count + near for count, near in zip(self.looks, is_near, strict=True)]
         probes = evidence.measured.get(PROBE)
         fits = None if probes is None else slopes(evidence.multipliers, probes)
         if probes is None or fits is None:
             self.last = [0.0] * len(self.last)
             note = "" if probes is None else "the replicas' probes cannot be compared"
             return [Decision(note=note)] * len(self.last)
-        noise, is_known = self._noise_of_replicas(evidence, probes)
+        own, is_known = [0.0] * len(fits), True
+        if evidence.local:
+            own, is_known = self._errors_of_replicas(evidence.multipliers, probes)
         scale = self.local_scale if evidence.local else self.scale
         decisions = []
         for k, of_chunks in enumerate(fits):
             slope, error = mean_and_error(of_chunks)
-            error = math.hypot(error, noise[k])
+            error = math.hypot(error, own[k])
             t = _ratio(slope, error)
-            move = self._move(t, self.last[k], scale) if is_known else 0.0
-            factor = self._factor(k, move, evidence)
+            counts = is_known and is_near[k]
+            move = self._move(t, self.last[k], scale) if counts else 0.0
+            factor = self._factor(move, evidence.corrections[k])
             decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
             self.last[k] = t
         return decisions
@@ -152,7 +156,8 @@ class ProbeRule(Controller):
     def observe(self, evidence: Evidence) -> None:
         """Where the schedule is now: also where another controller decides, so that its peak is
         not missed."""
-        if not self.warm:
+        columns = (self.warm, self.phase, self.looks, self.last)
+        if any(len(column) != len(evidence.knobs) for column in columns):
             self._begin_run(len(evidence.knobs))
         self.phase = _parts(evidence.scheduled, evidence.peak)
         highest = _parts(evidence.highest or evidence.scheduled, evidence.peak)
@@ -164,32 +169,23 @@ class ProbeRule(Controller):
         ]
         if missed and not self.frozen:
             self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
-            self._warn_of_missed_peak([evidence.knobs[k] for k in missed], evidence.sync_interval)
+            warnings.warn(
+                f"the schedule of {', '.join(evidence.knobs[k] for k in missed)} has fallen below "
+                f"{self.end:.0%} of its peak before the controller {self.name!r} has decided twice "
+                f"near it, which it does once in {evidence.sync_interval} steps: it rests from now "
+                "on. Make cycles shorter, sync=hdet.Sync(...), so that two or more end between "
+                f"{self.begin:.0%} of the peak on the way up and {self.end:.0%} on the way down",
+                stacklevel=2,
+            )
 
-    def _warn_of_missed_peak(self, knobs: Sequence[str], interval: int) -> None:
-        warnings.warn(
-            f"the schedule of {', '.join(knobs)} has fallen below {self.end:.0%} of its peak "
-            f"before the controller {self.name!r} has decided twice near it, which it does once in "
-            f"{interval} steps: it rests from now on. Make cycles shorter, sync=hdet.Sync(...), so "
-            f"that two or more end between {self.begin:.0%} of the peak on the way up and "
-            f"{self.end:.0%} on the way down",
-            stacklevel=2,
-        )
-
-    def _counts(self, k: int) -> bool:
-        """Is knob k near its schedule's peak?"""
-        return self.warm[k] and self.phase[k] >= self.end
-
-    def _noise_of_replicas(self, evidence: Evidence, probes: Any) -> tuple[list[float], bool]:
-        """[knob]: the standard error of its slope that comes from what each replica has seen alone,
-        0 with shared gradients; and whether it is known as well as it can be."""
-        if not evidence.local:
-            return [0.0] * len(evidence.knobs), True
-        squares, free, spread = unexplained(evidence.multipliers, probes)
+    def _errors_of_replicas(self, multipliers: Any, probes: Any) -> tuple[list[float], bool]:
+        """[knob]: the standard error of its slope that comes from what each replica has seen alone;
+        and whether it is known as well as it can be."""
+        squares, free, variances = unexplained(multipliers, probes)
         if free > 0:
             self.noise = [FORGET * self.noise[0] + squares, FORGET * self.noise[1] + free]
         variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0
-        return [math.sqrt(variance * x) for x in spread], free == 0 or self.noise[1] >= KNOWN
+        return [math.sqrt(variance * x) for x in variances], free == 0 or self.noise[1] >= KNOWN
 
     def _move(self, t: float, before: float, scale: float) -> float:
         """The move of ln(correction) for a vote ``t`` and the one before it: of two for a rise the
@@ -198,12 +194,11 @@ class ProbeRule(Controller):
         size = self.step * math.tanh(max(abs(vote) - self.dead, 0.0) / scale)
         return math.copysign(size, -vote)
 
-    def _factor(self, k: int, move: float, evidence: Evidence) -> float:
-        """For a move of ln(correction): 1 away from the peak, and never further out than the
-        bound."""
-        if move == 0 or not self._counts(k):
+    def _factor(self, move: float, correction: float) -> float:
+        """For a move of ln(correction), which never goes further out than the bound."""
+        if move == 0:
             return 1.0
-        now, limit = math.log(evidence.corrections[k]), math.log(self.bound)
+        now, limit = math.log(correction), math.log(self.bound)
         # Where a cycle that was taken back has put it outside, it may come back by its own moves.
         if move > 0:
             return math.exp(min(now + move, max(limit, now)) - now)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
-from ..core.schema import POSITIVE, Kind, ListOf, Number
+from ..core.schema import Check, list_of, number
 from ..core.validate import within
 
 __all__ = [
@@ -86,10 +86,10 @@ class SoftmaxController(Controller):
 
     name = "softmax"
     knob_per_group = True
-    state_keys: Mapping[str, Kind] = {
-        "velocities": ListOf(Number(), "moved"),
-        "gammas": ListOf(Number(), "left"),
-        "ceilings": ListOf(POSITIVE, "left"),
+    state_keys: Mapping[str, Check] = {
+        "velocities": list_of(number()),
+        "gammas": list_of(number()),
+        "ceilings": list_of(number(1e-100)),
     }
 
     def __init__(
@@ -104,9 +104,9 @@ class SoftmaxController(Controller):
         freeze_after: float | None = None,
     ) -> None:
         super().__init__(freeze_after)
-        within(temperature, "temperature", "(0, inf)")
-        within(div_factor, "div_factor", "(0, inf)")
-        within(final_div_factor, "final_div_factor", "(0, inf)")
+        positive = {"temperature": temperature, "div_factor": div_factor}
+        for name, value in {**positive, "final_div_factor": final_div_factor}.items():
+            within(value, name, "(0, inf)")
         within(step_size, "step_size", "[0, 100]")
         within(momentum, "momentum", "[0, 1)")
         if decay not in (None, "floor", "printed"):
@@ -115,85 +115,81 @@ class SoftmaxController(Controller):
         self.decay, self.leaves_schedule = decay, decay is not None
         self.div_factor, self.final_div_factor = div_factor, final_div_factor
         self.velocities: list[float] = []
+        """[knob], once there was a decision."""
         self.gammas: list[float] = []
+        """[knob], once the schedule was left."""
         self.ceilings: list[float] = []
+        """[knob]: the highest base value that a decay may lead to."""
 
     def start(self, run: Run) -> None:
         """Raises ValueError for a decay without the length of the run, towards a floor that the
         schedule does not have, or of a knob that is no rate."""
         super().start(run)
-        self._check_decay(run.total_steps, run.floor)
-        other = next((knob.name for knob in run.knobs if not knob.rate), None)
-        if self.decay is not None and other is not None:
-            raise ValueError(
-                f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule "
-                f"and means nothing for the knob {other!r}: pass decay=None"
-            )
-
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        if self.decay is not None and not self.gammas:
-            if min(evidence.values) <= 0:  # a schedule that begins or ends at zero
-                note = "the scheduled value is not positive: no decision"
-                return [Decision(note=note) for _ in evidence.knobs]
-            self._leave_schedule(evidence)
-        self.velocities = self.velocities or [0.0] * len(evidence.knobs)
-        present = {r: loss for r, loss in enumerate(evidence.losses) if loss is not None}
-        # With fewer than two nothing moves, but the decay goes on: it is a clock.
-        note = "" if len(present) >= 2 else "fewer than two usable losses"
-        weights = softmax_weights(list(present.values()), self.temperature) if present else []
-        return [
-            self._decide(k, weights, [row[r] for r in present], evidence, note)
-            for k, row in enumerate(evidence.multipliers)
-        ]
-
-    def hold(self, evidence: Evidence) -> list[Decision]:
-        self.velocities = [0.0] * len(self.velocities)
-        nothing = replace(evidence, losses=[None] * len(evidence.losses))
-        return [replace(decision, note="") for decision in self.decide(nothing)]
-
-    def _check_decay(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        if self.decay is not None and total_steps is None:
+        if self.decay is None:
+            return
+        if run.total_steps is None:
             raise ValueError(
                 f"decay={self.decay!r} needs the length of the run: pass total_steps, or a "
                 "scheduler that has it, or decay=None"
             )
-        if self.decay == "floor" and min(floor) <= 0:
+        if self.decay == "floor" and min(run.floor) <= 0:
             raise ValueError(
                 "decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's "
                 "min_lr): use decay=None with this scheduler"
             )
+        if other := [knob.name for knob in run.knobs if not knob.rate]:
+            raise ValueError(
+                f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule "
+                f"and means nothing for the knob {other[0]!r}: pass decay=None"
+            )
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        knobs = len(evidence.knobs)
+        if self.decay is not None and not len(self.gammas) == len(self.ceilings) == knobs:
+            if min(evidence.values) <= 0:  # a schedule that begins or ends at zero
+                note = "the scheduled value is not positive: no decision"
+                return [Decision(note=note) for _ in evidence.knobs]
+            self._leave_schedule(evidence)
+        if len(self.velocities) != knobs:
+            self.velocities = [0.0] * knobs
+        present = {r: loss for r, loss in enumerate(evidence.losses) if loss is not None}
+        # With fewer than two nothing moves, but the decay goes on: it is a clock.
+        note = "" if len(present) >= 2 else "fewer than two usable losses"
+        weights = softmax_weights(list(present.values()), self.temperature) if present else []
+        decisions = []
+        for k, row in enumerate(evidence.multipliers):
+            relative = signal(weights, [row[r] for r in present]) if weights else 0.0
+            decisions.append(self._decide(k, relative, evidence, note))
+        return decisions
+
+    def hold(self, evidence: Evidence) -> list[Decision]:
+        self.velocities = []
+        nothing = replace(evidence, losses=[None] * len(evidence.losses))
+        return [replace(decision, note="") for decision in self.decide(nothing)]
 
     def _leave_schedule(self, evidence: Evidence) -> None:
         """Fix gamma at the end of the warm-up, from the values then in force."""
-        self._check_decay(evidence.total_steps, evidence.floor)
         intervals = evidence.decisions_left or 1
         self.ceilings = [1000 * value for value in evidence.values]
-        if self.decay == "printed":
-            gamma = gamma_printed(self.div_factor, self.final_div_factor, intervals)
-            self.gammas = [gamma] * len(evidence.values)
-            return
+        printed = gamma_printed(self.div_factor, self.final_div_factor, intervals)
         self.gammas = [
-            gamma_floor(base, min(floor, base), intervals)
+            printed if self.decay == "printed" else gamma_floor(base, min(floor, base), intervals)
             for base, floor in zip(evidence.values, evidence.floor, strict=True)
         ]
 
-    def _decide(
-        self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str
-    ) -> Decision:
-        relative = signal(weights, multipliers) if weights else 0.0
+    def _decide(self, k: int, relative: float, evidence: Evidence, note: str) -> Decision:
+        """``relative``: Eq. 5, of multipliers in the place of rates."""
+        step = {"momentum": self.momentum, "step_size": self.step_size}
+        velocity = self.velocities[k]
         if self.decay is None:
             # Relative values keep a stale velocity harmless while the schedule falls; exp keeps
             # the value positive.
-            self.velocities[k], moved = momentum_update(
-                self.velocities[k], relative, 1.0,
-                momentum=self.momentum, step_size=self.step_size,
-            )  # fmt: skip
+            self.velocities[k], moved = momentum_update(velocity, relative, 1.0, **step)
             return Decision(factor=math.exp(min(max(moved - 1.0, -700.0), 700.0)), note=note)
         # What is in force, and not what was decided: a cycle that was taken back has lowered it.
         before = evidence.values[k]
         self.velocities[k], base = momentum_update(
-            self.velocities[k], before * relative, before,
-            momentum=self.momentum, step_size=self.step_size, gamma=self.gammas[k],
-        )  # fmt: skip
+            velocity, before * relative, before, gamma=self.gammas[k], **step
+        )
         lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
         return Decision(value=min(max(base, lowest), self.ceilings[k]), note=note)

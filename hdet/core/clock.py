@@ -24,27 +24,20 @@ class Clock:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        whole(
-            self.sync_interval, "sync_interval", of="steps",
-            why="replicas are averaged every sync_interval optimizer steps",
-        )  # fmt: skip
+        whole(self.sync_interval, "sync_interval", of="steps")
         whole(self.warmup_steps, "warmup_steps", 0, of="steps")
         if self.total_steps is not None:
             whole(self.total_steps, "total_steps", of="steps", why="None stands for an open end")
-
-    def check_controller_can_act(self) -> None:
-        """Raises ValueError when the warm-up leaves the controller no interval of the run."""
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"total_steps ({self.total_steps}) must exceed the controller's warm-up "
-                f"({self.warmup_steps} steps), or it never acts: lower warmup_steps "
-                "(auto_lr_warmup_steps), or train longer, or run without a controller"
-            )
 
     def controls(self, step: int) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly
         after the warm-up."""
         return step - self.sync_interval >= self.warmup_steps
+
+    def steps_left(self, step: int, position: int) -> int:
+        """To the end of the cycle of which ``position`` steps are done, or of the run."""
+        left = self.sync_interval - position
+        return left if self.total_steps is None else min(left, max(0, self.total_steps - step))
 
     def control_interval(self, alone: float, several: float) -> int:
         """Cycles between two decisions that average weights; one where the run's length is unknown.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from .validate import whole, within
 
 __all__ = ["Divergence", "Verdict", "judge"]
-
-LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,10 @@ class Divergence:
     attempts: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("peer_bound", "rise_bound"):
-            if getattr(self, name) is not None:
-                within(
-                    getattr(self, name),
-                    name,
-                    "(1, inf)",
-                    "it is a factor of a healthy loss; None switches the check off",
-                )
+        for name, bound in (("peer_bound", self.peer_bound), ("rise_bound", self.rise_bound)):
+            if bound is not None:
+                why = "it is a factor of a healthy loss; None switches the check off"
+                within(bound, name, "(1, inf)", why)
         if self.rollback not in (None, "device", "host"):
             raise ValueError(
                 "rollback must be None, 'device' or 'host' (where the snapshot is kept), got "
@@ -70,10 +63,10 @@ class Verdict:
 
     healthy: list[int]
     """Replicas whose parameters enter the average; empty if there is none."""
-    roll_back: bool
-    level: float | None
+    roll_back: bool = False
+    level: float | None = None
     """Median loss of the healthy replicas: what the next cycle is compared with."""
-    notes: list[str]
+    notes: Sequence[str] = ()
 
 
 def judge(
@@ -82,33 +75,29 @@ def judge(
     losses: Sequence[float | None],
     before: float | None,
 ) -> Verdict:
-    """``finite``: [replica] are all its parameters finite? ``losses``: [replica] mean training
-    loss, NaN or infinite where it was, None where a replica has none. ``before``: `Verdict.level`
-    of the last cycle that was not taken back."""
+    """Who has diverged in a cycle, and whether it is taken back.
+
+    Args:
+        finite: [replica] are all its parameters finite?
+        losses: [replica] mean training loss, NaN or infinite where it was, None where a replica has
+            none.
+        before: `Verdict.level` of the last cycle that was not taken back.
+    """
     reasons = _reasons(settings, finite, losses, before)
     healthy = [r for r in range(len(finite)) if r not in reasons]
-    counted = [losses[r] for r in healthy] if reasons else losses
-    known = [x for x in counted if x is not None]
+    known = [x for r in healthy if (x := losses[r]) is not None]
     level = statistics.median(known) if known else None
     # A cycle in which everybody's loss was broken, but nobody's parameters (a scaler may have
     # skipped the steps), can be averaged.
-    survivors = healthy or [r for r in range(len(finite)) if finite[r]]
-    notes = [
-        f"replica {r} left out of the average: {why}"
-        for r, why in reasons.items()
-        if r not in survivors
-    ]
-    risen = (
-        level is not None
-        and before is not None
-        and settings.rise_bound is not None
-        and level > settings.rise_bound * before > 0
-    )
-    if risen:
+    averaged = healthy or [r for r, good in enumerate(finite) if good]
+    left_out = [(r, why) for r, why in sorted(reasons.items()) if r not in averaged]
+    notes = [f"replica {r} left out of the average: {why}" for r, why in left_out]
+    has_diverged = not healthy
+    bound = math.inf if settings.rise_bound is None else settings.rise_bound
+    if level is not None and before is not None and level > bound * before > 0:
         notes.append(f"the median loss rose from {before:.4g} to {level:.4g}")
-    return Verdict(
-        survivors, settings.rollback is not None and (not healthy or risen), level, notes
-    )
+        has_diverged = True
+    return Verdict(averaged, settings.rollback is not None and has_diverged, level, notes)
 
 
 def _reasons(
@@ -118,42 +107,25 @@ def _reasons(
     before: float | None,
 ) -> dict[int, str]:
     """Why replicas have diverged, those that have."""
-    bound = None if before is None else settings.peer_bound
-    # No loss up to here has diverged, whatever the others' are; most are, and need no closer look.
-    quiet = LARGEST if bound is None or before is None else min(bound * before, LARGEST)
-    pairs = enumerate(zip(finite, losses, strict=True))
-    watched = [
-        r for r, (good, loss) in pairs if not (good and (loss is None or -LARGEST <= loss <= quiet))
-    ]
-    if not watched:
-        return {}
-    ranked = sorted(
-        x
-        for good, x in zip(finite, losses, strict=True)
-        if good and x is not None and math.isfinite(x)
-    )
     reasons = {}
-    for r in watched:
-        loss = losses[r]
-        if not finite[r]:
+    for r, (good, loss) in enumerate(zip(finite, losses, strict=True)):
+        if not good:
             reasons[r] = "parameters not finite"
-        elif loss is None or not math.isfinite(loss):
+        elif loss is not None and not math.isfinite(loss):
             reasons[r] = "loss not finite"
-        elif len(ranked) > 1 and before is not None and bound is not None:
-            healthy_level = max(_median_of_others(ranked, loss), before)
-            if loss > bound * healthy_level > 0:
-                reasons[r] = (
-                    f"loss {loss:.4g} above {bound:g} times its peers' and the last cycle's, "
-                    f"{healthy_level:.4g}"
-                )
+    bound = settings.peer_bound
+    if bound is None or before is None:
+        return reasons
+    rest = [(r, x) for r, x in enumerate(losses) if x is not None and r not in reasons]
+    ranked = sorted(loss for _, loss in rest)
+    for r, loss in rest if len(rest) > 1 else []:
+        if loss <= bound * before:
+            continue  # whatever its peers' are; most need no closer look
+        own = bisect_left(ranked, loss)
+        usual = max(statistics.median(ranked[:own] + ranked[own + 1 :]), before)
+        if loss > bound * usual > 0:
+            reasons[r] = (
+                f"loss {loss:.4g} above {bound:g} times its peers' and the last cycle's, "
+                f"{usual:.4g}"
+            )
     return reasons
-
-
-def _median_of_others(ranked: Sequence[float], own: float) -> float:
-    """Of sorted losses without this one, which is among them; not sorted anew for each of N
-    replicas."""
-    place, middle = bisect_left(ranked, own), (len(ranked) - 1) // 2
-    upper = ranked[middle + (middle >= place)]
-    return (
-        upper if len(ranked) % 2 == 0 else (ranked[middle - 1 + (middle - 1 >= place)] + upper) / 2
-    )

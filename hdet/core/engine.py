@@ -6,33 +6,37 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .clock import Clock
-from .controller import Controller, check_name, checked_decisions, checked_plan
+from .controller import Controller
 from .design import table_of
-from .engine_state import LARGEST_CORRECTION, STATE_VERSION, check_identity, read_values
-from .evidence import Evidence
+from .evidence import Evidence, KnobSpec
 from .plan import Decision, Plan
-from .scale import Scale
-from .schema import unchanged_on_error
+from .schema import COUNT, MAPPING, instance, list_of, number, optional, read, unchanged_on_error
 
-__all__ = ["CycleOutcome", "Engine", "KnobSpec"]
+__all__ = ["STATE_VERSION", "CycleOutcome", "Engine", "KnobSpec"]
+
+STATE_VERSION = 3
+LARGEST_CORRECTION = 1e6
+"""A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
+COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
+IDENTITY = {
+    "version": number(),
+    "knobs": list_of(instance(str, "a name")),
+    "controller": optional(instance(str, "a name")),
+}
+REMEDIES = {
+    "version": "load it with the hdet that wrote it",
+    "knobs": "construct it with the same knobs",
+    "controller": "construct it with the same controller, or with controller=None, which keeps the "
+    "corrections and searches no further",
+}
 
 Rows = Sequence[Sequence[float] | None]
-
-
-@dataclass(frozen=True)
-class KnobSpec:
-    """Name, spread alpha and scale of one explored hyperparameter."""
-
-    name: str
-    spread: float
-    scale: Scale = field(default_factory=Scale)
-    rate: bool = True
-    """Is it a learning rate? Those are lowered where a cycle is taken back."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Engine:
             knobs together (core/design.py).
 
     Raises:
-        ValueError: an argument that cannot be used.
+        ValueError: there is no knob, or two have one name; or the controller would never act.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class Engine:
         names = [knob.name for knob in knobs]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"knobs must be at least one, with different names, got {names}")
-        if replicas < 1:
-            raise ValueError(f"replicas must be at least 1, got {replicas!r}")
-        if controller is not None:
-            check_name(controller)
-            clock.check_controller_can_act()
+        total, warmup = clock.total_steps, clock.warmup_steps
+        if controller is not None and total is not None and total <= warmup:
+            raise ValueError(
+                f"total_steps ({total}) must exceed the controller's warm-up ({warmup} steps), or "
+                "it never acts: lower warmup_steps (auto_lr_warmup_steps), train longer, or run "
+                "without a controller"
+            )
         self.knobs, self.replicas, self.clock = list(knobs), replicas, clock
         self.controller, self.seed, self.design = controller, seed, design
         self.cycle = 0
@@ -108,15 +114,10 @@ class Engine:
     # -- the running cycle -------------------------------------------------------------------------
 
     @property
-    def controller_name(self) -> str:
-        """For messages; "" without one."""
-        return "" if self.controller is None else self.controller.name
-
-    @property
     def plan(self) -> Plan:
         """Of the running cycle; the controller is asked once for each."""
         if self._plan is None:
-            self._plan = Plan() if self.controller is None else checked_plan(self.controller)
+            self._plan = Plan() if self.controller is None else self.controller.plan()
         return self._plan
 
     @property
@@ -129,12 +130,11 @@ class Engine:
         """[knob][replica]: rho of the running cycle: drawn (Eq. 1 and 8), or all 1. Not to be
         written to."""
         if self._table is None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
-            ones = [1.0] * self.replicas
             spreads = [(knob.name, knob.spread) for knob in self.knobs]
             self._table = (
                 table_of(self.design, self.seed, self.cycle, spreads, self.replicas)
                 if self.explores
-                else [list(ones) for _ in self.knobs]
+                else [[1.0] * self.replicas for _ in self.knobs]
             )
         return self._table
 
@@ -144,17 +144,6 @@ class Engine:
         if held is not None:
             return scale.hold(held)
         return scale.corrected(scheduled, self.corrections[knob])
-
-    def _effective(self, scheduled: Sequence[float]) -> list[list[float]]:
-        """The multipliers that have really acted, where a bound has held replicas' values."""
-        table = self.multipliers()
-        if not any(knob.scale.bounded for knob in self.knobs):
-            return table
-        bases = (self.value(k, value) for k, value in enumerate(scheduled))
-        return [
-            [knob.scale.effective(base, rho) for rho in row] if knob.scale.bounded else row
-            for knob, base, row in zip(self.knobs, bases, table, strict=True)
-        ]
 
     # -- count -------------------------------------------------------------------------------------
 
@@ -179,69 +168,70 @@ class Engine:
         measured: Mapping[str, Rows] | None = None,
         *,
         scheduled: Sequence[float],
-        peak: Sequence[float] | None = None,
-        floor: Sequence[float] | None = None,
-        highest: Sequence[float] | None = None,
-        schedule_step: int | None = None,
-        local: bool = False,
+        **seen: Any,
     ) -> CycleOutcome:
         """End the cycle: give the evidence to the controller, apply its decisions, go on.
 
         Args:
             losses: [replica] mean training loss; NaN, infinity and None are left out.
             measured: by name, [replica][number]; rows that are not finite are left out.
-            scheduled, peak, floor, highest, local: see `Evidence`.
-            schedule_step: steps of the schedule done, where they are not the engine's.
+            scheduled: [knob] the untouched schedule's value.
+            seen: more of what `Evidence` has: step, peak, floor, highest, local.
 
         Raises:
-            TypeError, ValueError: the controller's answer is not one Decision for each knob.
+            ValueError: the controller's answer is not one Decision for each knob.
         """
         losses = [x if x is not None and math.isfinite(x) else None for x in losses]
         rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
-        name, read_rows = next(iter(rows.items()), ("loss", losses))
-        left_out = [r for r, row in enumerate(read_rows) if row is None]
+        name, learned_from = next(iter(rows.items()), ("loss", losses))
+        left_out = [r for r, row in enumerate(learned_from) if row is None]
         notes = [f"replica {r} left out: no finite {name}" for r in left_out]
-        table = self._effective(scheduled)
-        peak = list(peak or scheduled)
+        bases = [self.value(k, value) for k, value in enumerate(scheduled)]
+        table = self._effective(bases)
         decisions, evidence = [Decision()] * len(self.knobs), None
         if self.controller is not None and self.clock.controls(self.step):
-            evidence = self._evidence(
-                step=self.step if schedule_step is None else schedule_step,
-                multipliers=table, losses=losses, measured=rows, scheduled=list(scheduled),
-                peak=peak, floor=list(floor or [0.0] * len(self.knobs)), local=local,
-                highest=list(map(max, scheduled, highest or scheduled)),
+            defaults = {"step": self.step, "peak": scheduled, "floor": [0.0] * len(self.knobs)}
+            evidence = Evidence(
+                cycle=self.cycle, total_steps=self.clock.total_steps,
+                warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
+                knobs=[knob.name for knob in self.knobs], multipliers=table, losses=losses,
+                scheduled=scheduled, values=bases, corrections=list(self.corrections),
+                decisions_left=self.clock.decisions_left(self.step), measured=rows,
+                **{**defaults, **seen},
             )  # fmt: skip
-            decisions = checked_decisions(self.controller, evidence)
+            decisions = self._decide(self.controller, evidence)
             for k, decision in enumerate(decisions):
-                notes += self._apply(k, decision, peak[k])
-        return self._ended(table, decisions, left_out, notes, evidence)
-
-    def _evidence(self, *, scheduled: Sequence[float], **given: Any) -> Evidence:
-        clock = self.clock
-        return Evidence(
-            cycle=self.cycle, total_steps=clock.total_steps, warmup_steps=clock.warmup_steps,
-            sync_interval=clock.sync_interval, knobs=[knob.name for knob in self.knobs],
-            values=[self.value(k, value) for k, value in enumerate(scheduled)],
-            corrections=list(self.corrections), decisions_left=clock.decisions_left(self.step),
-            scheduled=scheduled, **given,
+                notes += self.apply(k, decision, evidence.peak[k])
+        return self._end(
+            multipliers=table, decisions=decisions, left_out=left_out, notes=notes,
+            evidence=evidence,
         )  # fmt: skip
 
-    def _ended(
-        self, table: list[list[float]], decisions: list[Decision], left_out: list[int],
-        notes: list[str], evidence: Evidence | None = None, rolled_back: bool = False,
-    ) -> CycleOutcome:  # fmt: skip
-        outcome = CycleOutcome(
-            self.cycle, self.step - self.position, self.plan, table, decisions, left_out, notes,
-            evidence, rolled_back,
-        )  # fmt: skip
+    def _effective(self, bases: Sequence[float]) -> list[list[float]]:
+        """The multipliers that have really acted, where a bound has held replicas' values."""
+        rows = zip(self.knobs, bases, self.multipliers(), strict=True)
+        return [
+            [knob.scale.effective(base, rho) for rho in row] if knob.scale.bounded else row
+            for knob, base, row in rows
+        ]
+
+    def _decide(self, controller: Controller, evidence: Evidence) -> list[Decision]:
+        decisions: Any = controller.learn(evidence)
+        is_list = isinstance(decisions, list) and len(decisions) == len(self.knobs)
+        if not is_list or not all(isinstance(one, Decision) for one in decisions):
+            raise ValueError(
+                f"controller {controller.name!r} has decided {decisions!r}: decide must return a "
+                f"list of {len(self.knobs)}, a hdet.Decision such as Decision(factor=0.5) for each "
+                "knob"
+            )
+        return list(decisions)
+
+    def _end(self, **outcome: Any) -> CycleOutcome:
+        begin = self.step - self.position
+        ended = CycleOutcome(cycle=self.cycle, begin=begin, plan=self.plan, **outcome)
         self.cycle, self.position = self.cycle + 1, 0
         self._plan = self._table = None
-        return outcome
-
-    def multiply(self, knob: int, factor: float, peak: float) -> list[str]:
-        """A correction, from the next step on. ``peak``: of the untouched schedule. Returns
-        notes."""
-        return self._apply(knob, Decision(factor=factor), peak)
+        return ended
 
     def set_value(self, knob: int, value: float, scheduled: float) -> None:
         """Somebody sets a base value: from now on the correction is the one that leads there from
@@ -259,7 +249,8 @@ class Engine:
         else:
             self.held[knob] = value
 
-    def _apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
+    def apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
+        """From the next step on. ``peak``: of the untouched schedule. Returns notes."""
         self.held[knob] = decision.value
         wanted = self.corrections[knob] * decision.factor
         # What passes a knob's bound changes no value, but would take as long to come back.
@@ -284,28 +275,27 @@ class Engine:
     def roll_back(self, factor: float) -> CycleOutcome:
         """End a cycle that is taken back: its rates were too high, and are multiplied by
         ``factor``."""
-        table = self.multipliers()
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
             self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)
             held = self.held[k]
             self.held[k] = None if held is None else held * factor
         self.rollbacks += 1
         self.rollbacks_in_row += 1
-        nothing, everybody = [Decision()] * len(self.knobs), list(range(self.replicas))
-        outcome = self._ended(table, nothing, everybody, [], rolled_back=True)
+        outcome = self._end(
+            multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
+            left_out=list(range(self.replicas)), notes=[], rolled_back=True,
+        )  # fmt: skip
         self.restart()
         return outcome
 
     # -- checkpoint --------------------------------------------------------------------------------
-
-    _COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; the same on every rank and for every N, so it loads with another number of
         replicas."""
         return {
             **self._identity(),
-            **{name: getattr(self, name) for name in self._COUNTS},
+            **{name: getattr(self, name) for name in COUNTS},
             "seed": self.seed,
             "level": self.level,
             "corrections": list(self.corrections),
@@ -315,18 +305,43 @@ class Engine:
 
     def _identity(self) -> dict[str, Any]:
         """What a state must have alike to be loaded."""
+        name = None if self.controller is None else self.controller.name
         return {
             "version": STATE_VERSION,
             "knobs": [knob.name for knob in self.knobs],
-            "controller": None if self.controller is None else self.controller.name,
+            "controller": name,
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
         """The values in it; changes nothing. A run without a controller takes the state of any:
         its corrections stay, and nothing is searched any more. Raises ValueError for a state that
         does not belong to this run, or is damaged."""
-        check_identity(state, self._identity())
-        return read_values(state, self._COUNTS, self.controller, len(self.knobs))
+        where, own, of_knobs = "the ensemble's state", self._identity(), len(self.knobs)
+        for key, saved in read(state, IDENTITY, where).items():
+            if saved != own[key] and not (key == "controller" and self.controller is None):
+                raise ValueError(
+                    f"{where} was saved with {key} {reprlib.repr(saved)}, this run has "
+                    f"{own[key]!r}: {REMEDIES[key]}"
+                )
+        correction = number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
+        fields = {
+            **dict.fromkeys(COUNTS, COUNT),
+            "seed": number(whole=True),
+            "level": optional(number()),
+            "corrections": list_of(correction, of_knobs),
+            "bases": list_of(optional(number(1e-100)), of_knobs),
+            "controller_state": optional(MAPPING) if self.controller is None else MAPPING,
+        }
+        values = read(state, fields, where)
+        if self.controller is not None:
+            self.controller.check_state(values["controller_state"])
+        elif any(base is not None for base in values["bases"]):
+            raise ValueError(
+                f"{where} was saved with controller {reprlib.repr(state['controller'])}, whose "
+                "values stand in the place of the schedule: construct it with the same controller, "
+                "and freeze_after=1 to search no further"
+            )
+        return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments
@@ -335,11 +350,9 @@ class Engine:
         with unchanged_on_error(self.controller):
             if self.controller is not None:
                 self.controller.load_state_dict(values["controller_state"])
-        for key in (*self._COUNTS, "seed"):
+        self.held = values["bases"]
+        for key in (*COUNTS, "seed", "level", "corrections"):
             setattr(self, key, values[key])
-        self.level = None if values["level"] is None else float(values["level"])
-        self.corrections = [float(x) for x in values["corrections"]]
-        self.held = [None if x is None else float(x) for x in values["bases"]]
         self._plan = self._table = None
 
 

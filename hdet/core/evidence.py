@@ -6,12 +6,23 @@ Every rank is given the same, bitwise. Losses that are missing or not finite arr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from .clock import Clock
+from .scale import Scale
 
-__all__ = ["Evidence", "Run"]
+__all__ = ["Evidence", "KnobSpec", "Run"]
+
+
+@dataclass(frozen=True)
+class KnobSpec:
+    """Name, spread alpha and scale of one explored hyperparameter."""
+
+    name: str
+    spread: float
+    scale: Scale = field(default_factory=Scale)
+    rate: bool = True
+    """Is it a learning rate? Those are lowered where a cycle is taken back."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +31,7 @@ class Run:
 
     clock: Clock
     """Cycles and the length of the run."""
-    knobs: Sequence[Any]
-    """A `KnobSpec` each: name, spread, scale, and whether it is a learning rate."""
+    knobs: Sequence[KnobSpec]
     replicas: int
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
@@ -80,7 +90,3 @@ class Evidence:
     highest: Sequence[float] = ()
     """[knob]: the highest value of the untouched schedule since the evidence before: a peak may
     rise and fall within one cycle. Empty: not known."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, from which ``Evidence(**data)`` makes it again, bitwise."""
-        return asdict(self)

@@ -37,10 +37,9 @@ class Decision:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("factor", "value"):
-            number = getattr(self, name)
+        for name, number in (("factor", self.factor), ("value", self.value)):
             if number is not None and not (finite(number) and number > 0):
                 raise ValueError(
-                    f"a decision's {name} must be finite and positive, and an int or a float, "
-                    f"got {number!r}"
+                    f"a decision's {name} must be a finite and positive int or float, got "
+                    f"{number!r}"
                 )

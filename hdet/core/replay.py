@@ -21,7 +21,7 @@ def record_of(outcome: CycleOutcome) -> dict[str, Any]:
         "begin": outcome.begin,
         "plan": asdict(outcome.plan),
         "rolled_back": outcome.rolled_back,
-        "evidence": None if outcome.evidence is None else outcome.evidence.to_dict(),
+        "evidence": None if outcome.evidence is None else asdict(outcome.evidence),
         "decisions": [asdict(decision) for decision in outcome.decisions],
     }
 

@@ -11,8 +11,6 @@ from .validate import within
 
 __all__ = ["Scale"]
 
-KINDS = ("log", "linear", "horizon")
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -34,19 +32,13 @@ class Scale:
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"scale must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}"
-            )
+        if self.kind not in ("log", "linear", "horizon"):
+            raise ValueError(f"scale must be 'log', 'linear' or 'horizon', got {self.kind!r}")
         within(self.unit, "unit", "(0, inf)", "it is the change of the value for a factor e")
-        if not (_is_number(self.low) and _is_number(self.high) and self.low < self.high):
+        if not self.low < self.high or (self.kind == "log" and self.high <= 0):
             raise ValueError(
-                f"bounds must be (low, high) with low < high, got ({self.low!r}, {self.high!r})"
-            )
-        if self.kind == "log" and self.high <= 0:
-            raise ValueError(
-                f"bounds ({self.low!r}, {self.high!r}) have no value above 0, which scale='log' "
-                "needs: use scale='linear'"
+                f"bounds must be (low, high) with low < high, and high > 0 with scale='log', got "
+                f"({self.low!r}, {self.high!r})"
             )
 
     @property
@@ -57,11 +49,9 @@ class Scale:
         """Within the bounds. Tensors stay tensors, and nobody waits for their device."""
         if not self.bounded:
             return value
-        return (
-            min(max(value, self.low), self.high)
-            if isinstance(value, (int, float))
-            else value.clamp(self.low, self.high)
-        )
+        if isinstance(value, (int, float)):
+            return min(max(value, self.low), self.high)
+        return value.clamp(self.low, self.high)
 
     def corrected(self, value: Any, correction: float) -> Any:
         """The base value: of the schedule's and a correction."""
@@ -72,7 +62,7 @@ class Scale:
     def correction_to(self, value: float, scheduled: float) -> float:
         """The correction by which ``scheduled`` becomes ``value``; NaN if there is none."""
         if self.kind == "linear":
-            return _exp((value - scheduled) / self.unit)
+            return math.exp(min((value - scheduled) / self.unit, 700.0))
         before, after = (scheduled, value) if self.kind == "log" else (1.0 - value, 1.0 - scheduled)
         return after / before if before > 0 and after > 0 else math.nan
 
@@ -96,27 +86,11 @@ class Scale:
             return multiplier
         if self.kind == "linear":
             return 1.0 + (held - value) / self.unit
-        before, after = (value, held) if self.kind == "log" else (1.0 - held, 1.0 - value)
-        return after / before if before > 0 and after > 0 else multiplier
+        acting = self.correction_to(held, value)
+        return multiplier if math.isnan(acting) else acting
 
     def corrections(self, value: float) -> tuple[float, float]:
         """Lowest and highest correction that change anything, for this value of the schedule:
         beyond them a bound holds."""
-        if self.kind == "linear":
-            return _exp((self.low - value) / self.unit), _exp((self.high - value) / self.unit)
-        if self.kind == "log":
-            return (max(self.low, 0.0) / value, self.high / value) if value > 0 else (0.0, math.inf)
-        short, long = (1.0 - value) / (1.0 - self.low), 1.0 - self.high
-        return (
-            (short, (1.0 - value) / long if 0 < long < math.inf else math.inf)
-            if value < 1
-            else (0.0, math.inf)
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0))
+        lowest, highest = (self.correction_to(bound, value) for bound in (self.low, self.high))
+        return 0.0 if math.isnan(lowest) else lowest, math.inf if math.isnan(highest) else highest

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..core.divergence import Divergence, Verdict
+from ..core.divergence import Divergence, Verdict, judge
 from ..core.engine import CycleOutcome, Engine
 from ..profiling import ranged
 from ..schedule import Schedule
-from .cycle_stats import CycleStats, gather_stats, verdict_on
+from .cycle_stats import CycleStats, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
 from .history import cycle_record
@@ -22,8 +22,6 @@ from .measurements import Panel
 from .replica_parameters import ReplicaWeights
 
 __all__ = ["Cycles", "ReplicasDiverged"]
-
-Measured = Mapping[str, list[list[float]]]
 
 
 class ReplicasDiverged(RuntimeError):
@@ -147,22 +145,22 @@ class Cycles:
     def converge(self) -> None:
         """Average now and exactly; the cycle goes on."""
         if self.replicas.count > 1:
-            stats = self._gather(None, compare=True)
-            finite = [r for r, stat in enumerate(stats) if stat.finite]
+            stats = self._gather([{}] * len(self.replicas.local), compare=True)
+            finite = [r for r, good in enumerate(stats.finite) if good]
             if not finite:
                 raise self._all_diverged("no replica has finite parameters left")
             is_plain = self.weights.average.idle and not self.weights.moments.are_averaged
-            if not (is_plain and _are_equal(stats)):
+            if not (is_plain and stats.are_alike):
                 with self.during("average"):
-                    self.weights.complete(finite, [stat.loss for stat in stats])
+                    self.weights.complete(finite, stats.losses)
             self.note_average()
-            for r in set(range(len(stats))) - set(finite):
+            for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
                 warnings.warn(f"converge: {note}", stacklevel=3)
                 self.notes.append(note)
         self.reset_losses()
 
-    def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
+    def _gather(self, measured: Sequence[Measured], *, compare: bool) -> CycleStats:
         """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is
         raised on every rank."""
         marks: list[Any] = []
@@ -170,12 +168,11 @@ class Cycles:
             marks = [self.schedule.mark(), *self.weights.marks()]
         with self.during("statistics"):
             stats = gather_stats(
-                self.replicas, self.weights.local, rows, compare=compare, marks=marks
+                self.replicas, self.weights.local, measured, compare=compare, marks=marks
             )
-        of_each = list(zip(*(stat.marks for stat in stats), strict=True))
-        if of_each:
-            self.schedule.check_marks(of_each[0])
-            self.weights.check_marks(of_each[1:])
+        if marks:
+            self.schedule.check_marks(stats.marks[0])
+            self.weights.check_marks(stats.marks[1 : len(marks)])
         return stats
 
     # -- end ---------------------------------------------------------------------------------------
@@ -193,19 +190,25 @@ class Cycles:
         rows = self.panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
         stats = self._gather(rows, compare=compare)
-        measured = self.panel.measured(stats)
-        level = self.engine.level
-        verdict, losses = verdict_on(stats, self.divergence, level, is_searching)
+        measured = self.panel.split(stats.measured)
+        if is_searching:
+            finite = [r for r, good in enumerate(stats.finite) if good]
+            verdict = Verdict(finite or list(range(self.replicas.count)))
+        else:
+            verdict = judge(self.divergence, stats.finite, stats.raw_losses, self.engine.level)
         self.notes += verdict.notes
-        self._average(verdict, losses, are_equal=compare and _are_equal(stats))
+        self._average(verdict, stats.losses, are_equal=compare and stats.are_alike)
         averaged = self._now()
-        outcome = self._decide(verdict, losses, measured, stats)
+        if verdict.roll_back:
+            outcome = self._roll_back()
+        else:
+            outcome = self._decide(verdict, stats, measured)
         self.note_average()
         self.schedule.write(self.engine)
         record = cycle_record(
-            self.engine, self.schedule, outcome, losses=losses, scores=measured, notes=self.notes,
-            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),
-            trial=self.trial, searching=is_searching,
+            self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
+            notes=self.notes, probe_ms=1e3 * (probed - started),
+            converge_ms=1e3 * (averaged - probed), trial=self.trial, searching=is_searching,
         )  # fmt: skip
         self.notes, self.trial = [], None
         self.begin()
@@ -250,29 +253,28 @@ class Cycles:
             elif not (are_equal and self.weights.average.idle):
                 self.notes += self.weights.end_cycle(verdict.healthy, losses)
 
+    def _roll_back(self) -> CycleOutcome:
+        """Lower rates in the place of a decision."""
+        self.panel.restart()
+        lower = self.divergence.lower
+        self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
+        return self.engine.roll_back(lower)
+
     def _decide(
-        self,
-        verdict: Verdict,
-        losses: Sequence[float | None],
-        measured: Measured,
-        stats: Sequence[CycleStats],
+        self, verdict: Verdict, stats: CycleStats, measured: Mapping[str, list[list[float]]]
     ) -> CycleOutcome:
-        """The controller's decisions; or lower rates, where the cycle is taken back."""
-        if verdict.roll_back:
-            self.panel.restart()
-            lower = self.divergence.lower
-            self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
-            return self.engine.roll_back(lower)
-        self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
+        """The controller's decisions."""
+        engine, schedule = self.engine, self.schedule
+        engine.accept(verdict.level, self.replicas.count - len(verdict.healthy))
         voting = {
-            name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)]
+            name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
-        schedule = self.schedule
-        outcome = self.engine.close(
-            losses, voting, scheduled=schedule.values(), peak=[own[0] for own in schedule.peaks()],
-            floor=schedule.floors(), highest=schedule.highest(), schedule_step=schedule.step,
-            local=self.has_local_gradients,
+        outcome = engine.close(
+            stats.losses, voting, scheduled=schedule.values(),
+            peak=[own[0] for own in schedule.peaks()], floor=schedule.floors(),
+            highest=schedule.highest(), local=self.has_local_gradients,
+            step=engine.step if schedule.step is None else schedule.step,
         )  # fmt: skip
         if outcome.evidence is not None:
             schedule.forget_highest()
@@ -289,7 +291,3 @@ class Cycles:
         if self.times_device and self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()
-
-
-def _are_equal(stats: Sequence[CycleStats]) -> bool:
-    return len({(stat.digest, stat.marks) for stat in stats}) == 1

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..core.engine import Engine
 from ..measure.measurement import Measurement, Watched
-from .cycle_stats import CycleStats
 
 __all__ = ["Panel"]
 
@@ -30,7 +29,6 @@ class Panel:
         self._engine, self._during = engine, during
         controller = engine.controller
         self._all: Mapping[str, Measurement] = {} if controller is None else controller.measurements
-        self._widths: list[tuple[str, int]] = []
 
     def watch(self, watched: Watched) -> None:
         """Once, before the first step. Raises ValueError for a run in which something cannot be
@@ -59,53 +57,31 @@ class Panel:
 
     def on_cycle_start(self) -> None:
         """Before the first optimizer step after an average."""
-        for _, measurement in self._used(self._engine.step + self._steps_left):
+        for _, measurement in self._used():
             measurement.on_cycle_start()
 
     def sample(self) -> None:
         """A step is done and counted."""
-        if not self._engine.plan.measures:
-            return
-        position, left = self._engine.position, self._steps_left
-        for _, measurement in self._used(self._engine.step + left):
-            measurement.sample(position, position + left)
+        position = self._engine.position
+        for _, measurement in self._used():
+            measurement.sample(position, position + self._steps_left)
 
     def rows(
         self, as_replica: Callable[[int], AbstractContextManager[Any]], places: int
-    ) -> list[torch.Tensor] | None:
-        """At the cycle's end, one row for each local replica, ``as_replica(place)`` being it; None
-        if nothing is measured."""
-        used = list(self._used(self._engine.step))
-        if not used:
-            return None
-        table = []
-        for place in range(places):
+    ) -> list[dict[str, torch.Tensor]]:
+        """At the cycle's end, by local replica and measurement; ``as_replica(place)`` is put around
+        what is measured of a replica."""
+        table: list[dict[str, torch.Tensor]] = [{} for _ in range(places)]
+        used = list(self._used())
+        for place in range(places) if used else ():
             with self._during("probe"), as_replica(place):
-                rows = {name: m.measure(self._engine.cycle, place) for name, m in used}
-            measured = {name: row for name, row in rows.items() if row is not None}
-            for name, row in measured.items():
-                self._check_row(name, row)
-            self._widths = [(name, len(row)) for name, row in measured.items()]
-            pieces = list(measured.values()) or [torch.zeros(0, dtype=torch.float64)]
-            table.append(torch.cat([row.to(pieces[0].device) for row in pieces]))
+                rows = {name: one.measure(self._engine.cycle, place) for name, one in used}
+            table[place] = {name: row for name, row in rows.items() if row is not None}
         return table
 
-    def _check_row(self, name: str, row: Any) -> None:
-        if not isinstance(row, torch.Tensor) or row.dim() != 1:
-            raise TypeError(
-                f"{type(self._all[name]).__name__}.measure gave {getattr(row, 'shape', row)!r}: a "
-                "row is a tensor of one dimension, such as loss.reshape(1)"
-            )
-
-    def measured(self, stats: Sequence[CycleStats]) -> dict[str, list[list[float]]]:
-        """By name, [replica]: what the rows have become, added up over each replica's ranks."""
-        measured, begin = {}, 0
-        for name, width in self._widths:
-            rows = [stat.probe[begin : begin + width] for stat in stats]
-            measured[name] = self._all[name].split(rows)
-            begin += width
-        self._widths = []
-        return measured
+    def split(self, rows: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
+        """By name, [replica]: what its rows, added up over its ranks, say."""
+        return {name: self._all[name].split(own) for name, own in rows.items()}
 
     def restart(self) -> None:
         """Parameters were loaded or restored."""
@@ -119,17 +95,15 @@ class Panel:
 
     # -- where the run is --------------------------------------------------------------------------
 
-    def _used(self, cycle_end: int) -> Iterator[tuple[str, Measurement]]:
+    def _used(self) -> Iterator[tuple[str, Measurement]]:
         """Those of a cycle from which the controller may learn. The same on every rank, because
         controllers run on equal inputs."""
-        names = self._engine.plan.measures if self._engine.clock.controls(cycle_end) else ()
+        engine = self._engine
+        names = engine.plan.measures
+        if not names or not engine.clock.controls(engine.step + self._steps_left):
+            return iter(())
         return ((name, self._all[name]) for name in names)
 
     @property
     def _steps_left(self) -> int:
-        """Steps to the end of the running cycle, which the end of the run may cut short."""
-        clock, engine = self._engine.clock, self._engine
-        left = clock.sync_interval - engine.position
-        if clock.total_steps is None:
-            return left
-        return min(left, max(0, clock.total_steps - engine.step))
+        return self._engine.clock.steps_left(self._engine.step, self._engine.position)

@@ -12,7 +12,7 @@ from torch import nn
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
-from ..core.schema import COUNT, FLAG, Instance, Number, Optional, read
+from ..core.schema import COUNT, FLAG, MAPPING, number, optional, read
 from ..core.validate import within
 from ..run.snapshot import Snapshot
 from .arms import Arms
@@ -310,10 +310,10 @@ class AutoLR(Controller):
             "interval": interval,
         }  # fmt: skip
 
-    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        kinds = {"done": FLAG, "cost": Number(0), "rate": Number(0), "repeats": COUNT,
-                 "interval": Optional(Instance(Mapping))}  # fmt: skip
-        checked = read(state, kinds, "AutoLR's", knobs)
+    def check_state(self, state: Any) -> dict[str, Any]:
+        checks = {"done": FLAG, "cost": number(0), "rate": number(0), "repeats": COUNT,
+                  "interval": optional(MAPPING)}  # fmt: skip
+        checked = read(state, checks, "the AutoLR's state")
         if checked["interval"] is not None:
             try:
                 checked["interval"] = interval = RateInterval.from_dict(checked["interval"])

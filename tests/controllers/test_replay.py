@@ -111,8 +111,3 @@ def test_what_it_would_have_decided_is_in_the_record() -> None:
     assert notes and any(record["slopes"]["lr"] is not None for record in ran.records)
     shadow = ran.controller
     assert isinstance(shadow, hdet.Shadow) and len(shadow.decisions) == 1
-
-
-def test_a_shadow_of_nothing_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a controller"):
-        hdet.Shadow(None)

@@ -1,8 +1,7 @@
 """A problem with a known answer, on which every controller is run through the real engine.
 
-Pure Python, milliseconds a run.
-
-The loss is a function of the rate alone, so nothing is greedy, and the best rate is 1.
+The loss is a function of the rate alone, so nothing is greedy, and the best rate is 1. Pure Python,
+milliseconds a run.
 """
 
 from __future__ import annotations
@@ -14,42 +13,26 @@ from typing import Any
 
 from hdet.controllers.probe_rule import PROBE
 from hdet.core.clock import Clock
-from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence
-from hdet.core.plan import Decision
 
 CHUNKS = 8
+RHO = [0.7, 0.9, 1.1, 1.3]
 
 
-def decide(controller: Controller, evidence: Evidence) -> list[Decision]:
-    """What it makes of a cycle, by knob."""
-    return controller.learn(evidence)
-
-
-def evidence(**given: Any) -> Evidence:
-    """Of one knob with four replicas, or what is given; rates at their peak.
-
-    ``probes``: rows of losses.
-    """
-    rows = {PROBE: given.pop("probes", None)}
+def evidence(probes: Any = None, **given: Any) -> Evidence:
+    """Of one knob with four replicas, or what is given; rates at their peak."""
     knobs = given.get("knobs", ["lr"])
-    return Evidence(
-        **{
-            "cycle": 0,
-            "step": 1,
-            "total_steps": 100,
-            "warmup_steps": 0,
-            "sync_interval": 1,
-            "knobs": knobs,
-            "multipliers": [[0.7, 0.9, 1.1, 1.3]] * len(knobs),
-            "losses": [1.0] * 4,
-            "measured": {k: row for k, row in rows.items() if row is not None},
-            "floor": [0.1] * len(knobs),
-            **{key: [1.0] * len(knobs) for key in ("scheduled", "peak", "values", "corrections")},
-            **given,
-        }
-    )
+    usual = {key: [1.0] * len(knobs) for key in ("scheduled", "peak", "values", "corrections")}
+    usual |= {"cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1}
+    usual |= {"multipliers": [RHO] * len(knobs), "floor": [0.1] * len(knobs), "losses": [1.0] * 4}
+    usual |= {"knobs": knobs, "measured": {} if probes is None else {PROBE: probes}}
+    return Evidence(**{**usual, **given})
+
+
+def rows(slope: float) -> list[list[float]]:
+    """The probe's, of a loss with this slope that scatters a little."""
+    return [[slope * math.log(rho) * (1 + c / 100) for c in range(CHUNKS)] for rho in RHO]
 
 
 def bowl(
@@ -58,62 +41,48 @@ def bowl(
     *,
     cycles: int = 60,
     replicas: int = 4,
-    spread: float = 0.3,
     depth: float = 1.0,
-    noise: float = 0.05,
     shared: float = 0.0,
     seed: int = 0,
     phase: Callable[[float], float] = lambda part: 1.0,
     spoil: Callable[[int, list[float | None]], list[float | None]] = lambda cycle, losses: losses,
-    tail: Callable[[random.Random], float] = lambda r: 0.0,
 ) -> Iterator[tuple[Engine, CycleOutcome, list[float]]]:
     """Cycles of loss = ``depth`` * sum over knobs of ln(value)^2: yields the engine, the outcome
     and the values at peak, after each cycle.
 
-    ``noise``: of each replica's loss; ``shared``: of the slope, common to all replicas, as from
-    gradients they share; ``phase``: schedule over its peak, at each part of the run; ``spoil``:
-    what becomes of the training losses; ``tail``: more noise of a replica's loss.
+    ``shared``: noise of the slope, common to all replicas, as from gradients they share; ``phase``:
+    schedule over its peak, at each part of the run; ``spoil``: what becomes of the training losses.
     """
     draw = random.Random(seed)
-    engine = Engine(
-        [KnobSpec(f"k{i}", spread) for i in range(len(starts))],
-        replicas,
-        Clock(1, 0, cycles),
-        controller,
-        seed,
-    )
+    knobs = [KnobSpec(f"k{i}", 0.3) for i in range(len(starts))]
+    engine = Engine(knobs, replicas, Clock(1, 0, cycles), controller, seed)
+
+    def values() -> list[float]:
+        return [start * c for start, c in zip(starts, engine.corrections, strict=True)]
+
     for cycle in range(cycles):
         engine.tick()
         level, wrong = draw.gauss(0, 1), draw.gauss(0, shared)
-        rows, shifts = engine.multipliers(), [draw.gauss(0, 0.3) for _ in range(CHUNKS)]
-        at_peak = [start * c for start, c in zip(starts, engine.corrections, strict=True)]
+        table, shifts = engine.multipliers(), [draw.gauss(0, 0.3) for _ in range(CHUNKS)]
         points = [
-            [math.log(value * row[r]) for value, row in zip(at_peak, rows, strict=True)]
+            [math.log(value * row[r]) for value, row in zip(values(), table, strict=True)]
             for r in range(replicas)
         ]
         losses: list[float | None] = [
             level
             + depth * sum(x * x for x in point)
-            + wrong * sum(math.log(row[r]) for row in rows)
-            + draw.gauss(0, noise)
-            + tail(draw)
+            + wrong * sum(math.log(row[r]) for row in table)
+            + draw.gauss(0, 0.05)
             for r, point in enumerate(points)
         ]
         probes = [
             [depth * sum((x - shift) ** 2 for x in point) for shift in shifts] for point in points
         ]
-        now = phase((cycle + 1) / cycles)
+        scheduled = [start * phase((cycle + 1) / cycles) for start in starts]
         outcome = engine.close(
-            spoil(cycle, losses),
-            {PROBE: probes},
-            scheduled=[s * now for s in starts],
-            peak=list(starts),
+            spoil(cycle, losses), {PROBE: probes}, scheduled=scheduled, peak=list(starts)
         )
-        yield (
-            engine,
-            outcome,
-            [start * c for start, c in zip(starts, engine.corrections, strict=True)],
-        )
+        yield engine, outcome, values()
 
 
 def end_of(run: Iterator[tuple[Engine, CycleOutcome, list[float]]]) -> list[float]:

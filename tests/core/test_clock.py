@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from hdet.controllers.probe_rule import ProbeRule
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 
@@ -26,19 +27,21 @@ def test_what_is_no_number_of_steps_is_refused(
 
 @pytest.mark.parametrize("total", [50_000, 100_000])
 def test_a_warm_up_as_long_as_the_run_is_refused_only_for_a_controller(total: int) -> None:
-    clock = Clock(1000, 100_000, total)  # fine without a controller
+    clock = Clock(1000, 100_000, total)
+    Engine([KnobSpec("lr", 0.1)], 2, clock)
     with pytest.raises(ValueError, match="warm-up"):
-        clock.check_controller_can_act()
+        Engine([KnobSpec("lr", 0.1)], 2, clock, ProbeRule())
 
 
 def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
     engine = Engine([KnobSpec("lr", 0.1)], 1, Clock(10, 0, 25))
-    ends = []
+    ends, ahead = [], []
     for step in range(1, 26):
+        ahead.append(step - 1 + engine.clock.steps_left(engine.step, engine.position))
         if engine.tick():
             ends.append(step)
             engine.close([None], scheduled=[1.0])
-    assert ends == [10, 20, 25]
+    assert ends == [10, 20, 25] and ahead == [10] * 10 + [20] * 10 + [25] * 5
 
 
 def test_decisions_left_reaches_one_at_the_end() -> None:

@@ -61,11 +61,11 @@ def test_tensors_stay_tensors() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "cubic"}, "scale must be one of 'log'"),
+        ({"kind": "cubic"}, "scale must be 'log', 'linear'"),
         ({"kind": "linear", "unit": 0.0}, "unit must be a number in \\(0, inf\\)"),
         ({"low": 1.0, "high": 1.0}, "low < high"),
         ({"low": math.nan}, "low < high"),
-        ({"low": -2.0, "high": -1.0}, "scale='linear'"),
+        ({"low": -2.0, "high": -1.0}, "high > 0 with scale='log'"),
     ],
 )
 def test_scales_that_are_none_are_refused(settings: dict, message: str) -> None:

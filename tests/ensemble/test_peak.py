@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -111,7 +112,7 @@ class Older(hdet.ProbeController):
     """Is told of no value but those at the ends of cycles."""
 
     def learn(self, evidence: hdet.Evidence) -> Any:
-        return super().learn(hdet.Evidence(**{**evidence.to_dict(), "highest": ()}))
+        return super().learn(dataclasses.replace(evidence, highest=()))
 
 
 def test_where_cycles_see_the_peak_no_bit_is_another_one() -> None:

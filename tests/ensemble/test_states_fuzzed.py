@@ -259,7 +259,7 @@ class TornController(Torn, hdet.Controller):
     name = "torn"
     freeze_after, frozen = None, False
 
-    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+    def check_state(self, state: Any) -> Any:
         return state
 
     def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
