@@ -55,14 +55,10 @@ class Averaging:
         Raises:
             ValueError: the task cannot be done, by name and with the way out. Nothing is changed.
         """
-        self.check_task(task)
         return Averager(task) if task.replicas.count == 1 else self.make_averager(task)
 
-    def check_task(self, task: Task) -> None:
-        """Raises ValueError for a task that cannot be done."""
-
     def make_averager(self, task: Task) -> Averager:
-        """For two replicas or more."""
+        """For two replicas or more. Raises as `build`."""
         raise NotImplementedError
 
 
@@ -130,25 +126,14 @@ class Averager:
     def _average_plainly(self, weights: Sequence[float]) -> None:
         self._plain.average(self.task.replicas, weights)
 
-    def _average_at_once(self, weights: Sequence[float]) -> list[str]:
-        """Complete, in a cycle that leaves a replica out: it is to train on with the mean.
-
-        Returns a note then, else nothing."""
-        absent = [str(r) for r, weight in enumerate(weights) if weight == 0]
-        if not absent:
-            return []
-        self.complete(weights)
-        return [f"averaged at once: replica {', '.join(absent)} is left out"]
-
     def _forget(self) -> None:
         """Drop what is under way or kept back."""
         self.idle = True
 
     def _forget_on_load(self) -> None:
         """What was kept is of no use once the optimizer has loaded another state."""
-        register = getattr(self.task.optimizer, "register_load_state_dict_post_hook", None)
-        if register is not None:
-            self._hooks.append(register(lambda _: self._forget()))
+        register = self.task.optimizer.register_load_state_dict_post_hook
+        self._hooks.append(register(lambda _: self._forget()))
 
 
 @dataclass(frozen=True)

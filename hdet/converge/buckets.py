@@ -41,8 +41,10 @@ class Part(NamedTuple):
 
     @property
     def value(self) -> torch.Tensor:
-        split = self.master is not None and self.master.dtype == torch.int16
-        return self.tensor if self.master is None or split else self.master
+        """What is averaged; with `lower`, where the master is the lower half."""
+        if self.master is None or self.master.dtype == torch.int16:
+            return self.tensor
+        return self.master
 
     @property
     def lower(self) -> torch.Tensor | None:
@@ -56,8 +58,8 @@ class Part(NamedTuple):
     @property
     def goes_in_place(self) -> bool:
         value = self.value
-        large = value.is_contiguous() and value.nbytes >= IN_PLACE_BYTES
-        return large and value.dtype == self.wire
+        is_large = value.nbytes >= IN_PLACE_BYTES and value.is_contiguous()
+        return is_large and value.dtype == self.wire
 
 
 def parts_of(tensors: Sequence[torch.Tensor], masters: Masters) -> list[Part]:
@@ -88,93 +90,71 @@ def average_tensors(
         ValueError: a tensor that has no mean in place (`check_averageable`); ``bucket_bytes``
             below 1024.
     """
-    for i, tensor in enumerate(local_parts(tensors)):
-        check_averageable(tensor, f"tensor {i}")
     parts = [Part(tensor) for tensor in local_parts(tensors)]
+    for i, part in enumerate(parts):
+        check_averageable(part.tensor, f"tensor {i}")
     Buckets(lambda: parts, bucket_bytes, in_place=True).average(replicas, weights)
 
 
 def check_averageable(tensor: torch.Tensor, name: str) -> None:
     """Raises ValueError, by ``name``, for what has no mean in place. Of a DTensor: its shard."""
     if tensor.layout is not torch.strided:
-        raise ValueError(
-            f"{name} has layout {tensor.layout}: only dense tensors can be averaged in place"
+        fault = f"layout {tensor.layout}: only dense tensors can be averaged in place"
+    elif not tensor.is_floating_point():
+        fault = f"dtype {tensor.dtype}: only floating-point tensors have an average"
+    elif tensor.element_size() < 2:
+        fault = (
+            f"dtype {tensor.dtype}, which has no arithmetic: leave it out of the optimizer, whose "
+            "steps would not move it, or keep it in 16 bits"
         )
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}: only floating-point tensors have an average"
-        )
-    if tensor.element_size() < 2:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}, which has no arithmetic: leave it out of the "
-            "optimizer, whose steps would not move it, or keep it in 16 bits"
-        )
+    else:
+        return
+    raise ValueError(f"{name} has {fault}")
 
 
 class Filling:
-    """Parts that travel together. ``flat``: the used memory, zeros at its end up to a multiple."""
+    """Parts that travel together in ``flat`` memory, whose end is zeros, up to a multiple."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.flat, self._memory, self._used = memory[:0], memory, 0
-        self._views: list[torch.Tensor] = []
-        self._parts: list[Part] = []
-
-    def add(self, part: Part) -> bool:
-        """Returns False if there is no room for it any more."""
-        size = part.tensor.numel()
-        if self._used + size > self._memory.numel():
-            return False
-        view = self._memory[self._used : self._used + size].view(part.tensor.shape)
-        self._views.append(view)
-        self._parts.append(part)
-        self._used += size
-        return True
-
-    def seal(self, multiple: int) -> Filling:
-        """Prepare the way in, from masters where there are any, and the way out, to both."""
-        self.flat = self._memory[: _rounded_up(self._used, multiple)]
-        columns = [(p.tensor, p.value, p.lower, p.master) for p in self._parts]
-        tensors, values, lowers, masters = zip(*columns, strict=True)
+    def __init__(self, memory: torch.Tensor, parts: Sequence[Part], multiple: int) -> None:
+        sizes = [part.tensor.numel() for part in parts]
+        used = sum(sizes)
+        self.flat = memory[: _rounded_up(used, multiple)]
+        self._end = self.flat[used:]
+        tensors, masters = zip(*parts, strict=True)
+        flats = self.flat[:used].split(sizes)
+        views = [flat.view(t.shape) for flat, t in zip(flats, tensors, strict=True)]
         native = self.flat.dtype == torch.float32 and self.flat.device.type in ("cpu", "cuda")
         native = native and all(t.dtype in FLOATS and t.is_contiguous() for t in tensors)
         backend = "auto" if native else "torch"
-        views = self._views
+        values, lowers = [part.value for part in parts], [part.lower for part in parts]
         self._way_in = kernels.pair_plan(values, views, source_lowers=lowers, backend=backend)
         self._way_out = kernels.pair_plan(views, tensors, masters=masters, backend=backend)
         self._versioned = [t for t in tensors if not t.is_inference()]
-        return self
 
     def pack(self, weight: float = 1.0) -> torch.Tensor:
         """Write weight * values into ``flat``, and return it; weight 0 writes zeros."""
         self._way_in.copy(weight)
-        self.flat[self._used :].zero_()
+        self._end.zero_()
         return self.flat
 
-    def mark_written(self) -> None:
-        """Tell autograd that what a backward pass has saved of these tensors is no longer valid.
-
-        Native copies write behind its back. It takes the host some time, so it is apart from
-        `unpack`: call it while something travels.
-        """
-        torch.autograd.graph.increment_version(self._versioned)
-
     def unpack(self) -> None:
-        """Write ``flat`` into tensors and masters."""
+        """Write ``flat`` into tensors and masters; and tell autograd, behind whose back native
+        copies write, that what a backward pass has saved of the tensors is no longer valid."""
         self._way_out.copy(1.0)
+        torch.autograd.graph.increment_version(self._versioned)
 
 
 class Buckets:
-    """The parts of a model in fillings.
+    """The parts of a model in fillings, which share one bucket of each kind of tensor.
 
     Order and sizes follow from shapes and dtypes alone, so they are the same on all peers.
 
     Args:
         ask_parts: gives what is to be sent; asked whenever something is sent.
-        bucket_bytes: upper bound of the memory of one filling, all kinds of tensors together.
+        bucket_bytes: upper bound of the memory, all kinds of tensors together.
         in_place: large tensors that have the wire's dtype in memory are reduced where they lie, and
             so are their masters.
         multiple: fillings have a multiple of so many elements.
-        own_memory: each filling has memory of its own, instead of one bucket for all.
 
     Raises:
         ValueError: ``bucket_bytes`` below 1024.
@@ -187,20 +167,15 @@ class Buckets:
         *,
         in_place: bool = False,
         multiple: int = 1,
-        own_memory: bool = False,
     ) -> None:
         whole(bucket_bytes, "bucket_bytes", 1024, of="bytes")
-        self._ask_parts, self._bytes, self._in_place = ask_parts, bucket_bytes, in_place
-        self._multiple, self._own_memory = multiple, own_memory
+        self._ask_parts, self._bytes = ask_parts, bucket_bytes
+        self._in_place, self._multiple = in_place, multiple
         self._layout: list[tuple[int, torch.Size, torch.dtype]] = []
-        self._memories: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._large: list[Part] = []
         self._fillings: list[Filling] = []
-
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes of memory held since the first plan."""
-        return sum(memory.nbytes for memory in self._memories.values())
+        self.extra_bytes = 0
+        """Memory held since the first plan."""
 
     @torch.no_grad()
     def average(self, replicas: Replicas, weights: Sequence[float] | None = None) -> None:
@@ -210,12 +185,9 @@ class Buckets:
             return
         weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
         fillings = self.plan()
-        large = [part.value for part in self._large]
-        pending = [start_weighted_sum(value, weight, group) for value in large]
+        pending = [start_weighted_sum(part.value, weight, group) for part in self._large]
         for filling in fillings:
-            work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
-            filling.mark_written()
-            work.wait()
+            dist.all_reduce(filling.pack(weight), group=group)
             filling.unpack()
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
@@ -224,45 +196,41 @@ class Buckets:
             torch._foreach_copy_([p.tensor for p in rounded], [p.value for p in rounded])
 
     def plan(self) -> list[Filling]:
-        """The fillings; made anew only if a tensor has moved or is another, in the same memory."""
+        """The fillings; made anew only if a tensor has moved or is another."""
         parts = [part for part in self._ask_parts() if part.tensor.numel()]
         layout = [(t.data_ptr(), t.shape, t.dtype) for part in parts for t in part if t is not None]
         if layout == self._layout:
             return self._fillings
-        self._layout, self._large, self._fillings = layout, [], []
+        self._layout, self._large, self._fillings, self.extra_bytes = layout, [], [], 0
         kinds: dict[tuple[torch.device, torch.dtype], list[Part]] = {}
         for part in parts:
             if self._in_place and part.goes_in_place:
                 self._large.append(part)
             else:
                 kinds.setdefault((part.tensor.device, part.wire), []).append(part)
-        multiple = self._multiple
         for (device, dtype), members in kinds.items():
-            wanted = sum(part.tensor.numel() for part in members)
-            allowed = self._bytes // len(kinds) // dtype.itemsize // multiple * multiple
-            size = min(_rounded_up(wanted, multiple), max(allowed, multiple))
-            self._fillings += self._fill(members, device, dtype, size)
+            wanted = _rounded_up(sum(part.tensor.numel() for part in members), self._multiple)
+            allowed = self._bytes // len(kinds) // dtype.itemsize // self._multiple
+            size = min(wanted, max(allowed, 1) * self._multiple)
+            bucket = torch.empty(size, dtype=dtype, device=device)
+            self.extra_bytes += bucket.nbytes
+            for together in _split(members, size):
+                self._fillings.append(Filling(bucket, together, self._multiple))
         return self._fillings
 
-    def _fill(
-        self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, size: int
-    ) -> Iterator[Filling]:
-        """Lay the parts out over buckets of ``size`` elements; one may be cut between two."""
 
-        def start(number: int) -> Filling:
-            key = (device, dtype, number if self._own_memory else 0)
-            if key not in self._memories or self._memories[key].numel() != size:
-                self._memories[key] = torch.empty(size, dtype=dtype, device=device)
-            return Filling(self._memories[key])
-
-        number, filling = 0, start(0)
-        for piece in (piece for part in parts for piece in _pieces(part, size)):
-            if not filling.add(piece):
-                yield filling.seal(self._multiple)
-                number += 1
-                filling = start(number)
-                filling.add(piece)
-        yield filling.seal(self._multiple)
+def _split(parts: Sequence[Part], capacity: int) -> list[list[Part]]:
+    """Lay the parts out over buckets; one that is larger than a bucket is cut in pieces."""
+    buckets: list[list[Part]] = [[]]
+    room = capacity
+    for piece in (piece for part in parts for piece in _pieces(part, capacity)):
+        size = piece.tensor.numel()
+        if size > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(piece)
+        room -= size
+    return buckets
 
 
 def _pieces(part: Part, capacity: int) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Who averages with whom, and torch's flat collectives under the names that this torch has."""
+"""Torch's flat collectives under the names that this torch has, and a weighted sum."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ..replicas import Replicas
-
-
-def peers(replicas: Replicas, member: int) -> list[int]:
-    """Ranks of the default group that hold this part of the model, by replica."""
-    return [replica[member] for replica in replicas.ranks]
 
 
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -44,23 +44,11 @@ class Compressed(Averaging):
             raise ValueError(
                 f'dtype must be "bf16" or "int8", got {self.dtype!r}: uncompressed is Plain()'
             )
-        b = self.block
-        if not isinstance(b, int) or isinstance(b, bool) or not 16 <= b <= 65536 or b % 4:
-            raise ValueError(f"block must be a multiple of 4 from 16 to 65536, got {b!r}")
+        if self.block not in range(16, 65537, 4):
+            raise ValueError(f"block must be a multiple of 4 from 16 to 65536, got {self.block!r}")
 
     def make_averager(self, task: Task) -> Averager:
         return _Compressed(task, BFloat16() if self.dtype == "bf16" else Int8(self.block))
-
-
-@dataclass
-class _Memory:
-    """What is kept of one filling between averages, in its dtype."""
-
-    reference: torch.Tensor
-    error: torch.Tensor
-    """Of this replica, on the whole filling."""
-    chunk_error: torch.Tensor
-    """Of this rank as the owner of a chunk."""
 
 
 class _Compressed(Averager):
@@ -70,55 +58,53 @@ class _Compressed(Averager):
         self._codec = codec
         multiple = task.replicas.count * codec.granule
         self._buckets = Buckets(task.parts, task.bucket_bytes, multiple=multiple)
-        self._memories: list[_Memory] = []
+        self._references: list[torch.Tensor] = []
+        """Of each filling, in its dtype, like what follows; empty before the first average."""
+        self._errors: list[torch.Tensor] = []
+        """Of this replica."""
+        self._chunk_errors: list[torch.Tensor] = []
+        """Of this rank as the owner of a chunk of each filling."""
 
     def _forget(self) -> None:
-        self.idle, self._memories = True, []
+        self.idle, self._references = True, []
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        fillings = self._buckets.plan()
-        if not self._memories:
+        if not self._references:
             self._average_plainly(weights)
-            for filling in fillings:
-                reference = filling.pack().clone()
-                chunk = reference[: len(reference) // len(weights)]
-                errors = torch.zeros_like(reference), torch.zeros_like(chunk)
-                self._memories.append(_Memory(reference, *errors))
+            self._references = [filling.pack().clone() for filling in self._buckets.plan()]
+            self._errors = [torch.zeros_like(a) for a in self._references]
+            self._chunk_errors = [torch.zeros_like(e.chunk(len(weights))[0]) for e in self._errors]
             return []
-        for filling, memory in zip(fillings, self._memories, strict=True):
-            flat = filling.pack()
-            self._move_reference(flat, memory, weights)
-            flat.copy_(memory.reference)
-            filling.mark_written()
+        for i, filling in enumerate(self._buckets.plan()):
+            self._move_reference(i, filling.pack(), weights)
+            filling.flat.copy_(self._references[i])
             filling.unpack()
         self.idle = False
         return []
 
-    def _move_reference(
-        self, flat: torch.Tensor, memory: _Memory, weights: Sequence[float]
-    ) -> None:
-        """By the mean displacement. ``flat``: this replica's values; used up."""
+    def _move_reference(self, i: int, flat: torch.Tensor, weights: Sequence[float]) -> None:
+        """By the mean displacement. ``flat``: this replica's values of filling i; used up."""
+        reference, error, total = self._references[i], self._errors[i], self._chunk_errors[i]
         codec, group, count = self._codec, self.task.replicas.peer_group, len(weights)
         assert group is not None
         # Of a replica that is left out: nothing, so that nothing is kept back either.
         left_out = weights[self.task.replicas.index] == 0
-        delta = flat.zero_() if left_out else flat.sub_(memory.reference).add_(memory.error)
+        delta = flat.zero_() if left_out else flat.sub_(reference).add_(error)
         sent = codec.encode(delta.view(count, -1))
-        codec.decode(sent, memory.error.view(count, -1))
-        torch.sub(delta, memory.error, out=memory.error)
+        codec.decode(sent, error.view(count, -1))
+        torch.sub(delta, error, out=error)
 
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         chunks = codec.decode(received, delta.view(count, -1))
-        total = memory.chunk_error
         for chunk, weight in zip(chunks, weights, strict=True):
             total.add_(chunk, alpha=weight)
         result = codec.encode(total.view(1, -1))
         total.sub_(codec.decode(result, torch.empty_like(total).view(1, -1)).view(-1))
 
         all_gather(sent.view(-1), result.view(-1), group)
-        memory.reference.add_(codec.decode(sent, delta.view(count, -1)).view(-1))
+        reference.add_(codec.decode(sent, delta.view(count, -1)).view(-1))
 
 
 @dataclass(frozen=True)
@@ -145,23 +131,16 @@ class Int8:
     granule: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        count, size = rows.shape
-        n_bytes = size + 4 * (size // self.granule)
-        coded = torch.empty(count, n_bytes, dtype=torch.uint8, device=rows.device)
-        levels, scales = self._split(coded)
-        blocks = rows.view(count, -1, self.granule)
-        scales.copy_(blocks.abs().amax(-1) / 127.0)
+        blocks = rows.view(len(rows), -1, self.granule)
+        scales = (blocks.abs().amax(-1) / 127.0).float()
         # A block so small that its scale is 0 is sent as zeros; what it had is kept back.
         steps = scales.to(rows.dtype).masked_fill(scales == 0, torch.inf).unsqueeze(-1)
-        levels.copy_((blocks / steps).round_().clamp_(-127, 127).view(count, size))
-        return coded
+        levels = (blocks / steps).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+        return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        levels, scales = self._split(coded)
         blocks = out.view(len(out), -1, self.granule)
-        blocks.copy_(levels.unflatten(1, (-1, self.granule))).mul_(scales.unsqueeze(-1))
+        levels, scales = coded[:, : out.shape[1]], coded[:, out.shape[1] :]
+        blocks.copy_(levels.view(torch.int8).view_as(blocks))
+        blocks.mul_(scales.view(torch.float32).unsqueeze(-1))
         return out
-
-    def _split(self, coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        size = coded.shape[1] // (self.granule + 4) * self.granule
-        return coded[:, :size].view(torch.int8), coded[:, size:].view(torch.float32)

@@ -40,8 +40,8 @@ class ExactLocal(Averaging):
             Other cycles send nothing.
 
     Raises:
-        ValueError, TypeError: of `build`, an optimizer, settings or tensors for which the mean is
-            no trajectory of its own.
+        ValueError: of `build`, an optimizer, settings or tensors for which the mean is no
+            trajectory of its own.
     """
 
     check_every: int = 10
@@ -50,43 +50,31 @@ class ExactLocal(Averaging):
     def __post_init__(self) -> None:
         whole(self.check_every, "check_every", of="cycles")
 
-    def check_task(self, task: Task) -> None:
-        if task.gradients != "shared":
-            raise ValueError(
-                "ExactLocal needs gradients='shared': replicas with gradients of their own have no "
-                "common direction; use Plain()"
-            )
-        optimizer: Any = task.optimizer
-        if not isinstance(optimizer, FusedOptimizer):
-            raise TypeError(
-                "ExactLocal needs one of hdet's fused optimizers, which step the mean with the "
-                f"replica; got {type(optimizer).__name__}: use hdet.FusedAdamW, FusedAdam, "
-                "FusedSGD, FusedLion or FusedMuon, or Plain()"
-            )
-        if getattr(optimizer, "_hdet_fan_out", None) is not None:
-            raise ValueError(
-                "this optimizer is already driven by an Ensemble: close() the other first"
-            )
-        if optimizer.num_replicas != 1:
-            raise ValueError(
-                f"the optimizer steps {optimizer.num_replicas} replicas already: use Plain()"
-            )
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for i, tensor in enumerate(task.tensors):
-            if id(tensor) not in owned:
-                raise ValueError(
-                    f"tensor {i} is not the optimizer's: ExactLocal cannot know the mean of "
-                    "buffers; leave them out or use Plain()"
-                )
-        if (reason := _reason_to_refuse(optimizer)) is not None:
-            raise ValueError(f"ExactLocal: {reason}; or use Plain()")
-
     def make_averager(self, task: Task) -> Averager:
+        if (reason := _why_no_build(task) or _why_no_mean(task.optimizer)) is not None:
+            raise ValueError(f"ExactLocal: {reason}; or use Plain()")
         return _ExactLocal(task, self.check_every)
 
 
-def _reason_to_refuse(optimizer: FusedOptimizer) -> str | None:
-    """Why the mean of the replicas is not the trajectory at the base rate; with the way out."""
+def _why_no_build(task: Task) -> str | None:
+    """What of the task does not go with it, and the way out."""
+    optimizer = task.optimizer
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strange = next((i for i, t in enumerate(task.tensors) if id(t) not in owned), None)
+    if task.gradients != "shared":
+        return "replicas with gradients of their own have no common step: use gradients='shared'"
+    if not isinstance(optimizer, FusedOptimizer):
+        kind = type(optimizer).__name__
+        return f"{kind} does not step the mean: use hdet.FusedAdamW, Adam, SGD, Lion or Muon"
+    if optimizer.num_replicas != 1:
+        return f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
+    if strange is not None:
+        return f"tensor {strange} is not the optimizer's, so its mean is unknown: leave buffers out"
+    return None
+
+
+def _why_no_mean(optimizer: Any) -> str | None:
+    """Why the replicas' mean is not the trajectory at the base rate, and the way out."""
     for g, group in enumerate(optimizer.param_groups):
         decay = float(group.get("weight_decay", 0.0))
         of_group = f"weight_decay={decay:g} of group {g}"
@@ -112,9 +100,8 @@ class _ExactLocal(Averager):
         super().__init__(task)
         optimizer: Any = task.optimizer
         self._optimizer, self._check_every = optimizer, check_every
-        self._compare_next = True  # ranks may have begun with different parameters
-        self._cycles = 0
-        """Since the last comparison."""
+        self._cycles = check_every
+        """Since the last comparison. Ranks compare in the first, for they may have begun apart."""
         self._mean_is_model = True
         """Until a step: weights may still be loaded, initialised or broadcast."""
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
@@ -139,10 +126,10 @@ class _ExactLocal(Averager):
         self._loads_mean = any("replica_params" in values for values in state["state"].values())
 
     def _after_load(self, _: Any) -> None:
-        self._mean_is_model, self._compare_next = not self._loads_mean, True
+        self._mean_is_model, self._cycles = not self._loads_mean, self._check_every
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        reason = self._reason_for_plain(weights)
+        reason = self._why_plain(weights)
         if reason is None:
             self._optimizer.average_replicas([0.0, 1.0])
             self._mean_is_model = True
@@ -150,16 +137,16 @@ class _ExactLocal(Averager):
         self.complete(weights)
         return [f"averaged plainly: {reason}"]
 
-    def _reason_for_plain(self, weights: Sequence[float]) -> str | None:
+    def _why_plain(self, weights: Sequence[float]) -> str | None:
         """Why the mean is not the average that this cycle wants. Communicates in some cycles."""
         self._cycles += 1
         if len(set(weights)) > 1:
             return "the replicas' weights are not uniform"
-        if (changed := _reason_to_refuse(self._optimizer)) is not None:
+        if (changed := _why_no_mean(self._optimizer)) is not None:
             return changed
-        if not (self._compare_next or self._cycles >= self._check_every):
+        if self._cycles < self._check_every:
             return None
-        self._compare_next, self._cycles = False, 0
+        self._cycles = 0
         tensors = self.task.tensors
         masters = [m for m in self._optimizer.masters(tensors, 1) if m is not None]
         own = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
@@ -169,7 +156,7 @@ class _ExactLocal(Averager):
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
-        self._mean_is_model, self._compare_next, self._cycles = True, False, 0
+        self._mean_is_model, self._cycles = True, 0
 
     def mean(self) -> list[torch.Tensor] | None:
         own = self.task.tensors

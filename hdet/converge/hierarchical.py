@@ -12,7 +12,7 @@ from ..core.validate import whole
 from ..replicas.process_groups import own_group
 from .base import Averager, Averaging, Task
 from .buckets import Buckets
-from .collectives import all_gather, peers, reduce_scatter
+from .collectives import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,10 @@ class Hierarchical(Averaging):
 
     def make_averager(self, task: Task) -> Averager:
         n, count = self.replicas_per_node, task.replicas.count
-        if n == count:
+        if n >= count or count % n:
             raise ValueError(
-                f"replicas_per_node={n} puts all {count} replicas in one node: there is one level, "
-                "use Plain()"
-            )
-        if count % n:
-            raise ValueError(
-                f"replicas_per_node={n} does not divide the {count} replicas: use a divisor of "
-                f"{count}, or Plain()"
+                f"replicas_per_node={n} must divide the {count} replicas, and leave two nodes or "
+                "more: use another divisor, or Plain()"
             )
         return _Hierarchical(task, n)
 
@@ -53,12 +48,11 @@ class Hierarchical(Averaging):
 class _Hierarchical(Averager):
     def __init__(self, task: Task, n: int) -> None:
         super().__init__(task)
-        self._n = n
-        columns = [peers(task.replicas, member) for member in range(task.replicas.members)]
+        self._n, ranks = n, task.replicas.ranks
+        columns = [list(column) for column in zip(*ranks, strict=True)]
         nodes = [column[i : i + n] for column in columns for i in range(0, len(column), n)]
         across = [column[place::n] for column in columns for place in range(n)]
-        self._inside: dist.ProcessGroup = own_group(nodes, task.replicas.ranks)
-        self._across: dist.ProcessGroup = own_group(across, task.replicas.ranks)
+        self._inside, self._across = own_group(nodes, ranks), own_group(across, ranks)
         self._buckets = Buckets(task.parts, task.bucket_bytes, multiple=n)
 
     @torch.no_grad()
@@ -68,9 +62,7 @@ class _Hierarchical(Averager):
             flat = filling.pack(weight)
             own = torch.empty_like(flat[: len(flat) // self._n])
             reduce_scatter(own, flat, self._inside)
-            work = dist.all_reduce(own, group=self._across, async_op=True)
-            filling.mark_written()
-            work.wait()
+            dist.all_reduce(own, group=self._across)
             all_gather(flat, own, self._inside)
             filling.unpack()
         return []

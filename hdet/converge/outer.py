@@ -15,11 +15,6 @@ from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part
 from .health import digest
 
-_NOT_BEGUN_ALIKE = (
-    "plain average instead of an outer step: replicas had not begun the cycle with the same "
-    "parameters"
-)
-
 
 @dataclass(frozen=True)
 class Outer(Averaging):
@@ -58,14 +53,12 @@ class Outer(Averaging):
         within(self.rate, "rate", "(0, inf)")
         within(self.momentum, "momentum", "[0, 1)")
 
-    def check_task(self, task: Task) -> None:
+    def make_averager(self, task: Task) -> Averager:
         if task.gradients != "local":
             raise ValueError(
                 "Outer needs gradients='local': replicas that share gradients have taken one step "
                 "together, and there is nothing for an outer one to add; use Plain()"
             )
-
-    def make_averager(self, task: Task) -> Averager:
         return _Outer(task, self)
 
 
@@ -78,13 +71,13 @@ class _Outer(Averager):
         self._n_parameters = sum(id(tensor) in owned for tensor in task.tensors)
         self._origins: list[torch.Tensor] = []
         """a of each parameter, in the wire's dtype; empty before the first cycle."""
-        self._sgd: torch.optim.Optimizer | None = None
+        self._sgd: torch.optim.Optimizer
         """Steps them."""
         self._sent: list[Part] = []
         self._buckets = Buckets(lambda: self._sent, task.bucket_bytes, in_place=True)
 
     def _forget(self) -> None:
-        self.idle, self._origins, self._sgd = True, [], None
+        self.idle, self._origins = True, []
 
     def complete(self, weights: Sequence[float]) -> None:
         self._average_plainly(weights)  # the momentum stays
@@ -92,7 +85,7 @@ class _Outer(Averager):
     @torch.no_grad()
     def on_cycle_start(self) -> None:
         parts = self.task.parts()[: self._n_parameters]
-        if len(self._origins) != len(parts):
+        if not self._origins:
             self._make_optimizer(parts)
         for origin, part in zip(self._origins, parts, strict=True):
             origin.copy_(_exact_value(part))
@@ -122,10 +115,10 @@ class _Outer(Averager):
         if not self._have_begun_alike():
             self.complete(weights)
             self.load_state([])
-            return [_NOT_BEGUN_ALIKE]
+            note = "plain average instead of an outer step: replicas had not begun the cycle alike"
+            return [note]
         parts = self.task.parts()
         displacements = self._average_displacements(parts, weights)
-        assert self._sgd is not None
         for origin, displacement in zip(self._origins, displacements, strict=True):
             origin.grad = displacement
         self._sgd.step()
@@ -154,10 +147,10 @@ class _Outer(Averager):
         return bool((rows == rows[0]).all())
 
     def state(self) -> list[torch.Tensor]:
+        if not self._settings.momentum:
+            return []
         if not self._origins:
             self.on_cycle_start()
-        if self._sgd is None or not self._settings.momentum:
-            return []
         return [self._sgd.state[origin]["momentum_buffer"] for origin in self._origins]
 
     @torch.no_grad()

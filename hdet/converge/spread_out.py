@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..core.validate import whole
-from ..replicas import Replicas
 from ..replicas.process_groups import own_group
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part
-from .collectives import peers
 from .health import all_finite
 
 
@@ -42,14 +40,12 @@ class Streaming(Averaging):
     def __post_init__(self) -> None:
         whole(self.fragments, "fragments", 2, why="one fragment is Plain()")
 
-    def check_task(self, task: Task) -> None:
+    def make_averager(self, task: Task) -> Averager:
         if self.fragments > task.sync_interval:
             raise ValueError(
                 f"fragments={self.fragments} is more than sync_interval={task.sync_interval}: at "
                 "most one fragment is averaged after a step"
             )
-
-    def make_averager(self, task: Task) -> Averager:
         return _SpreadOut(task, fragments=self.fragments)
 
 
@@ -66,7 +62,7 @@ class Overlapped(Averaging):
     left out ends with the plain average.
 
     Sends as many bytes as `Plain`, on a communicator of its own. Extra memory: twice the
-    parameters in fp32.
+    parameters in fp32, beside a bucket.
 
     Args:
         steps: tau, 1 .. T - 1.
@@ -77,37 +73,50 @@ class Overlapped(Averaging):
     def __post_init__(self) -> None:
         whole(self.steps, "steps", why="without steps to hide behind use Plain()")
 
-    def check_task(self, task: Task) -> None:
+    def make_averager(self, task: Task) -> Averager:
         if self.steps >= task.sync_interval:
             raise ValueError(
                 f"steps={self.steps} must be less than sync_interval={task.sync_interval}: an "
                 "average is to be applied before the next begins"
             )
-
-    def make_averager(self, task: Task) -> Averager:
         return _SpreadOut(task, delay=self.steps)
 
 
+class _Travelling(NamedTuple):
+    """The average of one filling, on its way."""
+
+    snapshot: torch.Tensor
+    """This replica's values when it was sent."""
+    total: torch.Tensor
+    """Their weighted sum over the replicas, once ``work`` is done."""
+    work: Any
+
+
 class _SpreadOut(Averager):
-    """Fragment f is sent after step ceil((f + 1) T / F) and applied ``delay`` steps later."""
+    """Fragment f is sent after step ceil((f + 1) T / F) and taken ``delay`` steps later: at once
+    and in place, or in the background."""
 
     def __init__(self, task: Task, fragments: int = 1, delay: int = 0) -> None:
         super().__init__(task)
         self._forget_on_load()
-        self._delay, self._position = delay, 0
+        self._delay = delay
+        self._position = 0
+        """Of the cycle's steps, the last after which a fragment was sent."""
         self._due = [-(-(f + 1) * task.sync_interval // fragments) for f in range(fragments)]
         """The step after which each fragment is sent."""
         self._spans = _spans(local_parts(task.tensors), fragments)
-        group = None
-        if delay:
-            # On a shared communicator the next steps' gradients would queue behind the average.
-            columns = [peers(task.replicas, member) for member in range(task.replicas.members)]
-            group = own_group(columns, task.replicas.ranks)
         room = max(1024, task.bucket_bytes // fragments)
         self._fragments = [
-            _Fragment(functools.partial(self._parts_of, f), room, task.replicas, group)
+            Buckets(functools.partial(self._parts_of, f), room, in_place=not delay)
             for f in range(fragments)
         ]
+        self._group: Any = None
+        if delay:
+            # On a shared communicator the next steps' gradients would queue behind the average.
+            columns = [list(column) for column in zip(*task.replicas.ranks, strict=True)]
+            self._group = own_group(columns, task.replicas.ranks)
+        self._travelling: list[_Travelling] = []
+        """Of the only fragment, where there is a delay."""
 
     def _parts_of(self, fragment: int) -> list[Part]:
         """The first and the last of its tensors are perhaps not whole."""
@@ -117,19 +126,16 @@ class _SpreadOut(Averager):
         return [_cut(parts[i], first, last) for i, first, last in self._spans[fragment]]
 
     def _forget(self) -> None:
-        for fragment in self._fragments:
-            fragment.drop()
-        self.idle, self._position = True, 0
+        for one in self._travelling:
+            one.work.wait()
+        self.idle, self._position, self._travelling = True, 0, []
 
     def acts_after(self, position: int) -> bool:
-        if position in self._due[:-1]:
-            return True
-        return position >= self._delay and any(
-            fragment.is_under_way for fragment in self._fragments
-        )
+        is_taken = bool(self._travelling) and position >= self._delay
+        return is_taken or position in self._due[:-1]
 
     def after_step(self, position: int) -> list[str]:
-        self._apply()
+        self._take()
         notes = []
         for f, due in enumerate(self._due[:-1]):
             if due == position:
@@ -139,27 +145,21 @@ class _SpreadOut(Averager):
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """Send the last fragment; more, in a cycle that the run's end cuts short."""
-        self._apply()
-        if notes := self._average_at_once(weights):
-            return notes
+        self._take()
+        absent = [str(r) for r, weight in enumerate(weights) if weight == 0]
+        if absent:  # it is to train on with the mean
+            self.complete(weights)
+            return [f"averaged at once: replica {', '.join(absent)} is left out"]
         self.idle = False
-        for fragment, due in zip(self._fragments, self._due, strict=True):
+        for f, due in enumerate(self._due):
             if due > self._position:
-                fragment.send(weights)
+                self._send(f, weights)
         self._position = 0
         return []
 
     def complete(self, weights: Sequence[float]) -> None:
-        self._apply()
+        self._take()
         super().complete(weights)
-
-    def close(self) -> None:
-        super().close()
-        self._fragments = []
-
-    def _apply(self) -> None:
-        for fragment in self._fragments:
-            fragment.apply()
 
     @torch.no_grad()
     def _average_within_cycle(self, f: int) -> list[str]:
@@ -173,64 +173,35 @@ class _SpreadOut(Averager):
             return [f"{name} not averaged: finite on no replica"]
         self.idle = False
         share = 1 / broken.count(False)
-        self._fragments[f].send([0.0 if bad else share for bad in broken])
+        self._send(f, [0.0 if bad else share for bad in broken])
         return [
             f"replica {r} left out of the average of {name}: not finite"
             for r, bad in enumerate(broken)
             if bad
         ]
 
-
-class _Fragment:
-    """A part of the model that is averaged by itself: in place at once; with a ``group`` of its
-    own, in the background, until `apply`."""
-
-    def __init__(
-        self,
-        ask_parts: Callable[[], Sequence[Part]],
-        room: int,
-        replicas: Replicas,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._replicas, self._group = replicas, group
-        background = group is not None
-        self._buckets = Buckets(ask_parts, room, in_place=not background, own_memory=background)
-        self._sums: list[torch.Tensor] = []
-        self._works: list[Any] = []
-
-    @property
-    def is_under_way(self) -> bool:
-        return bool(self._works)
+    @torch.no_grad()
+    def _send(self, f: int, weights: Sequence[float]) -> None:
+        if not self._delay:
+            self._fragments[f].average(self.task.replicas, weights)
+            return
+        weight = float(weights[self.task.replicas.index])
+        for filling in self._fragments[f].plan():
+            snapshot = filling.pack().clone()
+            total = snapshot * weight
+            work = dist.all_reduce(total, group=self._group, async_op=True)
+            self._travelling.append(_Travelling(snapshot, total, work))
 
     @torch.no_grad()
-    def send(self, weights: Sequence[float]) -> None:
-        if self._group is None:
-            self._buckets.average(self._replicas, weights)
+    def _take(self) -> None:
+        """What is under way, by the delta rule. On CUDA the wait orders streams only."""
+        travelling, self._travelling = self._travelling, []
+        if not travelling:
             return
-        fillings, weight = self._buckets.plan(), float(weights[self._replicas.index])
-        if not self._sums:
-            self._sums = [torch.empty_like(filling.flat) for filling in fillings]
-        for filling, total in zip(fillings, self._sums, strict=True):
-            torch.mul(filling.pack(), weight, out=total)
-            self._works.append(dist.all_reduce(total, group=self._group, async_op=True))
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """The delta rule, on what is under way. On CUDA the wait orders streams only."""
-        works, self._works = self._works, []
-        if not works:
-            return
-        for filling, mean, work in zip(self._buckets.plan(), self._sums, works, strict=True):
-            work.wait()
-            mean.sub_(filling.flat)  # which has been the snapshot until here
-            filling.pack().add_(mean)
-            filling.mark_written()
+        for filling, one in zip(self._fragments[0].plan(), travelling, strict=True):
+            one.work.wait()
+            filling.pack().add_(one.total.sub_(one.snapshot))
             filling.unpack()
-
-    def drop(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
 
 
 _Span = tuple[int, int, int]
@@ -238,11 +209,10 @@ _Span = tuple[int, int, int]
 
 
 def _cut(part: Part, first: int, last: int) -> Part:
-    if (first, last) == (0, part.tensor.numel()):
+    if last - first == part.tensor.numel():
         return part
-    pieces = [None if t is None else t.view(-1)[first:last] for t in part]
-    assert pieces[0] is not None
-    return Part(pieces[0], pieces[1])
+    master = part.master if part.master is None else part.master.view(-1)[first:last]
+    return Part(part.tensor.view(-1)[first:last], master)
 
 
 def _spans(tensors: Sequence[torch.Tensor], count: int) -> list[list[_Span]]:

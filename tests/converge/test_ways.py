@@ -282,8 +282,8 @@ def given(count: int, **changes: Any) -> Task:
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Hierarchical(1), "replicas_per_node must be a whole number >= 2, got 1.*Plain"),
-    (lambda: Hierarchical(3).build(given(4)), "replicas_per_node=3 does not divide the 4 replicas"),
-    (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
+    (lambda: Hierarchical(3).build(given(4)), "replicas_per_node=3 must divide the 4 replicas"),
+    (lambda: Hierarchical(4).build(given(4)), "leave two nodes or more.*Plain"),
     (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
     (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
     (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
