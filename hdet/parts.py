@@ -71,7 +71,7 @@ class Parts:
         self.design = self._checked_design(design)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         self._make_engine(warmup_steps, seed)
-        self.during = Guard(self.replicas, lambda: (self.engine.cycle, self.engine.step))
+        self.during = Guard(self.replicas, self.engine)
         self.panel = Panel(self.engine, self.during)
         self.search: Any = None if controller is None else controller.search
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,7 +15,7 @@ from hdet import checkpoint
 from hdet.checkpoint import save_load
 
 from ..distributed import run_ranks
-from ..faults.harness import World, check_left, refusals, run_faulty
+from ..faults.harness import World, check_left, run_faulty
 from .helpers import Run, alone, ddp
 
 KILLED_RANK = {"data": 1, "before the rename": 0}
@@ -29,7 +29,7 @@ def killed_in_a_save(world: World, where: str) -> None:
     run.steps(2)
     if KILLED_RANK[where] == world.rank:
         die_in(world, where)
-    world.afterwards = lambda: refusals(run.ensemble)
+    world.ensemble = run.ensemble
     checkpoint.save(Path(world.folder, "run"), run.state)
 
 
@@ -70,7 +70,6 @@ def test_killed_in_a_write(tmp_path: Path, where: str) -> None:
     dead, left = ranks[KILLED_RANK[where]], ranks[1 - KILLED_RANK[where]]
     assert dead.exitcode == -signal.SIGKILL
     check_left(left, "checkpoint", 1, 7)
-    assert "cycle 1 (step 7), while saving a checkpoint: " in left.text
 
     root = tmp_path / "run"
     left_there = [".hdet-lock", ".hdet-step-00000007.partial", "step-00000005"]

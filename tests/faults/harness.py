@@ -7,13 +7,13 @@ the same fork server, so that torch is imported once.
 from __future__ import annotations
 
 import datetime
-import json
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,14 @@ class Outcome:
 
     rank: int
     exitcode: int | None
-    kind: str = ""
-    """Name of the error's class; empty if there was none."""
-    text: str = ""
-    phase: str = ""
-    cycle: int = -1
-    step: int = -1
-    lost: tuple[int, ...] = ()
-    late: tuple[int, ...] = ()
-    afterwards: str = ""
-    """What the Ensemble said to the next step and to state_dict."""
-    seconds: float = 0.0
-    """From the fault, as the scenario marks it, to this rank's error."""
-    traceback: str = ""
+    error: Any = None
+    seconds: float = 0.0  # from the fault, as the scenario marks it, to this rank's error
+    refusals: list[str] = field(default_factory=list)  # what the Ensemble says from then on
 
     @property
     def where(self) -> tuple[Any, ...]:
-        return self.kind, self.phase, self.cycle, self.step, self.lost
+        error = self.error
+        return type(error).__name__, error.phase, error.cycle, error.step, error.lost
 
 
 def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
@@ -54,25 +45,14 @@ def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
     dead = 0 if one.rank == 1 else 1
     assert one.exitcode == 0 and one.where == ("ReplicaLost", phase, cycle, step, (dead,)), one
     for says in (
-        f"cycle {cycle} (step {step})", f"replica {dead} (rank {dead}) is gone (ended: pid ",
-        f"this is replica {one.rank} (rank {one.rank})",
+        f"{phase} failed in cycle {cycle} (step {step})", f"lost rank {dead} (replica {dead}) (",
+        f"this is rank {one.rank} (replica {one.rank})",
     ):  # fmt: skip
-        assert says in one.text
+        assert says in str(one.error)
     assert one.seconds < HANG_S / 2, "long before the collectives' timeout"
-    for said in one.afterwards.split(" | "):
+    assert len(one.refusals) == 3
+    for said in one.refusals:
         assert "has lost a replica" in said and "from the last checkpoint" in said
-
-
-def refusals(ensemble: Any) -> str:
-    """What a broken Ensemble says to whoever goes on regardless."""
-    said = []
-    for attempt in (ensemble.step, ensemble.state_dict, ensemble.converge):
-        try:
-            attempt()
-            said.append("goes on")
-        except RuntimeError as error:
-            said.append(str(error))
-    return " | ".join(said)
 
 
 def run_faulty(
@@ -84,11 +64,11 @@ def run_faulty(
     context = multiprocessing.get_context("forkserver")
     # as tests.distributed does
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-    folder.mkdir(parents=True, exist_ok=True)
-    workers = []
-    for rank in range(size):
-        world = World(rank, size, folder, timeout, store)
-        workers.append(context.Process(target=_main, args=(world, scenario, settings), daemon=True))
+    worlds = [World(rank, size, folder, timeout, store) for rank in range(size)]
+    workers = [
+        context.Process(target=_main, args=(world, scenario, settings), daemon=True)
+        for world in worlds
+    ]
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + HANG_S
@@ -101,12 +81,10 @@ def run_faulty(
             worker.kill()
         worker.join()
     assert not left, f"ranks {sorted(left.values())} still ran after {HANG_S} s"
-    files = [folder / f"outcome-{rank}.json" for rank in range(size)]
-    found = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
-    for one in found:
-        one.update({key: tuple(one[key]) for key in ("lost", "late") if key in one})
-    ends = zip(workers, found, strict=True)
-    return [Outcome(rank, worker.exitcode, **one) for rank, (worker, one) in enumerate(ends)]
+    return [
+        Outcome(world.rank, worker.exitcode, *world.read_outcome())
+        for world, worker in zip(worlds, workers, strict=True)
+    ]
 
 
 @dataclass
@@ -118,45 +96,67 @@ class World:
     folder: Path
     timeout: float
     store: str
-    afterwards: Callable[[], str] = str
-    """Asked after an error, before the process ends."""
+    ensemble: Any = None
+    """Tried after an error, before the process ends."""
 
-    def fault(self) -> None:
+    def mark_fault(self) -> None:
         """Now something goes wrong in this process."""
         (self.folder / "fault").write_text(repr(time.time()))
+
+    def die(self) -> None:
+        self.mark_fault()
+        os.kill(os.getpid(), 9)
 
     def wait_for_the_others(self) -> None:
         """Until each has said what became of it."""
         others = set(range(self.size)) - {self.rank}
-        while not all((self.folder / f"outcome-{rank}.json").is_file() for rank in others):
+        while not all(self._outcome(rank).is_file() for rank in others):
             time.sleep(0.05)
-
-    def die(self) -> None:
-        self.fault()
-        os.kill(os.getpid(), 9)
 
     def meet(self) -> None:
         import torch.distributed as dist
 
-        limit = datetime.timedelta(seconds=HANG_S)
-        if self.store == "file":
-            store: Any = dist.FileStore(str(self.folder / "store"), self.size)
+        limit, file = datetime.timedelta(seconds=HANG_S), self.folder / "store"
+        if self.store == "tcp" and self.rank == 0:  # it holds the store, and the file the port
+            store: Any = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+            file.with_suffix(".new").write_text(str(store.port))
+            file.with_suffix(".new").rename(file)
+        elif self.store == "tcp":
+            while not file.is_file():
+                time.sleep(0.01)
+            store = dist.TCPStore("127.0.0.1", int(file.read_text()), None, False, limit)
         else:
-            place = self.folder / "port"
-            if self.rank == 0:
-                where = ("127.0.0.1", 0, self.size, True)
-                store = dist.TCPStore(*where, timeout=limit, wait_for_workers=False)
-                place.with_suffix(".new").write_text(str(store.port))
-                place.with_suffix(".new").rename(place)
-            else:
-                while not place.is_file():
-                    time.sleep(0.01)
-                port = int(place.read_text())
-                store = dist.TCPStore("127.0.0.1", port, self.size, False, timeout=limit)
+            store = dist.FileStore(str(file), self.size)
         ranks = {"rank": self.rank, "world_size": self.size}
         dist.init_process_group("gloo", store=store, **ranks, timeout=limit)
         # Connecting may take its time on a loaded machine; only what comes after is impatient.
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.timeout))
+
+    def write_outcome(self, error: Exception | None = None) -> None:
+        outcome: tuple[Any, ...] = ()
+        if error is not None:
+            began = float((self.folder / "fault").read_text())
+            outcome = error, time.time() - began, self._refusals()
+        partial = self.folder / f"outcome-{self.rank}.new"
+        partial.write_bytes(pickle.dumps(outcome))
+        partial.rename(self._outcome(self.rank))
+
+    def read_outcome(self) -> tuple[Any, ...]:
+        file = self._outcome(self.rank)
+        return pickle.loads(file.read_bytes()) if file.is_file() else ()
+
+    def _refusals(self) -> list[str]:
+        """What a broken Ensemble says to whoever goes on regardless."""
+        said = []
+        for attempt in (self.ensemble.step, self.ensemble.state_dict, self.ensemble.converge):
+            try:
+                attempt()
+            except RuntimeError as error:
+                said.append(str(error))
+        return said
+
+    def _outcome(self, rank: int) -> Path:
+        return self.folder / f"outcome-{rank}"
 
 
 def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -171,17 +171,7 @@ def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) 
     world.meet()
     try:
         scenario(world, **settings)
-        found: dict[str, Any] = {}
+        world.write_outcome()
     except Exception as error:  # noqa: BLE001 - it is what is looked at
-        found = _about(error)
-        mark = world.folder / "fault"
-        found["seconds"] = time.time() - float(mark.read_text()) if mark.is_file() else 0.0
-        found["afterwards"] = world.afterwards()
-    (world.folder / f"outcome-{world.rank}.json").write_text(json.dumps(found))
-
-
-def _about(error: Exception) -> dict[str, Any]:
-    known = ("phase", "cycle", "step", "lost", "late")
-    found = {name: getattr(error, name) for name in known if hasattr(error, name)}
-    said = {"text": str(error), "traceback": traceback.format_exc()}
-    return {**found, **said, "kind": type(error).__name__}
+        traceback.print_exc()
+        world.write_outcome(error)

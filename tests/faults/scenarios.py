@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import hdet
 import hdet.converge
 
 from ..harness import Batch, Run, batch, losses_of
-from .harness import World, refusals
+from .harness import World
 
 INTERVAL = 4
 
@@ -73,75 +73,46 @@ class Training(Run):
         tensors = filter(torch.is_tensor, found)
         return [x for tensor in tensors for x in tensor.flatten().tolist()]
 
-    def refuses(self) -> str:
-        return refusals(self.ensemble)
 
-
-def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> None:
+def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1) -> None:
     """Between two averages: noticed in a backward pass under DDP, else in the next average."""
     training = Training(world.rank, local=local)
-    world.afterwards = training.refuses
+    world.ensemble = training.ensemble
     with training.ensemble.guard():
-        for step in range(12):
-            if step == at and world.rank == victim:
-                world.die()
-            training.step()
-
-
-def killed_in_an_average(
-    world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False
-) -> None:
-    """Before the nth collective of a cycle's end: 1 gathers the losses, 2 averages. ``pairs``:
-    replicas of two ranks each."""
-    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]]) if pairs else None
-    training = Training(world.rank, local=True, replicas=replicas)
-    world.afterwards = training.refuses
-    for _ in range(2 * INTERVAL - 1):
-        training.step()
-    if world.rank == victim:
-        _die_in(world, nth)
-    training.step()
-
-
-def killed_at_the_start(world: World, *, victim: int = 1) -> None:
-    training = Training(world.rank)
-    world.afterwards = training.refuses
-    if world.rank == victim:
-        _die_in(world, 1)
-    training.step()
-
-
-def killed_in_a_fragment(world: World, *, victim: int = 1) -> None:
-    """Streaming averages a part in the middle of a cycle."""
-    training = Training(world.rank, local=True, converge=hdet.converge.Streaming(2))
-    world.afterwards = training.refuses
-    training.cycle()
-    if world.rank == victim:
-        _die_in(world, 1)
-    training.cycle()
-
-
-def _die_in(world: World, nth: int) -> None:
-    """In this process the nth all_reduce from now on kills."""
-    all_reduce, left = dist.all_reduce, [nth]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        training.steps(6)
+        if world.rank == victim:
             world.die()
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counted
+        training.steps(6)
 
 
-def late(world: World, *, straggler: int = 1, local: bool = True) -> None:
-    """One rank comes to the middle of a cycle when all others have given up."""
+def killed_in_a_collective(
+    world: World, *, after: int, nth: int = 1, victim: int = 1, pairs: bool = False,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """In the nth all_reduce after so many steps. ``pairs``: replicas of two ranks each."""
+    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]]) if pairs else None
+    training = Training(world.rank, replicas=replicas, **settings)
+    world.ensemble = training.ensemble
+    training.steps(after)
+    if world.rank == victim:
+        all_reduce, calls = dist.all_reduce, count(1)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == nth:
+                world.die()
+            return all_reduce(*args, **kwargs)
+
+        dist.all_reduce = counted
+    training.steps(INTERVAL)
+
+
+def late(world: World, *, local: bool = True) -> None:
+    """Rank 1 comes to the middle of a cycle when all others have given up."""
     training = Training(world.rank, local=local)
-    world.afterwards = training.refuses
+    world.ensemble = training.ensemble
     with training.ensemble.guard():
-        for step in range(12):
-            if step == 6 and world.rank == straggler:
-                world.fault()
-                world.wait_for_the_others()
-                time.sleep(1.5)
-            training.step()
+        training.steps(6)
+        if world.rank == 1:
+            world.mark_fault()
+            world.wait_for_the_others()
+        training.steps(6)
