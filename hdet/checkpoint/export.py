@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..ensemble import Ensemble
+from ..replicas import Replicas
 from ..tensors.dtensor import is_sharded, like
-from .errors import Together
-from .folder import replace_file
-from .inventory import Inventory
-from .run_state import RunState
-from .save_load import check_equal
-from .tensor_files import describe, with_own_memory
+from .folder import sync
+from .run_state import Inventory, RunState
+from .tensor_files import Chunk, describe, find_holders, to_host
+from .together import Together
 
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble: Ensemble) -> Path:
@@ -44,74 +43,72 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
     target = Path(path)
     if target.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {str(target)!r}")
-    state = RunState(model, ensemble)
-    tensors = _mean_tensors(state)  # before anything communicates: refused on all ranks alike
+    inventory = Inventory(RunState(model, ensemble))
+    tensors = _mean_tensors(inventory, ensemble)  # refused before anything communicates
     with ensemble.during("checkpoint"):
-        _export(target, state, tensors)
+        replicas, together = ensemble.replicas, Together(ensemble.replicas)
+        stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        rows = together.all(lambda: describe(stored, replicas, inventory.is_shared))
+        parts = together.gather(_held_tensors(tensors, rows, replicas))
+        together.first(lambda: _write(target, parts, inventory, ensemble))
     return target
 
 
-def _mean_tensors(state: RunState) -> dict[str, torch.Tensor]:
+def _mean_tensors(inventory: Inventory, ensemble: Ensemble) -> dict[str, Any]:
     """The model's tensors by name, in the middle of a cycle the mean where it is known."""
-    ensemble, inventory = state.ensemble, Inventory(state.model)
-    has_stepped = ensemble.engine.position or ensemble._fan_out.stepped
-    if ensemble.in_sync or not (has_stepped or not ensemble.weights.average.idle):
-        return inventory.tensors  # before the first step there is nothing to average
-    mean = ensemble.mean()
-    if mean is None:
+    mean, has_stepped = ensemble.mean(), ensemble.engine.position or ensemble._fan_out.stepped
+    if mean is None and (has_stepped or not ensemble.weights.average.idle):
         raise ValueError(
             "in the middle of a cycle the replicas' parameters differ, and a file of them would be "
             "a mixture: call ensemble.converge() on all ranks before"
         )
-    pairs = zip(ensemble.parameters, mean, strict=True)
+    params = ensemble.parameters
+    pairs = zip(params, params if mean is None else mean, strict=True)
     means = {id(t): value if is_sharded(value) else like(value, t) for t, value in pairs}
     return {name: means.get(id(t), t) for name, t in inventory.tensors.items()}
 
 
-def _export(target: Path, state: RunState, tensors: Mapping[str, Any]) -> None:
-    replicas = state.ensemble.replicas
-    together = Together(replicas.world_group)
-    own = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    places = together.all(lambda: (state.place, describe(own, replicas)))
-    rows = [row for _, row in sorted(places, key=lambda place: place[0])]
-    names = state.agreeing_names(name for row in rows for name in row)
-    check_equal(rows[replicas.member :: replicas.members], names, together)
-    own_buffers = {f"model.{name}" for name in state.own_buffers()}
+def _held_tensors(
+    tensors: Mapping[str, Any], rows: Sequence[Mapping[str, Chunk]], replicas: Replicas
+) -> dict[str, torch.Tensor]:
+    """What this rank adds to the file: each different content is its first holder's to give."""
     contents: dict[str, dict[Any, int]] = {}
-    for member, row in enumerate(rows[: replicas.members]):
-        for key, chunk in row.items():
+    for (name, chunk), places in find_holders(rows, replicas.members).items():
+        if places[0] < replicas.members:
             # A DTensor is one tensor for its peers; of a buffer of each rank's own one is enough.
-            content = chunk.peers or (None if key in own_buffers else chunk.digest)
-            contents.setdefault(key, {}).setdefault(content, member)
+            content = chunk.peers or (chunk.is_shared and chunk.digest)
+            contents.setdefault(name, {}).setdefault(content, places[0])
     held = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-        first_holders = contents.get(f"model.{name}", {}).values()
-        if replicas.index == 0 and replicas.member in first_holders:
-            prefix = f"member{replicas.member}/" if len(first_holders) > 1 else ""
-            held[prefix + name] = whole.detach().cpu().contiguous()
-        del whole
-    gathered = together.gather(held)
-
-    def write() -> None:
-        whole = {name: tensor for part in gathered for name, tensor in part.items()}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(target) as partial:
-            save_file(with_own_memory(whole), partial, metadata=_metadata(state, set(whole)))
-
-    together.first(write)
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # on all ranks alike
+        givers = contents.get(f"model.{name}", {}).values()
+        if replicas.index == 0 and replicas.member in givers:
+            prefix = f"member{replicas.member}/" if len(givers) > 1 else ""
+            held[prefix + name] = to_host(whole)
+    return held
 
 
-def _metadata(state: RunState, names: set[str]) -> dict[str, str]:
+def _write(
+    target: Path, parts: list[dict[str, torch.Tensor]], inventory: Inventory, ensemble: Ensemble
+) -> None:
     from .. import __version__
 
-    ensemble, inventory = state.ensemble, Inventory(state.model)
-    cleaned = [(inventory.cleaned[raw], name) for raw, name in inventory.first_name.items()]
-    return {
-        **{other: name for other, name in cleaned if other != name and name in names},
+    tensors = {name: tensor for part in parts for name, tensor in part.items()}
+    metadata = {
+        **{other: name for other, name in inventory.tied.items() if name in tensors},
         "format": "pt",
         "hdet_version": __version__,
         "step": str(ensemble.engine.step),
         "replicas": str(ensemble.replicas.count),
         "base_values": json.dumps(ensemble.values()),
     }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)  # of a killed writer; a link there must not lead the file away
+    try:
+        save_file(tensors, partial, metadata)
+        sync(partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(target.parent)

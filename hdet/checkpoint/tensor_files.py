@@ -7,7 +7,8 @@ for another's: a rank reads what a rank of the saved run held.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 from ..converge.health import digest
 from ..replicas import Replicas
 from ..tensors.dtensor import is_sharded, local
-from .errors import CheckpointError
 from .folder import sync
+from .together import CheckpointError
 
 FILE_BYTES = 1 << 30
 """a rank begins another file after so much: a file is copied to the host's memory to be written"""
@@ -29,69 +30,83 @@ class Chunk(NamedTuple):
     """What a rank holds of a tensor: all of it, or the shard of a DTensor.
 
     peers: the members of the replica that hold the DTensor together; () for a plain tensor.
-    digest: equal for equal contents.
+    digest: equal for equal contents. is_shared: should all replicas hold the same?
     """
 
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    peers: tuple[int, ...] = ()
-    digest: tuple[float, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * int(getattr(torch, self.dtype).itemsize)
+    peers: tuple[int, ...]
+    digest: tuple[float, ...]
+    is_shared: bool
 
 
-def chunk_of(tensor: Any) -> Chunk:
-    """Where this rank's part of a tensor lies in it."""
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if not is_sharded(tensor):
-        return Chunk(dtype, shape, (0,) * len(shape), shape)
-    (part,) = tensor.__create_chunk_list__()
-    return Chunk(dtype, shape, tuple(part.offsets), tuple(part.sizes))
+Holders = dict[tuple[str, Chunk], list[int]]
+"""the ranks that hold each chunk of each tensor, ascending"""
 
 
-def describe(tensors: Mapping[str, Any], replicas: Replicas) -> dict[str, Chunk]:
-    """By name what this rank holds, with peers and digest."""
+def describe(
+    tensors: Mapping[str, Any], replicas: Replicas, is_shared: Callable[[str], bool]
+) -> dict[str, Chunk]:
+    """By name what this rank holds."""
     row = {}
     for name, tensor in tensors.items():
-        own, peers = local(tensor.detach()), tuple[int, ...]()
-        marks = digest([torch.view_as_real(own.resolve_conj()) if own.is_complex() else own])
+        dtype, peers = str(tensor.dtype).removeprefix("torch."), tuple[int, ...]()
         if is_sharded(tensor):
             ranks = tensor.device_mesh.mesh.flatten().tolist()
             members = enumerate(replicas.ranks[replicas.index])
             peers = tuple(member for member, rank in members if rank in ranks)
-        row[name] = chunk_of(tensor)._replace(peers=peers, digest=tuple(marks.tolist()))
+        marks = tuple(digest([_as_real(local(tensor.detach()))]).tolist())
+        place = _place_of(tensor)
+        row[name] = Chunk(dtype, tuple(tensor.shape), *place, peers, marks, is_shared(name))
     return row
 
 
-def plan_files(
-    rows: Sequence[Mapping[str, Chunk]],
-) -> tuple[dict[str, Any], list[dict[str, list[str]]]]:
-    """Share the writing: a chunk is written by the holder that has the least to write so far.
+def find_holders(rows: Sequence[Mapping[str, Chunk]], members: int) -> Holders:
+    """Who holds what.
 
     Args:
         rows: for each rank its chunks by the tensors' names.
+        members: ranks of each replica.
 
-    Returns:
-        The index, name -> [{"dtype", "shape", "offsets", "sizes", "peers", "holders", "file"}, ...]
-        with ranks as holders; and for each rank the names of the tensors that it writes, by file.
+    Raises:
+        CheckpointError: replicas differ in what they should hold alike.
     """
-    holders: dict[tuple[str, Chunk], list[int]] = {}
+    holders: Holders = {}
     for rank, row in enumerate(rows):
         for name, chunk in row.items():
             holders.setdefault((name, chunk), []).append(rank)
-    index: dict[str, Any] = {}
-    loads, shares = [0] * len(rows), [dict[str, list[str]]() for _ in rows]
     for (name, chunk), ranks in holders.items():
-        rank = min(ranks, key=loads.__getitem__)
-        file = f"rank-{rank:05d}-{loads[rank] // FILE_BYTES:03d}.safetensors"
-        loads[rank] += chunk.nbytes
-        shares[rank].setdefault(file, []).append(name)
-        facts = {**chunk._asdict(), "holders": ranks, "file": file}
-        del facts["digest"]
+        own = {rank % members for rank in ranks}
+        if chunk.is_shared and len(ranks) < len(own) * (len(rows) // members):
+            lacking = [r for r in range(len(rows)) if r % members in own and r not in ranks]
+            one, other = ranks[0] // members, lacking[0] // members
+            what = "the parameters" if name.startswith("model.") else "the optimizer's state"
+            raise CheckpointError(
+                f"{what} differ between replicas {one} and {other} (in {name!r}), which should "
+                "hold the same after a converge: a checkpoint would mix them. Gradients must be "
+                "reduced over all replicas, or the Ensemble made with gradients='local'"
+            )
+    return holders
+
+
+def plan_files(holders: Holders, ranks: int) -> tuple[dict[str, Any], list[dict[str, list[str]]]]:
+    """Share the writing: a chunk is written by the holder that has the least to write so far.
+
+    Returns:
+        The index, name -> [{"dtype", "shape", "offsets", "sizes", "peers", "holders", "file"}, ...]
+        and for each rank the names of the tensors that it writes, by file.
+    """
+    index: dict[str, Any] = {}
+    loads, shares = [0] * ranks, [dict[str, list[str]]() for _ in range(ranks)]
+    for (name, chunk), own in holders.items():
+        writer = min(own, key=loads.__getitem__)
+        file = f"rank-{writer:05d}-{loads[writer] // FILE_BYTES:03d}.safetensors"
+        loads[writer] += math.prod(chunk.sizes) * int(getattr(torch, chunk.dtype).itemsize)
+        shares[writer].setdefault(file, []).append(name)
+        facts = {**chunk._asdict(), "holders": own, "file": file}
+        del facts["digest"], facts["is_shared"]
         index.setdefault(name, []).append(facts)
     return index, shares
 
@@ -101,95 +116,86 @@ def write_files(
 ) -> None:
     """Write this rank's files, flushed to the disk."""
     for file, names in share.items():
-        held = {name: _as_stored(local(tensors[name])) for name in names}
-        save_file(with_own_memory(held), folder / file)
+        held = {name: to_host(_as_real(local(tensors[name]))) for name in names}
+        save_file(held, folder / file)
         sync(folder / file)
 
 
-def with_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that share memory, such as views of one buffer, which safetensors refuses."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        is_shared = storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes
-        result[name] = tensor.clone() if is_shared else tensor
-        seen.add(storage.data_ptr())
-    return result
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy: safetensors refuses tensors that share memory, such as views."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, contiguous; complex numbers as pairs, of which safetensors has not all kinds."""
-    tensor = tensor.detach().cpu().resolve_conj()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: safetensors has not all kinds of them."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-class TensorFiles:
-    """Reads what one rank of the saved run held, from files that have been verified.
+def _place_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of this rank's part of a tensor."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    (part,) = tensor.__create_chunk_list__()
+    return tuple(part.offsets), tuple(part.sizes)
+
+
+class SavedRank:
+    """What one rank of the saved run held, in files that have been verified.
 
     Args:
-        rank: of the saved run.
-        members: ranks of each of its replicas.
+        content: of state.json.
+        rank: its place in the saved run, each of whose replicas had so many ``members``.
+
+    Attributes:
+        parts: its plain data, as JSON; None for a part that it had not.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, Any], rank: int, members: int) -> None:
-        self._folder, self._index, self._rank, self._members = folder, index, rank, members
-        self._open: dict[str, Any] = {}
+    def __init__(self, folder: Path, content: Mapping[str, Any], rank: int, members: int) -> None:
+        self._index, self._rank = content["tensors"], rank
+        self._replica = range(rank - rank % members, rank - rank % members + members)
+        self._open = cache(lambda file: safe_open(folder / file, "pt"))
+        parts = content["parts"].items()
+        self.parts = {name: part["values"][part["of_rank"][rank]] for name, part in parts}
 
-    def chunks(self, name: str) -> list[dict[str, Any]]:
+    def _chunks(self, name: str) -> list[dict[str, Any]]:
         """All chunks of the tensor that the rank held a part of."""
         own = next(chunk for chunk in self._index[name] if self._rank in chunk["holders"])
-        if not own["peers"]:
-            return [own]
-        first = self._rank - self._rank % self._members
-        ranks = {first + member for member in own["peers"]}
+        ranks = {self._replica[member] for member in own["peers"]} or {self._rank}
         chunks = [c for c in self._index[name] if c["peers"] == own["peers"]]
         return [chunk for chunk in chunks if not ranks.isdisjoint(chunk["holders"])]
 
     def is_whole(self, name: str) -> bool:
         """Did each member of the replica hold this same tensor, or a shard of it?"""
-        first, own = self._rank - self._rank % self._members, self.chunks(name)[0]
-        held = set(own["holders"]) | {first + member for member in own["peers"]}
-        return held.issuperset(range(first, first + self._members))
+        own = self._chunks(name)[0]
+        held = {*own["holders"], *(self._replica[member] for member in own["peers"])}
+        return held.issuperset(self._replica)
 
     def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype."""
-        own = self.chunks(name)[0]
-        return tuple(own["shape"]), getattr(torch, own["dtype"])
+        chunk = self._chunks(name)[0]
+        return tuple(chunk["shape"]), getattr(torch, chunk["dtype"])
 
     def read(self, name: str, like: Any = None) -> torch.Tensor:
         """Read to the host: what this rank now holds of ``like``, a tensor of its shape, or all.
 
         Raises:
-            CheckpointError: the index has gaps, or a file holds another shape.
+            CheckpointError: the index has gaps.
         """
         shape, dtype = self.kind(name)
-        offsets, sizes = ((0,) * len(shape), shape) if like is None else chunk_of(like)[2:4]
+        offsets, sizes = ((0,) * len(shape), shape) if like is None else _place_of(like)
         result = torch.empty(sizes, dtype=dtype)
         filled = torch.zeros(sizes, dtype=torch.bool)
-        stored = torch.view_as_real(result) if result.is_complex() else result
-        for chunk in self.chunks(name):
-            begin = chunk["offsets"]
-            low = [max(a, b) for a, b in zip(offsets, begin, strict=True)]
-            ends = zip(offsets, sizes, begin, chunk["sizes"], strict=True)
-            high = [min(a + n, b + m) for a, n, b, m in ends]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                target = _slices(low, high, offsets)
-                stored[target] = self._piece(name, chunk, _slices(low, high, begin))
+        for chunk in self._chunks(name):
+            spans = list(zip(offsets, sizes, chunk["offsets"], chunk["sizes"], strict=True))
+            low = [max(here, there) for here, _, there, _ in spans]
+            high = [min(here + n, there + m) for here, n, there, m in spans]
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                target, source = (_slices(low, high, o) for o in (offsets, chunk["offsets"]))
+                _as_real(result)[target] = self._open(chunk["file"]).get_slice(name)[source]
                 filled[target] = True
         if not filled.all():
             raise CheckpointError(f"its index has gaps: no file holds all of {name!r}")
         return result
-
-    def _piece(self, name: str, chunk: Mapping[str, Any], part: tuple[slice, ...]) -> torch.Tensor:
-        """Part of a chunk, which may look into the open file: to be copied while that is open."""
-        if chunk["file"] not in self._open:
-            self._open[chunk["file"]] = safe_open(self._folder / chunk["file"], "pt")
-        stored = self._open[chunk["file"]].get_slice(name)
-        if stored.get_shape() != [*chunk["sizes"], *([2] if self.kind(name)[1].is_complex else [])]:
-            raise CheckpointError(f"{chunk['file']!r} and the index differ in {name!r}")
-        piece: torch.Tensor = stored[part]
-        return piece
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,9 @@ import hdet
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError, folder, tensor_files
 
-from ..adversary.common import bits, quiet, tree
+from ..adversary.common import bits, tree
 from ..distributed import run_ranks
-from .helpers import Run, alone, ddp, hsdp, mlp
+from .helpers import Run, alone, ddp, mlp
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -105,20 +104,18 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(content)
 
 
-GONE, UNREADABLE = "is missing, or no regular file: it is damaged", "is unreadable"
+GONE, MANIFEST = "is missing, or no regular file: it is damaged", "is missing or has changed"
 # of a file of tensors and the manifest
 DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "flipped": (lambda f, m: flip(f, f.stat().st_size // 2), "has changed: it is damaged"),
     "truncated": (lambda f, m: f.write_bytes(f.read_bytes()[:-100]), "bytes instead of"),
-    "missing": (lambda f, m: f.unlink(), GONE),
     "a link": (lambda f, m: f.symlink_to(f.rename(f.parents[1] / "elsewhere")), GONE),
     "a pipe": (lambda f, m: (f.unlink(), os.mkfifo(f)), GONE),
     "state flipped": (lambda f, m: flip(m.with_name("state.json"), 200), "'state.json' of checkp"),
-    "no manifest": (lambda f, m: m.unlink(), "has no manifest.json: it is damaged"),
-    "manifest truncated": (lambda f, m: m.write_text(m.read_text()[:-20]), UNREADABLE),
-    "manifest nested": (lambda f, m: m.write_text("[" * 100_000), UNREADABLE),
-    "manifest changed": (lambda f, m: m.write_text(m.read_text().replace('"step": 6', '"step": 7')),
-        "has been changed: it is damaged"),
+    "no manifest": (lambda f, m: m.unlink(), MANIFEST),
+    "manifest truncated": (lambda f, m: m.write_text(m.read_text()[:-20]), MANIFEST),
+    "manifest changed":
+        (lambda f, m: m.write_text(m.read_text().replace('"step": 6', '"step": 7')), MANIFEST),
 }  # fmt: skip
 
 
@@ -160,13 +157,11 @@ def values(state: dict[str, Any], part: str) -> dict[str, Any]:
 
 # of manifest and state
 CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "a file elsewhere": (lambda m, s: m["files"].update({"../x": {}}), "has a wrong files"),
-    "a step that is none": (lambda m, s: m.update(step="3"), "has a wrong step"),
-    "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), f"differ in '{WEIGHT}'"),
+    "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), f"no file.*'{WEIGHT}'"),
     "no chunk": (lambda m, s: s["tensors"].update({"model.0.bias": []}), FITS),
     "float64": (lambda m, s: s["tensors"][WEIGHT][0].update(dtype="float64"), "is torch.float64 o"),
-    "no dtype": (lambda m, s: s["tensors"][WEIGHT][0].update(dtype="nn"), FITS),
     "no optimizer": (lambda m, s: s["parts"].pop("optimizer"), FITS),
+    "a file elsewhere": (lambda m, s: m["files"].update({"../x": {}}), "no regular file"),
     "a correction":
         (lambda m, s: values(s, "ensemble").update(corrections=[-1.0]), f"{FITS}.*corrections"),
     "a wrong schedule": (lambda m, s: values(s, "ensemble").update(scheduler=3), FITS),
@@ -191,13 +186,9 @@ def test_a_checkpoint_of_the_former_format_is_refused_by_name(tmp_path: Path) ->
     (path / "manifest.json").write_text(json.dumps(old))
     message = refusal(tmp_path, run)
     assert "has format 1, and this hdet reads format 2" in message
-    assert message.endswith("load it with the hdet that wrote it ('0.1.0')")
+    assert message.endswith("load it with the hdet that wrote it (0.1.0)")
     with pytest.raises(CheckpointError, match="holds what this version of hdet does not write"):
         checkpoint.save(tmp_path, run.state, 3)
-
-
-def renamed() -> nn.Sequential:
-    return nn.Sequential(OrderedDict(zip(("first", "between", "last"), mlp(), strict=True)))
 
 
 def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -205,22 +196,26 @@ def two_groups(params: Any, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], **settings)
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+OTHERS: dict[str, tuple[Callable[[], Run], str]] = {
+    "names": (
+        lambda: alone(net=nn.Sequential(OrderedDict(zip("abc", mlp(), strict=True)))),
+        "'a.weight' is nothing there and torch.float32 of shape .* here, and 7 more tensors differ",
+    ),
+    "shapes": (
+        lambda: alone(net=nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))),
+        r"'0.weight' is torch.float32 of shape \(8, 6\) there and torch.float32 of shape \(7, 6\)",
+    ),
+    "a dtype": (lambda: alone(net=mlp(torch.bfloat16)), "and torch.bfloat16 of shape"),
+    "groups": (lambda: alone(two_groups), r"groups of \[4\] parameters, this one of \[2, 2\]"),
+    "an optimizer": (lambda: alone(hdet.FusedSGD), "not that of a FusedSGD"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, how: str) -> None:
     saved(tmp_path, 3)
-    says = "it lacks 'first.weight', 'first.bias', 'last.weight' and 1 more and has '0.weight', "
-    assert says in refusal(tmp_path, alone(net=renamed()))
-    wide = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
-    assert "'0.weight' is torch.float32 of shape (8, 6) there" in refusal(tmp_path, alone(net=wide))
-    assert "is torch.float32 of shape" in refusal(tmp_path, alone(net=mlp(torch.bfloat16)))
-    says = "parameter groups of [4] parameters, this one of [2, 2]"
-    assert says in refusal(tmp_path, alone(two_groups))
-    assert "not that of a FusedSGD" in refusal(tmp_path, alone(hdet.FusedSGD))
-    run = alone()
-    run.extra = {}
-    state = checkpoint.RunState(run.net, run.ensemble)
-    assert checkpoint.load(tmp_path, state) == 3  # an extra that nobody asks for is left
-    checkpoint.save(tmp_path, state, 4)
-    assert "it has no extra" in refusal(tmp_path, alone())
+    build, says = OTHERS[how]
+    assert re.search(says, refusal(tmp_path, build()))
 
 
 def one_cycle() -> hdet.OneCycleAutoLR:
@@ -239,18 +234,14 @@ export = checkpoint.export_safetensors
 LOST = "open.* holds what a checkpoint cannot give back"
 NO_FOLDER = "FileExistsError|NotADirectoryError"
 ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
-    (lambda at, run: save(at, {}, 1), TypeError, "must be an hdet.checkpoint.RunState"),
-    (lambda at, run: load(at, {}), TypeError, "must be an hdet.checkpoint.RunState"),
     (lambda at, run: save(at, run.state, -1), ValueError, "step must be a whole number"),
     (lambda at, run: save(at, run.state, 1, keep=0), ValueError, "keep must be a whole"),
     (lambda at, run: save(at, opened_later(run), 1), CheckpointError, f"extra.{LOST}"),
     (lambda at, run: save(at / "file", run.state, 1), CheckpointError, NO_FOLDER),
     (lambda at, run: load(at, run.state, missing=-1), ValueError, "missing must be a"),
-    (lambda at, run: State(run, run.ensemble), TypeError, "must be a torch.nn.Module, got Run"),
-    (lambda at, run: State(run.net, run), TypeError, "ensemble must be an hdet.Ensemble, got Run"),
-    (lambda at, run: State(run.net, one_cycle()), TypeError, "AutoLR: pass its .ensemble"),
-    (lambda at, run: State(mlp(), run.ensemble), ValueError, "parameter 0 of the optimizer is not"),
-    (lambda at, run: State(run.net, run.ensemble, [1]), TypeError, "extra must be a dict, or have"),
+    (lambda at, run: State(run.net, one_cycle()), TypeError, "OneCycleAutoLR.*pass its .ensemble"),
+    (lambda at, run: State(mlp(), run.ensemble), ValueError, "parameters that are not in model"),
+    (lambda at, run: State(run.net, run.ensemble, run), TypeError, "extra must be a dict, got Run"),
     (lambda at, run: State(run.net, run.ensemble, {"open": Path}), ValueError, LOST),
     (lambda at, run: export(at / "model.pt", run.net, run.ensemble), ValueError,
         "path must end in .safetensors, got"),
@@ -277,7 +268,6 @@ def anothers(path: Path, name: str, text: str) -> Path:
 IN_THE_WAY: dict[str, Callable[[Path, Path, Path], object]] = {
     "a folder": lambda place, theirs, ours: theirs.rename(place),
     "a file": lambda place, theirs, ours: place.write_text("theirs"),
-    "a link": lambda place, theirs, ours: place.symlink_to(theirs, target_is_directory=True),
     "a link to ours": lambda place, theirs, ours: place.symlink_to(ours, target_is_directory=True),
 }
 
@@ -326,38 +316,13 @@ def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path, mon
         said.append(str(caught.value))
         write_files(*args)
 
-    monkeypatch.setattr("hdet.checkpoint.save_load.write_files", intrude)
+    monkeypatch.setattr("hdet.checkpoint.saving.write_files", intrude)
     checkpoint.save(tmp_path, run.state, 3)
     assert len(said) == 1 and "is being written by another process" in said[0]
     assert second.facts() == facts and checkpoints(tmp_path) == ["step-00000003"]
     assert alone().resume(tmp_path).facts() == run.facts()
     checkpoint.save(tmp_path, second.state, 3)  # nothing is held any more
     assert alone().resume(tmp_path).facts() == second.facts()
-
-
-def test_two_writers_at_once_publish_whole_checkpoints_only(tmp_path: Path) -> None:
-    runs = [alone(net=mlp(seed=seed)).steps(1) for seed in range(2)]
-    said: list[str] = []
-
-    def write(run: Any) -> None:
-        for step in (1, 2, 1, 2, 1, 2):
-            try:
-                checkpoint.save(tmp_path, run.state, step)
-            except CheckpointError as error:
-                said.append(str(error))
-
-    threads = [threading.Thread(target=write, args=(run,)) for run in runs]
-    with quiet():  # of going back to the first step
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all("is being written" in text for text in said), said
-    assert len(said) < 12, "somebody wrote"
-    facts = [run.facts()["model"] for run in runs]
-    for path in folder.steps(tmp_path):
-        assert alone().resume(path).facts()["model"] in facts
-    assert all(re.fullmatch(r"step-0000000\d", name) for name in checkpoints(tmp_path))
 
 
 def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
@@ -389,7 +354,7 @@ def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
     saved(tmp_path / "own" / "1", 3)
     one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
     assert one == two and len(one) == 3
-    assert "parameter groups" in one[0] and "(on rank 1 of 2)" in one[0]
+    assert one[0].endswith("build the optimizer as the saved run did (on rank 1)")
 
 
 UNLIKE = {
@@ -427,14 +392,3 @@ def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_
         assert re.search(says, text)
         assert [path.name for path in tmp_path.glob(f"{how}/step-*")] == ["step-00000001"]
     assert not list(tmp_path.glob("*/host */step-*"))
-
-
-def sharded(rank: int, world: int, root: str) -> None:
-    checkpoint.save(root, hsdp(rank, world).steps(2).state, 2)
-
-
-def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
-    """A shard that is not there, under checksums that are right."""
-    run_ranks(sharded, 4, str(tmp_path))
-    sign(tmp_path / "step-00000002", lambda m, s: s["tensors"][WEIGHT].pop())
-    assert f"its index has gaps: no file holds all of '{WEIGHT}'" in refusal(tmp_path, alone())

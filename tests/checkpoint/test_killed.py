@@ -12,7 +12,7 @@ import pytest
 
 import hdet
 from hdet import checkpoint
-from hdet.checkpoint import save_load
+from hdet.checkpoint import saving
 
 from ..distributed import run_ranks
 from ..faults.harness import World, check_left, run_faulty
@@ -47,7 +47,7 @@ def weights(run: Run) -> list[float]:
 
 
 def die_in(world: World, where: str) -> None:
-    write_files, rename = save_load.write_files, os.rename
+    write_files, rename = saving.write_files, os.rename
 
     def half(folder: Path, *args: Any) -> None:
         write_files(folder, *args)
@@ -59,7 +59,7 @@ def die_in(world: World, where: str) -> None:
         world.die() if Path(target).name.startswith("step-") else rename(source, target)
 
     if where == "data":
-        save_load.write_files = half
+        saving.write_files = half
     else:
         os.rename = last
 
