@@ -13,7 +13,7 @@ from .core.controller import Controller
 from .core.divergence import Divergence
 from .core.engine import Engine, KnobSpec
 from .core.evidence import Run
-from .knobs import Bound, GroupKnob, Knob, bind_all, check_disjoint
+from .knobs import Bound, Knob, bind_all, check_disjoint
 from .measure.measurement import Watched
 from .policies import Sync
 from .replicas import Replicas
@@ -172,7 +172,7 @@ class Parts:
         return [
             (index, knob.scale.corrected(peak, correction))
             for knob, own, correction in peaks
-            if isinstance(knob, GroupKnob) and knob.key == "lr"
+            if knob.key == "lr"
             for index, peak in zip(knob.indices, own, strict=True)
         ]
 

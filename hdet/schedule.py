@@ -9,27 +9,15 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
+from .core import schema
 from .core.engine import Engine
-from .core.schema import (
-    ANYTHING,
-    COUNT,
-    LARGEST_COUNT,
-    MAPPING,
-    Check,
-    like,
-    list_of,
-    number,
-    optional,
-    read,
-    unchanged_on_error,
-)
-from .knobs import Bound, GroupKnob
+from .knobs import Bound
 from .replicas.agreement import ReplicaDisagreement, digest
 from .replicas.layout import brief
 
-__all__ = ["Schedule", "Scheduler", "highest_factors", "plain"]
+__all__ = ["Schedule", "Scheduler", "plain"]
 
 LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
@@ -68,7 +56,7 @@ class Schedule:
         self.total_steps = own_length if total_steps is None else total_steps
         self.stepped_elsewhere: list[Any] = []
         """Schedulers that a framework steps inside `rescheduling`; they are asked for `peaks`."""
-        self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
+        self._moved = [knob for knob in self.knobs if knob.indices]
         self._is_shown = False
         self.is_neutral = False
         """Are all base values the schedule's own? Then `advance` leaves them."""
@@ -90,8 +78,8 @@ class Schedule:
         scheduler = self.scheduler
         if scheduler is None:
             return False
-        for knob in self._moved:
-            if not knob.is_neutral:
+        if not self.is_neutral:
+            for knob in self._moved:
                 knob.show_schedule()
         try:
             scheduler.step()
@@ -120,12 +108,12 @@ class Schedule:
         if self._is_shown:
             self.check_at_rest()
         for knob in self.knobs:
-            if not knob.is_lent and not knob.has_tensors and knob.read() == knob.left:
+            if knob.is_plain and not knob.is_lent and knob.read() == knob.left:
                 continue
             place = knob.find_foreign_write()
             if place is not None:
                 raise ValueError(
-                    f"{knob.name_of(place)} is {float(knob.cells[place].get()):g}, and was left at "
+                    f"{knob.name_of(place)} is {float(knob.read()[place]):g}, and was left at "
                     f"{float(knob.left[place]):g}: somebody else has written it. The Ensemble is "
                     "the one owner of this value, and steps the scheduler that it was given, which "
                     "is to be built before it and stepped by nobody else. Step any other schedule, "
@@ -152,8 +140,7 @@ class Schedule:
         self.check_unwritten()
         moved = [knob for knob in self.knobs if not knob.is_lent]
         for knob in moved:
-            if not knob.is_neutral:
-                knob.show_schedule()
+            knob.show_schedule()
         self._is_shown = True
         try:
             yield
@@ -163,42 +150,49 @@ class Schedule:
                 knob.take_schedule()
             self.write(engine)
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- what is known: [knob] ---------------------------------------------------------------------
 
     def values(self) -> list[float]:
-        """[knob]: the untouched schedule's value now."""
-        return [knob.scheduled_value() for knob in self.knobs]
+        """The untouched schedule's values now. Waits for the device of a tensor."""
+        return [float(knob.scheduled[0]) for knob in self.knobs]
 
     def base_values(self) -> list[float]:
-        """[knob]: the base value, as `write` has left it."""
-        return [knob.base_value() for knob in self.knobs]
+        """As `write` has left them."""
+        return [float(knob.left[0]) for knob in self.knobs]
 
     def floors(self) -> list[float]:
-        """[knob]: the lowest value of the untouched schedule; 0 is unknown."""
+        """The lowest values of the untouched schedule; 0 is unknown."""
         return [knob.floor() for knob in self.knobs]
 
     def peaks(self) -> list[list[float]]:
-        """[knob][cell]: the highest value of the untouched schedule."""
-        found = [highest_factors(part, self.total_steps) for part in self._torch_schedulers()]
-        factors = next((one for one in found if one is not None), None)
-        return [
-            [
-                knob.peak(i)
-                if factors is None or knob.key != "lr"
-                else knob.peak(i) * factors[knob.indices[i]]  # type: ignore[attr-defined]
-                for i in range(len(knob.cells))
-            ]
-            for knob in self.knobs
-        ]
+        """[knob][cell]: the highest values of the untouched schedule."""
+        peaks, factors = [knob.peaks() for knob in self.knobs], self._highest_factors()
+        for knob, row in zip(self.knobs, peaks, strict=True):
+            if factors is not None and knob.key == "lr":
+                row[:] = [row[i] * factors[index] for i, index in enumerate(knob.indices)]
+        return peaks
 
-    def _torch_schedulers(self) -> list[LRScheduler]:
+    def _highest_factors(self) -> list[float] | None:
+        """Of a LambdaLR the highest factor for each parameter group: its rates may lie far from the
+        group's at all times (Noam's do). Of other schedulers None: the group has the peak.
+
+        Asked for at the first hundred steps and at a thousand places of the run, if its length is
+        known.
+        """
         known = [self.scheduler, *self.stepped_elsewhere]
-        inner = [part for one in known for part in getattr(one, "__dict__", {}).values()]
-        return [one for one in (*known, *inner) if isinstance(one, LRScheduler)]
+        wrapped = [part for one in known for part in getattr(one, "__dict__", {}).values()]
+        found = next((one for one in (*known, *wrapped) if type(one) is LambdaLR), None)
+        total = self.total_steps
+        if found is None or total is None:
+            return None
+        places = {round(i * total / PLACES) for i in range(PLACES + 1)}
+        steps = sorted(places | set(range(min(total, 100))))
+        highest = [max(float(factor(step)) for step in steps) for factor in found.lr_lambdas]
+        return [factor if factor > 0 else 1.0 for factor in highest]
 
     def highest(self) -> list[float]:
-        """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""
-        return [max(float(knob.highest), knob.scheduled_value()) for knob in self.knobs]
+        """Of the untouched schedule, now and in the steps since `forget_highest`."""
+        return [max(float(knob.highest), float(knob.scheduled[0])) for knob in self.knobs]
 
     def forget_highest(self) -> None:
         for knob in self.knobs:
@@ -215,16 +209,13 @@ class Schedule:
     def check_marks(self, marks: Sequence[float]) -> None:
         """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
         if len(set(marks)) > 1:
-            alike = sorted(
-                (brief([r for r, x in enumerate(marks) if x == mark]) for mark in set(marks)),
-                key=len,
-                reverse=True,
-            )
+            parties = (brief([r for r, x in enumerate(marks) if x == mark]) for mark in set(marks))
+            alike = sorted(parties, key=len, reverse=True)
             raise ReplicaDisagreement(
                 f"the values of {', '.join(knob.name for knob in self.knobs)} differ between "
-                f"replicas ({'; '.join(alike[:4])}): their "
-                "schedules have drifted apart, or set_value() was called on some ranks only. "
-                "Call it on all ranks alike, and go on from the last checkpoint"
+                f"replicas ({'; '.join(alike[:4])}): their schedules have drifted apart, or "
+                "set_value() was called on some ranks only. Call it on all ranks alike, and go on "
+                "from the last checkpoint"
             )
 
     # -- checkpoint --------------------------------------------------------------------------------
@@ -244,58 +235,55 @@ class Schedule:
         Raises:
             ValueError: a state of another run, or one with values that no schedule has.
         """
-        given = read(state, {"scheduler": optional(MAPPING)}, STATE)["scheduler"]
+        given = schema.read(state, {"scheduler": schema.optional(schema.MAPPING)}, STATE)[
+            "scheduler"
+        ]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
                 "the ensemble's state and this run differ in having a scheduler: construct "
                 "it as the saved run did"
             )
-        total, at_end = self._total_of_states(), False
-        if given is not None:
-            at_end = type(given.get("last_epoch")) is int and given["last_epoch"] == total
+        own = {} if self.scheduler is None else self.scheduler.state_dict()
+        # accelerate's wrapper has its length in its state only
+        total = own.get("total_steps", getattr(self.scheduler, "total_steps", None))
+        is_over = total is not None and (given or {}).get("last_epoch") == total
         # After its last step a linear OneCycleLR is below 0.
-        kinds = {knob.name: _kind_of_value(knob, at_end) for knob in self.knobs}
-        lists = {knob.name: list_of(kinds[knob.name], len(knob.cells)) for knob in self.knobs}
-        highest = {name: optional(kind) for name, kind in kinds.items()}
-        values = read(state, {"scheduled": MAPPING, "highest": MAPPING}, STATE)
+        least = -HIGHEST_RATE if is_over else LOWEST_RATE
+        kinds = {knob.name: _kind_of_value(knob, least) for knob in self.knobs}
+        lists = {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs}
+        highest = {name: schema.optional(kind) for name, kind in kinds.items()}
+        values = schema.read(state, {"scheduled": schema.MAPPING, "highest": schema.MAPPING}, STATE)
         for key, checks in (("scheduled", lists), ("highest", highest)):
-            values[key] = read(values[key], checks, f"{key} of {STATE}")
-        values["scheduler"] = None if given is None else self._check_scheduler(given, total)
+            values[key] = schema.read(values[key], checks, f"{key} of {STATE}")
+        values["scheduler"] = None if given is None else self._checked(given, own, total, least)
         return values
 
-    def _total_of_states(self) -> Any:
-        if self.scheduler is None:
-            return None
-        # accelerate's wrapper has it in its state only
-        return self.scheduler.state_dict().get(
-            "total_steps", getattr(self.scheduler, "total_steps", None)
-        )
-
-    def _check_scheduler(self, given: Mapping[str, Any], total: Any) -> dict[str, Any]:
-        assert self.scheduler is not None
+    def _checked(
+        self, given: Mapping[str, Any], own: Mapping[str, Any], total: Any, least: float
+    ) -> dict[str, Any]:
+        """A scheduler's state, if it is like this run's ``own``."""
         named = given.get("total_steps")
         if isinstance(named, int if total is None else (int, float)) and named != total:
             raise ValueError(
                 f"the saved run has total_steps {reprlib.repr(named)}, this one {total!r}: build "
                 "the scheduler as the saved run did"
             )
-        current = self.scheduler.state_dict()
-        given = _with_whole_keys(given, current)
-        own = plain(current)
+        given = _with_whole_keys(given, own)
         is_torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
         # What the lists of somebody's own class hold is its own business, and keys may come later.
-        least = LOWEST_RATE if total is None or given.get("last_epoch") != total else -HIGHEST_RATE
         kinds = {
-            key: like(value, least)
+            key: schema.like(value, least)
             if is_torchs or not isinstance(value, (Mapping, list, tuple))
-            else ANYTHING
-            for key, value in own.items()
+            else schema.ANYTHING
+            for key, value in plain(own).items()
         }
         if type(own.get("last_epoch")) is int:
-            kinds["last_epoch"] = number(-1, LARGEST_COUNT if total is None else total, whole=True)
+            kinds["last_epoch"] = schema.number(
+                -1, schema.COUNT.high if total is None else total, whole=True
+            )
         if type(own.get("total_steps")) is int:
-            kinds["total_steps"] = COUNT
-        checked = _with_whole_keys(read(given, kinds, "the scheduler's state"), current)
+            kinds["total_steps"] = schema.COUNT
+        checked = _with_whole_keys(schema.read(given, kinds, "the scheduler's state"), own)
         return checked if is_torchs else {**given, **checked}
 
     @contextmanager
@@ -303,7 +291,7 @@ class Schedule:
         """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the
         scheduler itself refuses; nothing is changed then."""
         values = self.check_state(state)
-        with unchanged_on_error(self.scheduler):
+        with schema.unchanged_on_error(self.scheduler):
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(values["scheduler"])
             yield
@@ -312,13 +300,11 @@ class Schedule:
             knob.load(values["scheduled"][knob.name], -math.inf if high is None else high)
 
 
-def _kind_of_value(knob: Bound, at_end: bool) -> Check:
+def _kind_of_value(knob: Bound, least: float) -> schema.Check:
     """A beta stays below 1, on a linear scale values pass 0."""
     if knob.scale.kind == "horizon":
-        return number(0, 1 - 2**-53)
-    return number(
-        LOWEST_RATE if knob.scale.kind == "log" and not at_end else -HIGHEST_RATE, HIGHEST_RATE
-    )
+        return schema.number(0, 1 - 2**-53)
+    return schema.number(least if knob.scale.kind == "log" else -HIGHEST_RATE, HIGHEST_RATE)
 
 
 def _with_whole_keys(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,18 +332,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
-
-
-def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
-    """The highest factor of each group of a LambdaLR, whose rates may lie far from the group's at
-    all times (Noam's do); of other schedulers the group has the peak.
-
-    Asked for at the first hundred steps and at a thousand places of the run. None: another kind of
-    scheduler, or the length of the run is not known.
-    """
-    if type(scheduler) is not LambdaLR or total_steps is None:
-        return None
-    places = {round(i * total_steps / PLACES) for i in range(PLACES + 1)}
-    steps = sorted(places | set(range(min(total_steps, 100))))
-    highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
-    return [factor if factor > 0 else 1.0 for factor in highest]

@@ -1,26 +1,13 @@
 """What can be explored: a knob names a scalar hyperparameter, how far it is spread, and where it
 lives (docs/knobs.md)."""
 
-from .bound import Bound, GroupKnob, Knob, bind_all, check_disjoint
+from .bound import Bound, Knob
+from .groups import GroupKnob, bind_all, check_disjoint
 from .of_model import Dropout, LabelSmoothing, LossWeights, ModuleValue, Scalar, Temperature
 from .of_optimizer import Betas, ClipNorm, Eps, GroupValue, LearningRate, WeightDecay
 
 __all__ = [
-    "Betas",
-    "Bound",
-    "ClipNorm",
-    "Dropout",
-    "Eps",
-    "GroupKnob",
-    "GroupValue",
-    "Knob",
-    "LabelSmoothing",
-    "LearningRate",
-    "LossWeights",
-    "ModuleValue",
-    "Scalar",
-    "Temperature",
-    "WeightDecay",
-    "bind_all",
-    "check_disjoint",
-]
+    "Betas", "Bound", "ClipNorm", "Dropout", "Eps", "GroupKnob", "GroupValue", "Knob",
+    "LabelSmoothing", "LearningRate", "LossWeights", "ModuleValue", "Scalar", "Temperature",
+    "WeightDecay", "bind_all", "check_disjoint",
+]  # fmt: skip

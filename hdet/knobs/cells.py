@@ -10,16 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 __all__ = [
-    "Cell",
-    "attribute_cell",
-    "call_cell",
-    "close",
-    "content",
-    "group_cell",
-    "held_cell",
-    "item_cell",
-    "put",
-]
+    "Cell", "attribute_cell", "call_cell", "close", "content", "group_cell", "item_cell", "put",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,11 @@ def put(old: Any, value: Any) -> Any:
 def close(value: Any, expected: Any) -> bool:
     """Equal but for some ulps of the coarser format: the same arithmetic may run on another
     device's numbers. Waits for the device."""
-    formats = [
-        x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    kinds = [
+        x.dtype if isinstance(x, torch.Tensor) and x.is_floating_point() else torch.float64
+        for x in (value, expected)
     ]
-    rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
+    rounding = max(torch.finfo(kind).eps for kind in kinds)
     return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
 
 
@@ -103,14 +96,9 @@ def item_cell(owner: MutableMapping[Any, Any], key: Any) -> Cell:
 
 def call_cell(get: Callable[[], Any], set_: Callable[[Any], object]) -> Cell:
     """A user's getter and setter; the setter is called for a new value only."""
-    return Cell(
-        ("getter", id(get)),
-        lambda: float(get()),
-        lambda value: None if float(get()) == value else set_(value),
-    )
 
+    def set_new(value: Any) -> None:
+        if float(get()) != value:
+            set_(value)
 
-def held_cell(value: float) -> Cell:
-    """A value that nobody else keeps."""
-    held = [value]
-    return Cell(("value", id(held)), lambda: held[0], lambda new: held.__setitem__(0, new))
+    return Cell(("getter", id(get)), lambda: float(get()), set_new)

@@ -7,29 +7,30 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from ..core.spread import check_spread
 from .bound import Bound, Bounds, scale_of
-from .cells import Cell, attribute_cell, call_cell, held_cell, item_cell
+from .cells import Cell, attribute_cell, call_cell, item_cell
 
 __all__ = ["Dropout", "LabelSmoothing", "LossWeights", "ModuleValue", "Scalar", "Temperature"]
 
 
-def _forward_knob(
-    name: str,
-    spread: float,
-    cells: Sequence[Cell],
-    scale: str = "log",
-    unit: float | None = None,
-    bounds: Bounds = None,
-    **flags: Any,
-) -> Bound:
-    """A knob that acts inside ``explore()``. Raises as `Bound`."""
-    return Bound(name, spread, cells, scale_of(bounds, scale, unit or 1.0), acts="forward", **flags)
+def _forward_knob(knob: Any, name: str, cells: Sequence[Cell], **flags: Any) -> Bound:
+    """Acts inside ``explore()``. Raises as `Bound`.
+
+    ``knob`` has spread and bounds, and, where it may be linear, scale and unit.
+    """
+    unit = getattr(knob, "unit", None)
+    scale = scale_of(knob.bounds, getattr(knob, "scale", "log"), 1.0 if unit is None else unit)
+    return Bound(name, knob.spread, cells, scale, acts="forward", **flags)
+
+
+def _held(value: float) -> Cell:
+    """A value that nobody else keeps."""
+    return item_cell({"value": float(value)}, "value")
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,15 @@ class Scalar:
     value: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
         check_spread(self.spread)
-        if self.scale not in ("log", "linear"):
-            raise ValueError(
-                f"scale of {self.name!r} must be 'log' or 'linear', got {self.scale!r}"
-            )
         if (self.unit is None) == (self.scale == "linear"):
             raise ValueError(
                 f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear "
-                "scale needs one (what a factor of e amounts "
-                "to, in the value's own unit), the log scale has none"
+                "scale needs one (what a factor of e amounts to, in the value's own unit), the log "
+                "scale has none"
             )
-        scale_of(self.bounds, self.scale, self.unit or 1.0)
-        held = self.get is None and self.set is None and self.value is not None
-        if not held and not (callable(self.get) and callable(self.set) and self.value is None):
+        scale_of(self.bounds, self.scale, 1.0 if self.unit is None else self.unit)
+        if len({self.get is None, self.set is None, self.value is not None}) > 1:
             raise ValueError(
                 f"{self.name!r} needs get and set, or neither of them and a value that the knob "
                 "keeps itself"
@@ -103,20 +97,14 @@ class Scalar:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log
         scale."""
-        if self.get is not None and self.set is not None:
-            cell = call_cell(self.get, self.set)
+        if self.value is not None:
+            cell = _held(self.value)
         else:
-            assert self.value is not None
-            cell = held_cell(float(self.value))
-        flags = {
-            name: getattr(self, name)
-            for name in ("valid_on_train_loss", "affects_eval_loss", "on_gradients")
-        }
-        return [
-            _forward_knob(
-                self.name, self.spread, [cell], self.scale, self.unit, self.bounds, **flags
-            )
-        ]
+            assert self.get is not None and self.set is not None
+            cell = call_cell(self.get, self.set)
+        names = ("valid_on_train_loss", "affects_eval_loss", "on_gradients")
+        flags = {name: getattr(self, name) for name in names}
+        return [_forward_knob(self, self.name, [cell], **flags)]
 
 
 ModuleValue = Scalar
@@ -148,52 +136,38 @@ class Dropout:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a module that does not exist or has no rate, or a model without
         dropout."""
-        _check_module(self.model)
         by_name = dict(self.model.named_modules())
+        kind = type(self.model).__name__
         for name in self.modules or ():
             if name not in by_name or _rate_of(by_name[name]) is None:
                 raise ValueError(
-                    f"modules names {name!r}, which is no module with a dropout rate of this "
-                    f"{type(self.model).__name__}"
+                    f"modules names {name!r}, which is no module with a dropout rate of this {kind}"
                 )
-        if self.modules is not None:
-            chosen = [by_name[name] for name in self.modules]
+        if self.modules is None:
+            chosen = [m for m in by_name.values() if isinstance(m, (_DropoutNd, *_INSIDE))]
+            if self.scale != "linear":
+                chosen = [m for m in chosen if _rate_of(m)]
         else:
-            kinds = tuple(_RATES)
-            known = [
-                m for m in self.model.modules() if isinstance(m, kinds) and _rate_of(m) is not None
-            ]
-            chosen = [
-                m for m in known if self.scale == "linear" or getattr(m, _rate_of(m) or "") > 0
-            ]
+            chosen = [by_name[name] for name in self.modules]
         if not chosen:
             raise ValueError(
-                f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, "
-                "or use scale='linear'"
+                f"{kind} has no dropout above 0: set one, name other modules, or use scale='linear'"
             )
-        cells = [attribute_cell(module, _rate_of(module) or "") for module in chosen]
-        return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds)]
+        cells = [attribute_cell(module, _rate_name(module)) for module in chosen]
+        return [_forward_knob(self, self.name, cells)]
 
 
-_RATES: dict[type[nn.Module], str] = {
-    _DropoutNd: "p",
-    nn.MultiheadAttention: "dropout",
-    nn.RNNBase: "dropout",
-}
-"""Modules of torch that drop something out, and the attribute that holds the rate."""
+_INSIDE = (nn.MultiheadAttention, nn.RNNBase)
+"""Modules of torch that drop something out, beside those that do nothing else."""
 
 
-def _rate_of(module: nn.Module) -> str | None:
-    """The name of the attribute with the dropout rate, if there is one."""
-    attribute = next(
-        (attribute for kind, attribute in _RATES.items() if isinstance(module, kind)), "p"
-    )
-    return attribute if isinstance(getattr(module, attribute, None), (int, float)) else None
+def _rate_name(module: nn.Module) -> str:
+    return "dropout" if isinstance(module, _INSIDE) else "p"
 
 
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def _rate_of(module: nn.Module) -> float | None:
+    rate = getattr(module, _rate_name(module), None)
+    return rate if isinstance(rate, (int, float)) else None
 
 
 @dataclass(frozen=True)
@@ -216,21 +190,14 @@ class LabelSmoothing:
         """Raises ValueError for a smoothing of 0 on a log scale, or outside of the bounds."""
         target = self.target
         if isinstance(target, (int, float)):
-            settings: dict[str, Any] = {
-                "spread": self.spread,
-                "scale": self.scale,
-                "unit": self.unit,
-                "bounds": self.bounds,
-            }
-            return Scalar("label_smoothing", value=target, **settings).bind(optimizer)
-        if not hasattr(target, "label_smoothing"):
+            cell = _held(target)
+        elif hasattr(target, "label_smoothing"):
+            cell = attribute_cell(target, "label_smoothing")
+        else:
             raise ValueError(
                 f"target must be an nn.CrossEntropyLoss or a number, got {type(target).__name__}"
             )
-        cells = [attribute_cell(target, "label_smoothing")]
-        return [
-            _forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds)
-        ]
+        return [_forward_knob(self, "label_smoothing", [cell])]
 
 
 @dataclass(frozen=True)
@@ -251,22 +218,12 @@ class LossWeights:
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a task that has no weight, or one that is not above 0."""
-        if not isinstance(self.weights, MutableMapping) or not self.weights:
-            raise ValueError(
-                "weights must be a dict from task to number, which the loss reads, got "
-                f"{self.weights!r}"
-            )
         tasks = list(self.weights if self.tasks is None else self.tasks)
         for task in tasks:
             if task not in self.weights:
                 raise ValueError(f"tasks names {task!r}, which is none of {list(self.weights)}")
         return [
-            _forward_knob(
-                f"loss_weight/{task}",
-                self.spread,
-                [item_cell(self.weights, task)],
-                bounds=self.bounds,
-            )
+            _forward_knob(self, f"loss_weight/{task}", [item_cell(self.weights, task)])
             for task in tasks
         ]
 
@@ -288,36 +245,17 @@ class Temperature:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a model without such an attribute, one that is trained, or one that
         is not above 0."""
-        _check_module(self.model)
         found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
         if not found:
             raise ValueError(
                 f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: "
                 "name it, or use hdet.Scalar"
             )
-        for value in (getattr(module, self.attribute) for module in found):
-            if isinstance(value, nn.Parameter):
-                raise ValueError(
-                    f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a "
-                    "number or a buffer"
-                )
-            if not (
-                isinstance(value, torch.Tensor)
-                and value.dim() == 0
-                or isinstance(value, (int, float))
-            ):
-                raise ValueError(
-                    f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d "
-                    "tensor: name another attribute"
-                )
-        cells = [attribute_cell(module, self.attribute) for module in found]
-        return [
-            _forward_knob(
-                self.attribute,
-                self.spread,
-                cells,
-                bounds=self.bounds,
-                valid_on_train_loss=True,
-                affects_eval_loss=True,
+        if any(isinstance(getattr(module, self.attribute), nn.Parameter) for module in found):
+            raise ValueError(
+                f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a "
+                "number or a buffer"
             )
-        ]
+        cells = [attribute_cell(module, self.attribute) for module in found]
+        flags = {"valid_on_train_loss": True, "affects_eval_loss": True}
+        return [_forward_knob(self, self.attribute, cells, **flags)]

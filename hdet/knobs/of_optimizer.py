@@ -4,7 +4,7 @@ it clips to."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from ..core.scale import Scale
 from ..core.spread import check_spread
 from ..kernels.spec.interface import COUPLED
-from .bound import Bound, Bounds, GroupKnob, ProductKnob, scale_of
+from .bound import Bound, Bounds, scale_of
 from .cells import attribute_cell
+from .groups import GroupKnob, ProductKnob
 from .of_model import Scalar
 
 __all__ = ["Betas", "ClipNorm", "Eps", "GroupValue", "LearningRate", "WeightDecay"]
@@ -30,6 +31,13 @@ _MULTIPLIED = (
     "it is multiplied, so begin above 0 (the default of many optimizers and trainers is 0: say it "
     "yourself)"
 )
+
+
+_COUPLED = (
+    torch.optim.Adam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad,
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+)  # fmt: skip
+"""torch's optimizers whose weight decay is part of the gradient, unless a group says otherwise."""
 
 
 class _OfGroups:
@@ -47,67 +55,68 @@ class _OfGroups:
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
-        groups = self.groups
-        listed = isinstance(groups, Sequence) and not isinstance(groups, str) and len(groups) > 0
-        if not (listed or groups is None or groups == "each"):
+        if isinstance(self.groups, str) and self.groups != "each":
             raise ValueError(
-                "groups must be None, 'each' or a list of group names or indices, which is not "
-                f"empty, got {groups!r}"
+                "groups must be None, 'each' or a list of group names or indices, got "
+                f"{self.groups!r}"
             )
         self._scale()
 
     def _scale(self) -> Scale:
         return scale_of(self.bounds)
 
-    def _knobs(
+    def _bind(
         self,
         optimizer: Optimizer,
         key: str,
         *,
         name: str = "",
         kind: type[GroupKnob] = GroupKnob,
-        entry: int | None = None,
-        **flags: Any,
+        **settings: Any,
     ) -> list[Bound]:
         """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the
         key."""
-        if all(
-            key not in group for group in optimizer.param_groups
-        ):  # FusedMuon has groups of two kinds
+        groups = optimizer.param_groups
+        if all(key not in group for group in groups):  # FusedMuon has groups of two kinds
             raise ValueError(
                 f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have "
                 f"no {key!r}: leave the knob out"
             )
-        able = lambda group: key in group and (key in ("lr", "betas") or float(group[key]) > 0)
-        chosen = _choose(optimizer, self.groups, name or key, able)
-        scale = self._scale()
+        usable = [i for i, group in enumerate(groups) if _can_move(group, key)]
+        chosen = _choose(optimizer, self.groups, name or key, usable)
         return [
-            kind(label, self.spread, optimizer, key, indices, scale, entry=entry, **flags)
+            kind(label, self.spread, optimizer, key, indices, self._scale(), **settings)
             for label, indices in chosen
         ]
 
 
+def _can_move(group: dict[str, Any], key: str) -> bool:
+    """Is there a number above 0 to multiply? A schedule of rates may begin at 0."""
+    if key in ("lr", "betas"):
+        return key in group
+    value: Any = group.get(key)
+    is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+    return is_number and bool(value > 0)
+
+
 def _choose(
-    optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]
+    optimizer: Optimizer, groups: Groups, name: str, usable: Sequence[int]
 ) -> list[tuple[str, list[int]]]:
     """(name of the knob, indices of its groups).
 
     Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
     cannot be used, or if there is none at all that can."""
     labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
-    able = [i for i, group in enumerate(optimizer.param_groups) if usable(group)]
-    if not able:
+    if not usable:
         raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
     if groups is None:
-        return [(name, able)]
-    if groups == "each":
-        return [(f"{name}/{labels[i]}", [i]) for i in able]
+        return [(name, list(usable))]
     chosen = []
-    for group in groups:
+    for group in usable if groups == "each" else groups:
         index = group if isinstance(group, int) else labels.index(group) if group in labels else -1
         if not 0 <= index < len(labels):
             raise ValueError(f"groups names {group!r}, but the optimizer has the groups {labels}")
-        if index not in able:
+        if index not in usable:
             raise ValueError(
                 f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}"
             )
@@ -132,7 +141,7 @@ class LearningRate(_OfGroups):
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a group that does not exist, or a rate outside of the bounds."""
-        return self._knobs(optimizer, "lr", valid_on_train_loss=True)
+        return self._bind(optimizer, "lr", valid_on_train_loss=True)
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,6 @@ class WeightDecay(_OfGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.product, bool):
-            raise ValueError(f"product must be True or False, got {self.product!r}")
         if self.product and self.bounds is not None:
             raise ValueError(
                 f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: "
@@ -170,13 +177,11 @@ class WeightDecay(_OfGroups):
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a group that does not exist or has no decay, or one outside of the
         bounds."""
-        made = self._knobs(
-            optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob
-        )
-        for knob in made:
-            assert isinstance(knob, GroupKnob)
+        kind = ProductKnob if self.product else GroupKnob
+        knobs = self._bind(optimizer, "weight_decay", kind=kind)
+        for knob in knobs:
             knob.moments_diverge = any(_is_coupled(optimizer, i) for i in knob.indices)
-        return made
+        return knobs
 
 
 def _is_coupled(optimizer: Optimizer, index: int) -> bool:
@@ -187,16 +192,9 @@ def _is_coupled(optimizer: Optimizer, index: int) -> bool:
         return False
     if hasattr(optimizer, "rule"):
         return optimizer.rule in COUPLED and (optimizer.rule != "sgd" or group["momentum"] != 0)
-    coupled = (
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-    )
-    with_momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0
-    return with_momentum or isinstance(optimizer, (*coupled, torch.optim.RMSprop))
+    if isinstance(optimizer, torch.optim.SGD):
+        return bool(group["momentum"] != 0)
+    return isinstance(optimizer, _COUPLED)
 
 
 @dataclass(frozen=True)
@@ -216,11 +214,7 @@ class Betas(_OfGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            isinstance(self.which, str)
-            or not self.which
-            or not all(i in (0, 1) for i in self.which)
-        ):
+        if not self.which or not all(i in (0, 1) for i in self.which):
             raise ValueError(f"which must list 0 (beta1) or 1 (beta2) or both, got {self.which!r}")
 
     def _scale(self) -> Scale:
@@ -230,11 +224,11 @@ class Betas(_OfGroups):
         """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta
         outside of the bounds."""
         flags: dict[str, Any] = {"valid_on_train_loss": True, "moments_diverge": True}
-        knobs = (
-            self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags)
+        return [
+            knob
             for i in self.which
-        )
-        return [knob for both in knobs for knob in both]
+            for knob in self._bind(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags)
+        ]
 
 
 @dataclass(frozen=True)
@@ -248,7 +242,7 @@ class Eps(_OfGroups):
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps
         that is 0 or outside of the bounds."""
-        return self._knobs(optimizer, "eps", valid_on_train_loss=True)
+        return self._bind(optimizer, "eps", valid_on_train_loss=True)
 
 
 _NAMED = {
@@ -292,17 +286,9 @@ class GroupValue(_OfGroups):
     moments_diverge: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str) or not self.key:
-            raise ValueError(
-                f"key must be the name of an entry of the parameter groups, got {self.key!r}"
-            )
         if self.key in _NAMED:
             raise ValueError(
                 f"key is {self.key!r}, which has a knob of its own: use hdet.{_NAMED[self.key]}"
-            )
-        if self.scale not in (None, "log", "horizon"):
-            raise ValueError(
-                f"scale of {self.key!r} must be 'log', 'horizon' or None, got {self.scale!r}"
             )
         super().__post_init__()
 
@@ -315,19 +301,9 @@ class GroupValue(_OfGroups):
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for groups without the key or that do not exist, and for a value that
         is no number, not above 0 or out of bounds."""
-        for group in optimizer.param_groups:
-            value = group.get(self.key, 1.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(
-                    f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no "
-                    "number"
-                )
-        return self._knobs(
-            optimizer,
-            self.key,
-            valid_on_train_loss=self.valid_on_train_loss,
-            moments_diverge=self.moments_diverge,
-        )
+        names = ("valid_on_train_loss", "moments_diverge")
+        flags = {name: getattr(self, name) for name in names}
+        return self._bind(optimizer, self.key, **flags)
 
 
 @dataclass(frozen=True)
@@ -352,35 +328,21 @@ class ClipNorm:
         """Raises ValueError without a norm above 0 to begin with."""
         if self.value is not None:
             knob = Scalar(
-                "clip_norm",
-                None,
-                None,
-                self.spread,
-                "log",
-                None,
-                self.bounds,
-                True,
-                on_gradients=True,
-                value=self.value,
-            )
+                "clip_norm", spread=self.spread, bounds=self.bounds, valid_on_train_loss=True,
+                on_gradients=True, value=self.value,
+            )  # fmt: skip
             return knob.bind(optimizer)
         norm = getattr(optimizer, "max_grad_norm", None)
         if norm is None or not 0 < norm < math.inf:
             raise ValueError(
                 f"ClipNorm: {type(optimizer).__name__} has max_grad_norm {norm!r}: give a fused "
-                "optimizer one above 0, or pass ClipNorm(value) "
-                'and clip by ensemble.value("clip_norm")'
+                "optimizer one above 0, or pass ClipNorm(value) and clip by "
+                'ensemble.value("clip_norm")'
             )
         cells = [attribute_cell(optimizer, "max_grad_norm")]
-        scale, key = scale_of(self.bounds), "max_grad_norm"
         return [
             Bound(
-                "clip_norm",
-                self.spread,
-                cells,
-                scale,
-                key=key,
-                valid_on_train_loss=True,
-                moments_diverge=True,
+                "clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm",
+                valid_on_train_loss=True, moments_diverge=True,
             )
-        ]
+        ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..knobs import Bound, GroupKnob
+from ..knobs import Bound
 from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
 
@@ -189,7 +189,7 @@ class FanOut:
         """Those of rates, to a fused optimizer."""
         table = [[1.0] * len(self.optimizer.param_groups) for _ in self.multipliers]
         for k, knob in enumerate(self.knobs):
-            if isinstance(knob, GroupKnob) and knob.key == "lr":
+            if knob.key == "lr":
                 for row, multipliers in zip(table, self.multipliers, strict=True):
                     for i, index in enumerate(knob.indices):
                         row[index] = knob.effective(i, float(multipliers[k]))
