@@ -21,8 +21,6 @@ __all__ = ["FanOut", "without_hooks"]
 class FanOut:
     """Wraps ``optimizer.step`` of one instance.
 
-    The wrapper asks whichever FanOut the optimizer has, so it is put on once.
-
     Hooks would not do: torch skips post-hooks when a step raises, and the multiplied value would
     stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones),
     takes those of rates through it, for all sets of parameters that it steps. Knobs of the forward
@@ -60,14 +58,13 @@ class FanOut:
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._on_cycle_start, self._skippable = on_cycle_start, skippable
-        self._is_first_step = True  # of a cycle, or after an average
-        self._moves = False  # does any knob have another value in a step?
-        self._is_stepping = False
         self._first = first_replica
+        self._is_first_step = True  # of a cycle, or after an average
+        self._passes = False  # is the optimizer's step its own: within one, or `aside`?
+        self._moves = False  # does any knob have another value in a step?
         self._wait_for_state: Callable[[], None] = lambda: None  # ends the waiting
-        rates = [knob for knob in self.knobs if knob.key == "lr"]
-        self._rates = rates
-        self._are_rates_bounded = self.is_fused and any(knob.scale.bounded for knob in rates)
+        self._rates = [knob for knob in self.knobs if knob.key == "lr"]
+        self._are_rates_bounded = self.is_fused and any(k.scale.bounded for k in self._rates)
         self._in_step = [
             (k, knob)
             for k, knob in enumerate(self.knobs)
@@ -79,7 +76,16 @@ class FanOut:
         optimizer: Any = self.optimizer
         if self.is_fused:
             optimizer.first_replica = self._first
-        _wrap(optimizer)
+        inner = optimizer.step
+
+        @functools.wraps(inner)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # Whoever has looked this up may still call it when another Ensemble has followed.
+            driver: FanOut | None = optimizer._hdet_fan_out
+            return inner(*args, **kwargs) if driver is None else driver.step(inner, *args, **kwargs)
+
+        # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
+        self._wrapper = optimizer.step = types.MethodType(step, optimizer)
         optimizer.add_param_group = _refuse_group
         optimizer._hdet_fan_out = self
         self._check = optimizer.register_step_post_hook(self._check_not_bypassed)
@@ -88,9 +94,9 @@ class FanOut:
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
-        if self._is_stepping:  # called by a second wrapper
+        if self._passes:
             return inner(*args, **kwargs)
-        self._is_stepping = True
+        self._passes = True
         try:
             rate = self.optimizer.param_groups[0].get("lr", 1.0)
             if (not isinstance(rate, float) or rate == 0.0) and self._is_of_a_library():
@@ -108,15 +114,16 @@ class FanOut:
             self.stepped = True
             return result
         finally:
-            self._is_stepping = False
+            self._passes = False
 
     def _is_of_a_library(self) -> bool:
         """Are all rates 0, and is that nobody's schedule? A rate on a CUDA device is not read."""
         for group in self.optimizer.param_groups:
             rate = group.get("lr", 1.0)
-            if rate != 0 if not isinstance(rate, torch.Tensor) else rate.is_cuda or rate.any():
+            if rate.is_cuda or rate.any() if isinstance(rate, torch.Tensor) else rate != 0:
                 return False
-        return not self._rates or any(knob.find_foreign_write() is not None for knob in self._rates)
+        written = (knob.find_foreign_write() is not None for knob in self._rates)
+        return not self._rates or any(written)
 
     def _begin(self, is_ready: bool) -> None:
         """Before the first step of a cycle. ``is_ready``: are there gradients already?"""
@@ -148,19 +155,19 @@ class FanOut:
     def aside(self) -> Iterator[None]:
         """Inside, the optimizer's step is its own: at the values in its groups, not counted, and
         hooks of a step (an average of weights) do not see it."""
-        before, self._is_stepping = self._is_stepping, True
+        before, self._passes = self._passes, True
         try:
             with without_hooks(self.optimizer):
                 yield
         finally:
-            self._is_stepping = before
+            self._passes = before
 
     def _check_not_bypassed(self, *_: Any) -> None:
         """A step has ended.
 
         Raises RuntimeError for one that came by another way than the wrapper.
         """
-        if not self._is_stepping and not self._is_of_a_library():
+        if not self._passes and not self._is_of_a_library():
             raise RuntimeError(
                 "this step went past the Ensemble that drives this "
                 f"{type(self.optimizer).__name__}: it was done at base values, and no cycle would "
@@ -188,11 +195,10 @@ class FanOut:
     def _hand_on_multipliers(self) -> None:
         """Those of rates, to a fused optimizer."""
         table = [[1.0] * len(self.optimizer.param_groups) for _ in self.multipliers]
-        for k, knob in enumerate(self.knobs):
-            if knob.key == "lr":
-                for row, multipliers in zip(table, self.multipliers, strict=True):
-                    for i, index in enumerate(knob.indices):
-                        row[index] = knob.effective(i, float(multipliers[k]))
+        for row, multipliers in zip(table, self.multipliers, strict=True):
+            for knob, multiplier in zip(self.knobs, multipliers, strict=True):
+                for i, index in enumerate(knob.indices if knob.key == "lr" else ()):
+                    row[index] = knob.effective(i, multiplier)
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
     def note_average(self) -> None:
@@ -237,51 +243,26 @@ class FanOut:
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self._check.remove()
         self._wait_for_state()
-        self.optimizer.__dict__.pop("add_param_group", None)
-        self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
-        _unwrap(self.optimizer)
+        optimizer: Any = self.optimizer
+        del optimizer.add_param_group
+        optimizer._hdet_fan_out = None
+        if optimizer.step is self._wrapper:
+            inner = self._wrapper.__func__.__wrapped__
+            del optimizer.step
+            if inner != optimizer.step:  # it was the instance's own
+                optimizer.step = inner
 
 
 @contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Inside, no hook is called before or after a step."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
-        type(before)(),
-        type(after)(),
-    )
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: getattr(optimizer, name) for name in names}
+    optimizer.__dict__.update({name: type(hooks)() for name, hooks in before.items()})
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-
-
-def _wrap(optimizer: Optimizer) -> None:
-    """Let ``optimizer.step`` ask the FanOut there is; once, however many come one after the
-    other."""
-    inner: Callable[..., Any] = optimizer.step
-    if hasattr(inner, "_hdet_wrapper"):  # functools.wraps hands it on to whoever wraps ours in turn
-        return
-
-    @functools.wraps(inner)
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        fan_out: FanOut | None = optimizer._hdet_fan_out  # type: ignore[attr-defined]
-        return inner(*args, **kwargs) if fan_out is None else fan_out.step(inner, *args, **kwargs)
-
-    step._hdet_wrapper = step  # type: ignore[attr-defined]
-    # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-
-def _unwrap(optimizer: Optimizer) -> None:
-    """Take the wrapper off where it is on top."""
-    top: Any = optimizer.step
-    if not hasattr(top, "_hdet_wrapper") or getattr(top, "__func__", None) is not top._hdet_wrapper:
-        return
-    inner = top.__wrapped__
-    del optimizer.step
-    if inner != optimizer.step:  # it was the instance's own
-        optimizer.step = inner  # type: ignore[method-assign]
+        optimizer.__dict__.update(before)
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
