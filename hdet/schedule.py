@@ -235,9 +235,8 @@ class Schedule:
         Raises:
             ValueError: a state of another run, or one with values that no schedule has.
         """
-        given = schema.read(state, {"scheduler": schema.optional(schema.MAPPING)}, STATE)[
-            "scheduler"
-        ]
+        checks = {"scheduler": schema.optional(schema.MAPPING)}
+        given = schema.read(state, checks, STATE)["scheduler"]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
                 "the ensemble's state and this run differ in having a scheduler: construct "
@@ -250,11 +249,13 @@ class Schedule:
         # After its last step a linear OneCycleLR is below 0.
         least = -HIGHEST_RATE if is_over else LOWEST_RATE
         kinds = {knob.name: _kind_of_value(knob, least) for knob in self.knobs}
-        lists = {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs}
-        highest = {name: schema.optional(kind) for name, kind in kinds.items()}
-        values = schema.read(state, {"scheduled": schema.MAPPING, "highest": schema.MAPPING}, STATE)
-        for key, checks in (("scheduled", lists), ("highest", highest)):
-            values[key] = schema.read(values[key], checks, f"{key} of {STATE}")
+        tables: dict[str, dict[str, schema.Check]] = {
+            "scheduled": {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs},
+            "highest": {name: schema.optional(kind) for name, kind in kinds.items()},
+        }
+        values = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
+        for key, table in tables.items():
+            values[key] = schema.read(values[key], table, f"{key} of {STATE}")
         values["scheduler"] = None if given is None else self._checked(given, own, total, least)
         return values
 
@@ -278,9 +279,8 @@ class Schedule:
             for key, value in plain(own).items()
         }
         if type(own.get("last_epoch")) is int:
-            kinds["last_epoch"] = schema.number(
-                -1, schema.COUNT.high if total is None else total, whole=True
-            )
+            last = schema.LARGEST_COUNT if total is None else total
+            kinds["last_epoch"] = schema.number(-1, last, whole=True)
         if type(own.get("total_steps")) is int:
             kinds["total_steps"] = schema.COUNT
         checked = _with_whole_keys(schema.read(given, kinds, "the scheduler's state"), own)

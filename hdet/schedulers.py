@@ -4,7 +4,6 @@ of the same name."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -95,52 +94,33 @@ class OneCycleAutoLR(OneCycleLR):
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
-            rates = max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]
-            if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
-                raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
             whole(model_sync_interval, "model_sync_interval", of="steps")
             replicas = _resolve_replicas(replicas, rank, world_size)
-            if freeze_after is not None and (controller is not None or not enable_auto_lr):
-                raise ValueError(
-                    f"freeze_after is {freeze_after!r}, but "
-                    + (
-                        "enable_auto_lr is off: leave it out"
-                        if controller is None
-                        else "a controller is given: pass it to the controller"
-                    )
-                )
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(
                     loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after
                 )
+            elif freeze_after is not None:
+                raise ValueError(
+                    f"freeze_after is {freeze_after!r}, but it is of the controller of "
+                    "enable_auto_lr: leave it out, or pass it to the controller that you give"
+                )
             super().__init__(
-                optimizer,
-                max_lr,
-                total_steps,
-                epochs,
-                steps_per_epoch,
-                pct_start,
-                anneal_strategy,  # type: ignore[arg-type]
-                cycle_momentum,
-                base_momentum,
-                max_momentum,
-                div_factor,
-                final_div_factor,
-                three_phase,
-                last_epoch,
-            )
+                optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start,
+                anneal_strategy, cycle_momentum, base_momentum, max_momentum,  # type: ignore[arg-type]
+                div_factor, final_div_factor, three_phase, last_epoch,
+            )  # fmt: skip
+            groups = _groups_of_knobs(optimizer, controller)
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),
-                knobs=[
-                    LearningRate(ensemble_lr_spread_ratio, groups=_knobs_of(optimizer, controller))
-                ],
+                knobs=[LearningRate(ensemble_lr_spread_ratio, groups=groups)],
                 replicas=replicas,
-                sync=dataclasses.replace(
-                    Sync() if sync is None else sync, every=model_sync_interval
-                ),
+                sync=dataclasses.replace(sync or Sync(), every=model_sync_interval),
                 warmup_steps=auto_lr_warmup_steps,
                 controller=controller,
                 seed=seed,
@@ -196,16 +176,13 @@ class OneCycleAutoLR(OneCycleLR):
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on
         every rank."""
-        return {
-            **self._torch_state(),
-            "ensemble": {**self.ensemble.state_dict(), "scheduler": {}},
-        }  # that part is beside it
+        own = {**self.ensemble.state_dict(), "scheduler": {}}  # that part is beside it
+        return {**self._torch_state(), "ensemble": own}
 
     def _torch_state(self) -> dict[str, Any]:
-        torch_part: dict[str, Any] = plain(
-            {key: value for key, value in super().state_dict().items() if key != "ensemble"}
-        )
-        return torch_part
+        state = super().state_dict()
+        state.pop("ensemble", None)
+        return plain(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a run; N may differ.
@@ -216,33 +193,23 @@ class OneCycleAutoLR(OneCycleLR):
         """
         checks = {"ensemble": MAPPING, "last_epoch": ANYTHING}
         own = read(state_dict, checks, "the scheduler's state")["ensemble"]
-        self.ensemble.load_state_dict(
-            {
-                **own,
-                "scheduler": {key: value for key, value in state_dict.items() if key != "ensemble"},
-            }
-        )
+        torchs = {key: value for key, value in state_dict.items() if key != "ensemble"}
+        self.ensemble.load_state_dict({**own, "scheduler": torchs})
         self._take_last_lr()
 
 
-def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
+def _groups_of_knobs(optimizer: Optimizer, controller: Controller | None) -> str | None:
     """As published, every parameter group is a knob, but for controllers that cannot tell so many
     apart (`Controller.knob_per_group`)."""
-    together = len(optimizer.param_groups) == 1 or (
-        isinstance(controller, Controller) and not controller.knob_per_group
-    )
-    return None if together else "each"
+    tells_apart = not isinstance(controller, Controller) or controller.knob_per_group
+    return "each" if len(optimizer.param_groups) > 1 and tells_apart else None
 
 
 class _TorchPart:
     """The OneCycleLR inside a OneCycleAutoLR, as the Ensemble's scheduler."""
 
     def __init__(self, owner: OneCycleAutoLR) -> None:
-        self.owner = owner
-
-    @property
-    def total_steps(self) -> int:
-        return self.owner.total_steps
+        self.owner, self.total_steps = owner, owner.total_steps
 
     @property
     def last_epoch(self) -> int:
@@ -262,22 +229,19 @@ class _TorchPart:
 def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """torch's constructor writes into the optimizer before everything is validated: take that back
     if something is refused."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
-    groups = [
+    before = [
         {key: (value, content(value)) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
-    step = optimizer.__dict__.get("step")
+    step = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
     try:
         yield
     except BaseException:
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        for group, entries in zip(optimizer.param_groups, before, strict=True):
             group.clear()
-            group.update({key: put(value, then) for key, (value, then) in before.items()})
+            group.update({key: put(value, then) for key, (value, then) in entries.items()})
         optimizer.__dict__.pop("step", None)
-        if step is not None:
-            optimizer.__dict__["step"] = step
+        optimizer.__dict__.update(step)
         raise
 
 
@@ -285,18 +249,15 @@ def _resolve_replicas(
     replicas: Replicas | None, rank: int | None, world_size: int | None
 ) -> Replicas:
     """Raises ValueError if the published arguments contradict what is really there."""
-    if replicas is None:
-        replicas = Replicas.default()
-    initialised = dist.is_available() and dist.is_initialized()
+    replicas = Replicas.default() if replicas is None else replicas
     each = len(replicas.local)  # replicas in a process
-    here = (replicas.local[0] // each, replicas.count // each)
-    where = "the process group" if initialised else "without a process group it"
-    remedy = (
-        ""
-        if initialised
-        else "call torch.distributed.init_process_group before building the scheduler, or "
-    )
-    for name, given, actual in (("rank", rank, here[0]), ("world_size", world_size, here[1])):
-        if given is not None and given != actual:
-            raise ValueError(f"{name} is {given}, but {where} has {actual}: {remedy}leave it out")
+    has_group = dist.is_available() and dist.is_initialized()
+    where = "the process group" if has_group else "without torch.distributed.init_process_group it"
+    found = (replicas.local[0] // each, replicas.count // each)
+    for name, given, actual in zip(("rank", "world_size"), (rank, world_size), found, strict=True):
+        if given not in (None, actual):
+            raise ValueError(
+                f"{name} is {given}, but {where} is {actual}: leave it out, or initialise the "
+                "process group before the scheduler is built"
+            )
     return replicas

@@ -40,13 +40,17 @@ Measured = Mapping[str, torch.Tensor]
 
 
 class LossMeter:
-    """Weighted sum of scalar losses in float64 on ``device``; `add` never waits for the device."""
+    """Weighted sum of scalar losses in float64 on ``device``; `add` never waits for the device.
+
+    Losses of the host are added up there, in a microsecond; an operation on a tensor takes forty
+    in a step that has used the caches for something else.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum of weight * loss, sum of the weights that are tensors."""
         self._sum = self._total[0]
-        self._weight = 0.0
+        self._number, self._weight = 0.0, 0.0
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
         """Add one loss (a tensor of one element, or a number) with its weight (micro-batches,
@@ -59,7 +63,10 @@ class LossMeter:
                     f"loss must be one floating-point number, got a {loss.dtype} tensor of shape "
                     f"{tuple(loss.shape)}: pass loss.mean()"
                 )
-            loss = loss.detach().reshape(()).to(self._total.device, non_blocking=True)
+            if loss.is_cpu:
+                loss = loss.item()
+            else:
+                loss = loss.detach().reshape(()).to(self._total.device, non_blocking=True)
         elif not isinstance(loss, Real):  # numpy's scalars too
             raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")
         if isinstance(weight, torch.Tensor):
@@ -75,21 +82,21 @@ class LossMeter:
         if isinstance(loss, torch.Tensor):
             self._sum.add_(loss, alpha=weight)
         else:
-            self._sum.add_(loss * weight)
+            self._number += float(loss) * weight
 
     def stats(self) -> torch.Tensor:
         """(2,) float64 on the device: weighted sum and weight.
 
         A weight that is NaN makes the sum NaN and is 0 itself.
         """
-        total, weight = self._total[0], self._total[1] + self._weight
+        total, weight = self._total[0] + self._number, self._total[1] + self._weight
         return torch.stack(
             [torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)]
         )
 
     def reset(self) -> None:
         self._total.zero_()
-        self._weight = 0.0
+        self._number, self._weight = 0.0, 0.0
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,9 @@ def drop_in(**settings: Any) -> hdet.OneCycleAutoLR:
 def test_the_drop_in_passes_it_on_to_whom_it_makes() -> None:
     controller = drop_in(enable_auto_lr=True, freeze_after=0.25).ensemble.engine.controller
     assert isinstance(controller, hdet.SoftmaxController) and controller.freeze_after == 0.25
-    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but a controller is given"):
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but it is of"):
         drop_in(controller=hdet.SoftmaxController(decay=None), freeze_after=0.5)
-    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but enable_auto_lr is off"):
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but it is of"):
         drop_in(freeze_after=0.5)
 
 
