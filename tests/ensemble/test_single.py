@@ -310,7 +310,7 @@ def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch)
         run.ensemble.observe(loss, weight=torch.tensor(2.0))
         assert reads == []
     assert run.ensemble.engine.position == 6
-    bool(loss)
+    bool(torch.tensor(1.0))
     assert reads == ["__bool__"], "the watch itself works"
 
 
