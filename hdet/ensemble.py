@@ -89,8 +89,8 @@ class Ensemble:
         knobs = [LearningRate()] if knobs is None else knobs
         sync, divergence = sync or Sync(), divergence or Divergence()
         check_arguments(
-            optimizer, scheduler=scheduler, knobs=knobs, replicas=replicas, controller=controller,
-            sync=sync, divergence=divergence, seed=seed, log=log,
+            optimizer, scheduler, knobs, replicas=replicas, controller=controller, sync=sync,
+            divergence=divergence,
         )  # fmt: skip
         # Everything is validated before the optimizer is touched, which `Parts.attach` does.
         parts = Parts(

@@ -36,118 +36,86 @@ __all__ = [
     "design_of",
 ]
 
+_KINDS = {
+    "replicas": (Replicas, "Replicas.from_group(group) or CoresidentReplicas(model, 4)"),
+    "controller": (Controller, "AutoLR(model) or ProbeController(...)"),
+    "sync": (Sync, "Sync(50)"),
+    "divergence": (Divergence, "Divergence(rollback='device')"),
+}
+"""By argument: its class, and an example."""
 
-def check_arguments(
-    optimizer: Any,
-    *,
-    scheduler: Any,
-    knobs: Any,
-    replicas: Any,
-    controller: Any,
-    sync: Any,
-    divergence: Any,
-    seed: Any,
-    log: Any,
-) -> None:
+
+def check_arguments(optimizer: Any, scheduler: Any, knobs: Any, **others: Any) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used;
-    both name argument, value and remedy."""
+    both name argument, value and remedy. ``others``: of `_KINDS`, None where there is none."""
+    _check_optimizer(optimizer)
+    _check_scheduler(scheduler, optimizer)
+    if not isinstance(knobs, Sequence) or not all(
+        hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs
+    ):
+        raise TypeError(
+            f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}"
+        )
+    for name, value in others.items():
+        kind, example = _KINDS[name]
+        if isinstance(value, type):
+            raise TypeError(
+                f"{name} must be an object, got the class {value.__name__}: write "
+                f"{value.__name__}(...)"
+            )
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be an hdet.{kind.__name__}, such as hdet.{example}, got {value!r}"
+            )
+    replicas, sync = others["replicas"], others["sync"]
+    if replicas is None:
+        return
+    replicas.check_optimizer(optimizer)
+    if len(replicas.local) > 1 and (sync.gradients == "local" or sync.converge.needs_processes):
+        raise ValueError(
+            f"gradients is {sync.gradients!r} and converge {sync.converge!r}, but co-resident "
+            "replicas share one gradient, and their optimizer averages them: leave both out"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
-        inside = (
-            ": pass the one inside, its .optimizer"
-            if isinstance(getattr(optimizer, "optimizer", None), Optimizer)
-            else ""
-        )
+        inside = getattr(optimizer, "optimizer", None)
+        remedy = ": pass the one inside, its .optimizer" if isinstance(inside, Optimizer) else ""
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{inside}"
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{remedy}"
         )
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
             "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or "
             "close() the other first"
         )
+
+
+def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    if scheduler is None:
+        return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
             "the controller reacts to losses"
         )
-    if scheduler is not None and not all(
-        callable(getattr(scheduler, name, None))
-        for name in ("step", "state_dict", "load_state_dict")
-    ):
-        raise TypeError(
-            "scheduler must have step, state_dict and load_state_dict like torch's, got "
-            f"{type(scheduler).__name__}"
-        )
-    if scheduler is not None and (needed := _needed(scheduler.step)):
+    needed = [
+        p.name
+        for p in inspect.signature(scheduler.step).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
         raise ValueError(
-            f"scheduler is {type(scheduler).__name__}, whose step needs {needed!r} (timm's "
+            f"scheduler is {type(scheduler).__name__}, whose step needs {needed[0]!r} (timm's "
             "schedulers are told where they are): leave scheduler out, pass "
             "total_steps, and call it inside `with ensemble.rescheduling():` (docs/loop.md)"
         )
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "scheduler belongs to another optimizer: build it with the one given to the Ensemble"
         )
-    if (
-        isinstance(knobs, (str, bytes))
-        or not isinstance(knobs, Sequence)
-        or not all(hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs)
-    ):
-        raise TypeError(
-            f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}"
-        )
-    if replicas is not None and not isinstance(replicas, Replicas):
-        raise TypeError(
-            "replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an "
-            f"hdet.CoresidentReplicas, got {type(replicas).__name__}"
-        )
-    if replicas is not None:
-        replicas.check_optimizer(optimizer)
-    if isinstance(controller, type) and issubclass(controller, Controller):
-        raise TypeError(
-            f"controller must be an object, got the class {controller.__name__}: write "
-            f"{controller.__name__}(...)"
-        )
-    if controller is not None and not isinstance(controller, Controller):
-        raise TypeError(
-            f"controller must be an object of a class from hdet.Controller, got {controller!r}: "
-            "pass hdet.AutoLR(model) or hdet.ProbeController(...)"
-        )
-    if not isinstance(sync, Sync):
-        raise TypeError(f"sync must be an hdet.Sync, such as hdet.Sync(50), got {sync!r}")
-    if sync.gradients == "local" and replicas is not None and len(replicas.local) > 1:
-        raise ValueError(
-            "gradients is 'local', but co-resident replicas step with one gradient and one set of "
-            "moments: pass gradients='shared'"
-        )
-    if replicas is not None and len(replicas.local) > 1 and sync.converge.needs_processes:
-        raise ValueError(
-            f"converge is {sync.converge!r}, but co-resident replicas are averaged by their "
-            "optimizer: leave it out"
-        )
-    if not isinstance(divergence, Divergence):
-        raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    if log is not None and not callable(log):
-        raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
-
-
-def _needed(step: Any) -> str | None:
-    """An argument without which it cannot be called."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return None
-    return next(
-        (
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ),
-        None,
-    )
 
 
 def averaged_tensors(
@@ -161,26 +129,20 @@ def averaged_tensors(
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
     if isinstance(buffers, nn.Module):
-        check_buffers_stay(buffers)
+        _check_buffers_stay(buffers)
         found = ReplicaTensors(tensors, model=buffers)
     else:
-        listed = isinstance(buffers, Iterable) and not isinstance(
-            buffers, torch.Tensor
-        )  # whose rows would be taken for buffers
-        given: list[Any] = list(buffers) if listed else [buffers]
-        if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
-            raise TypeError(
-                "buffers must be a module or a list of tensors, got "
-                f"{given if listed else type(given[0]).__name__!r}"
-            )
-        found = ReplicaTensors(tensors, given)
+        listed = list(buffers)
+        if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
+            raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
+        found = ReplicaTensors(tensors, listed)
     for name, group in (("parameter", tensors), ("buffer", found.buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
     return found
 
 
-def check_buffers_stay(model: nn.Module) -> None:
+def _check_buffers_stay(model: nn.Module) -> None:
     """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica
     0's would be all there is."""
     for module in model.modules():
@@ -190,9 +152,8 @@ def check_buffers_stay(model: nn.Module) -> None:
         ):
             warnings.warn(
                 "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, "
-                "so running statistics (BatchNorm) follow "
-                "one replica, whatever is averaged: wrap with broadcast_buffers=False "
-                "(forward_sync_buffers=False in newer torch)",
+                "so running statistics (BatchNorm) follow one replica, whatever is averaged: wrap "
+                "with broadcast_buffers=False (forward_sync_buffers=False in newer torch)",
                 stacklevel=5,
             )
 
@@ -225,71 +186,70 @@ def check_knobs(
 ) -> None:
     """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError
     names the knob, why not, and the way out."""
-    moments, shared, together = sync.moments, sync.gradients == "shared", len(replicas.local) > 1
+    shared = sync.gradients == "shared"
     for knob in knobs:
-        if together and knob.acts == "step" and knob.key != "lr":
+        _check_acts(knob, replicas, shared)
+        if not (knob.valid_on_train_loss or controller is None or controller.judges_held_out):
             raise ValueError(
-                f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas "
-                "share, at rates of their own only: explore it with one process per replica"
+                f"the training loss is no honest judge of the knob {knob.name!r} (it votes for "
+                f"less), and the controller {controller.name!r} would let it judge: use "
+                "ProbeController(..., held_out=True), controller=None, or a controller of your own "
+                "that learns from held-out data alone and says judges_held_out = True"
             )
-        if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
-            raise ValueError(
-                f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
-                "replicas step with the same all-reduced gradient, so nothing would differ "
-                "between them: pass gradients='local' and a choice of moments"
-            )
-        if together and knob.on_gradients:
-            raise ValueError(
-                f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have "
-                "one: explore it with one process per replica"
-            )
-        if (
-            not knob.valid_on_train_loss
-            and controller is not None
-            and not controller.judges_held_out
-        ):
-            raise ValueError(
-                f"the training loss is no honest judge of the knob {knob.name!r} (it always votes "
-                f"for less), and the controller {controller.name!r} would let it judge: use "
-                "ProbeController(..., held_out=True), with mini-batches that are not trained on "
-                "and a loss_fn without regularisation; or controller=None. A controller of your "
-                "own that learns from such mini-batches alone says judges_held_out = True"
-            )
+    _check_moments(knobs, optimizer, replicas, sync)
+    if sync.converge.needs_rates_only:
+        _check_mean_is_base(knobs, replicas.count, design)
+
+
+def _check_acts(knob: Bound, replicas: Replicas, shared: bool) -> None:
+    in_step = knob.acts == "step" and knob.key != "lr"
+    if len(replicas.local) > 1 and (in_step or knob.on_gradients):
+        raise ValueError(
+            f"the knob {knob.name!r} acts inside optimizer.step() or on gradients, which "
+            "co-resident replicas share: explore it with one process per replica"
+        )
+    if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
+        raise ValueError(
+            f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
+            "replicas step with the same all-reduced gradient, so nothing would differ "
+            "between them: pass gradients='local' and a choice of moments"
+        )
+
+
+def _check_moments(
+    knobs: Sequence[Bound], optimizer: Optimizer, replicas: Replicas, sync: Sync
+) -> None:
+    """What becomes of the optimizer's state, where replicas may have different ones."""
+    moments, shared = sync.moments, sync.gradients == "shared"
     if moments == "average" and keeps_codes(optimizer):
         raise ValueError(
             "moments is 'average', but the optimizer keeps them in 8 bits, which have no mean: "
             "pass moments='keep' or 'reset', or construct the optimizer with another moment_dtype"
         )
+    explored = [knob for knob in knobs if knob.spread > 0]
     if keeps_weights(optimizer):
         # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state,
         # so both have to be averaged.
-        if (
-            replicas.count > 1
-            and (not shared or any(knob.spread > 0 for knob in knobs))
-            and moments != "average"
-        ):
+        if replicas.count > 1 and (explored or not shared) and moments != "average":
             raise ValueError(
                 f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own "
                 "beside the parameters, in which replicas would stay apart: pass moments='average'"
             )
-    elif shared:
-        _check_moments_of_shared(knobs, moments, follows_gradients(optimizer))
-    if sync.converge.needs_rates_only:
-        _check_mean_is_base(knobs, replicas.count, design)
-
-
-def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None, equal: bool) -> None:
-    if moments is not None and equal and not any(knob.moments_diverge for knob in knobs):
+        return
+    if not shared:
+        return
+    can_part = any(knob.moments_diverge for knob in knobs)
+    if moments is not None and not can_part and follows_gradients(optimizer):
         raise ValueError(
             f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
             "leave it out"
         )
-    parting = [knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0]
+    parting = [repr(knob.name) for knob in explored if knob.moments_diverge]
     if parting and moments not in ("average", "reset"):
         raise ValueError(
-            f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} "
-            "differ in their moments, also with gradients='shared', where a checkpoint holds one "
-            "state for all: pass moments='average' or 'reset' (docs/local.md)"
+            f"moments is {moments!r}, but replicas that differ in {', '.join(parting)} differ in "
+            "their moments, also with gradients='shared', where a checkpoint holds one state for "
+            "all: pass moments='average' or 'reset' (docs/local.md)"
         )
 
 
@@ -304,9 +264,9 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
             )
     if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
         raise ValueError(
-            "converge is ExactLocal(), which needs multipliers that add up to the number of "
-            f"replicas, but no orthogonal design of {replicas} replicas for {len(knobs)} knobs is "
-            "balanced: use Plain(), design='permutation', or another number of replicas"
+            "converge is ExactLocal(), which needs multipliers that add up to N, but no orthogonal "
+            f"design of {replicas} replicas for {len(knobs)} knobs is balanced: use Plain(), "
+            "design='permutation', or another N"
         )
 
 
@@ -321,9 +281,8 @@ def check_several(
     if explores and replicas.count == 1 and replicas.members > 1:
         raise ValueError(
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
-            "nothing to explore with. Start more ranks, make tp, cp, "
-            "pp, ep or the shards smaller, or give the mesh a dimension over which parameters are "
-            "replicated. hdet.AutoLR(model) needs one replica only"
+            "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
+            "use hdet.AutoLR(model), which needs one replica only"
         )
 
 
@@ -335,27 +294,26 @@ def check_controller(controller: Controller, run: Run) -> None:
     if total is not None and total < 2 * length and decides_at_ends:
         warnings.warn(
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
-            f"the controller {controller.name!r} decides where "
-            "a cycle ends, so it will hardly do anything. Make cycles shorter, such as "
-            f"sync=hdet.Sync({max(1, total // 20)})",
+            f"the controller {controller.name!r} decides where a cycle ends, so it will hardly do "
+            f"anything. Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})",
             stacklevel=3,
         )
     if not controller.needs_replicas:
         return
-    knobs = len(run.knobs)
+    knobs = [knob.name for knob in run.knobs]
     still = [knob.name for knob in run.knobs if knob.spread == 0]
     if run.replicas == 1:
         warnings.warn(
             "one replica explores nothing: the controller will never move a value", stacklevel=4
         )
-    elif controller.regresses and 0 < len(still) < knobs:
+    elif controller.regresses and 0 < len(still) < len(knobs):
         raise ValueError(
             f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from "
             "the others, and none would move: give it a spread, or leave it out"
         )
-    elif controller.regresses and knobs > run.replicas - 1:
+    elif controller.regresses and len(knobs) > run.replicas - 1:
         raise ValueError(
-            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs} "
-            f"({', '.join(knob.name for knob in run.knobs)}): use more replicas or fewer knobs, "
-            "for rates LearningRate(groups=None)"
+            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got "
+            f"{len(knobs)} ({', '.join(knobs)}): use more replicas or fewer knobs, for rates "
+            "LearningRate(groups=None)"
         )
