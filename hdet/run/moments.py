@@ -28,11 +28,12 @@ from ..replicas import Replicas
 from ..replicas.agreement import reachable
 from ..tensors.dtensor import local_parts
 from .snapshot import (
-    SETTINGS,
     GroupNumbers,
     inner_optimizer,
     is_known,
+    keys_of_own,
     optimizers_in,
+    owners_in,
     reset_moments,
 )
 
@@ -40,18 +41,15 @@ __all__ = ["Moments", "follows_gradients"]
 
 
 class Moments:
-    """The state of one optimizer under one of the policies.
+    """The state of one optimizer, and of those inside of it, under one of the policies.
 
     Masters, other replicas' parameters and the counters named ``step`` are no moments. Numbers are:
-    also those that an optimizer of another library keeps in its groups (Prodigy's d).
+    also those that an optimizer of another library keeps in its groups (Prodigy's d). A reset makes
+    the latter what they were when this object was made.
     """
 
     def __init__(
-        self,
-        policy: str | None,
-        optimizer: Optimizer,
-        replicas: Replicas,
-        bucket_bytes: int,
+        self, policy: str | None, optimizer: Optimizer, replicas: Replicas, bucket_bytes: int
     ) -> None:
         self.policy, self._optimizer, self._replicas = policy, optimizer, replicas
         alone = replicas.count == 1 or len(replicas.local) > 1
@@ -59,18 +57,23 @@ class Moments:
         """Is it to be found out at each average whether the state is equal on all replicas?"""
         self.differ = False
         """What the last comparison has found."""
-        self._buckets = Buckets(self._parts, bucket_bytes, in_place=True)
-        self._groups = GroupNumbers(optimizer)
+        self._buckets = Buckets(
+            lambda: [Part(entry.value) for entry in self._tensors()], bucket_bytes, in_place=True
+        )
+        self._first_numbers = [(one, GroupNumbers(one)) for one in optimizers_in(optimizer)]
 
     @property
     def are_averaged(self) -> bool:
         return self.policy == "average" or self.differ
 
+    @property
+    def must_agree(self) -> bool:
+        """Must peers have the same ones, in number and shape?"""
+        return self.are_averaged or self.must_be_compared
+
     def check(self) -> None:
         """Raises ValueError for state that could be averaged in part only, by name."""
-        if not self.are_averaged:
-            return
-        for entry in _entries(self._optimizer):
+        for entry in _entries(self._optimizer) if self.are_averaged else []:
             if entry.is_tensor and (dtype := _dtype_without_mean(entry.value)) is not None:
                 raise ValueError(
                     f"moments are to be averaged, but {type(self._optimizer).__name__} keeps "
@@ -83,27 +86,25 @@ class Moments:
         """What is averaged, for comparison between peers: there is no state where there was never a
         gradient. Raises as `check`."""
         self.check()
-        if not (self.are_averaged or self.must_be_compared):
-            return []
-        shapes = [(e.owner, e.key, tuple(e.local.shape)) for e in self._tensors()]
-        return shapes + [(e.owner, e.key, ()) for e in self._numbers()]
+        return [
+            (entry.owner, entry.key, () if entry.is_number else tuple(entry.value.shape))
+            for entry in (_entries(self._optimizer) if self.must_agree else [])
+        ]
 
     def digest(self) -> torch.Tensor:
         """0-d, a whole number below 2^40: equal on replicas with equal state."""
-        entries = list(_entries(self._optimizer))
+        entries = _entries(self._optimizer)
         plain = [float(entry.value) for entry in entries if not entry.is_tensor]
-        tensors = [entry.local for entry in entries if entry.is_tensor]
+        tensors = [entry.value for entry in entries if entry.is_tensor]
         return digest([*tensors, torch.tensor(plain, dtype=torch.float64)])[0]
 
-    @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> None:
         """After the parameters. All peers alike."""
+        led_astray = self.policy == "keep" and weights[self._replicas.index] == 0
         if self.are_averaged:
             self.average(weights)
-        elif self.policy == "reset":
+        elif self.policy == "reset" or led_astray:
             self.reset()
-        elif self.policy == "keep" and weights[self._replicas.index] == 0:
-            self.reset()  # its own led it astray
 
     @torch.no_grad()
     def average(self, weights: Sequence[float]) -> None:
@@ -111,20 +112,17 @@ class Moments:
         self._buckets.average(self._replicas, weights)
         self._average_numbers(weights)
 
-    @torch.no_grad()
     def reset(self) -> None:
         """As before the first step, also the counters. Masters stay."""
-        reset_moments(self._optimizer)
-        self._groups.put_back()
+        for optimizer, numbers in self._first_numbers:
+            reset_moments(optimizer)
+            numbers.put_back()
 
     def tensors_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """What an average writes for this parameter."""
         if not self.are_averaged:
             return []
-        return [entry.local for entry in self._tensors() if entry.parameter is parameter]
-
-    def _parts(self) -> list[Part]:
-        return [Part(entry.local) for entry in self._tensors()]
+        return [entry.value for entry in self._tensors() if entry.parameter is parameter]
 
     def _tensors(self) -> list[_Entry]:
         return [entry for entry in _entries(self._optimizer) if not entry.is_number]
@@ -139,7 +137,12 @@ class Moments:
             return
         parameter = self._optimizer.param_groups[0]["params"][0]
         device = reachable(group, local_parts([parameter])[0].device)
-        own = torch.cat([entry.as_float64(device) for entry in numbers])
+        own = torch.stack(
+            [
+                torch.as_tensor(e.value, dtype=torch.float64, device=device).squeeze()
+                for e in numbers
+            ]
+        )
         table = own.new_empty(self._replicas.count, len(own))
         all_gather(table.view(-1), own, group)
         for entry, column in zip(numbers, table.T.tolist(), strict=True):
@@ -164,78 +167,70 @@ class _Entry(NamedTuple):
     container: Any
     place: Any
     """Where in the container it stands."""
-    value: Any
+
+    @property
+    def value(self) -> Any:
+        """The number, or what of the tensor lies on this rank."""
+        held = self.container[self.place]
+        return local_parts([held])[0] if isinstance(held, torch.Tensor) else held
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.value, torch.Tensor)
+        return isinstance(self.container[self.place], torch.Tensor)
 
     @property
     def is_number(self) -> bool:
         """0-d tensors are, but for those of a 0-d parameter, which have its shape; and counters."""
-        if not self.is_tensor:
+        held = self.container[self.place]
+        if not isinstance(held, torch.Tensor):
             return True
-        if not self.value.is_floating_point():
-            return self.value.numel() == 1
+        if not held.is_floating_point():
+            return held.numel() == 1
         of_scalar = isinstance(self.parameter, torch.Tensor) and not self.parameter.dim()
-        return not self.value.dim() and not of_scalar
-
-    @property
-    def local(self) -> torch.Tensor:
-        return local_parts([self.value])[0]
-
-    def as_float64(self, device: torch.device) -> torch.Tensor:
-        value = self.local if self.is_tensor else torch.tensor(float(self.value))
-        return value.detach().reshape(1).to(device, torch.float64)
+        return not held.dim() and not of_scalar
 
     def write(self, number: float) -> None:
+        value = self.value
         if self.is_tensor:
-            self.local.fill_(number if self.value.is_floating_point() else round(number))
+            value.fill_(number if value.is_floating_point() else round(number))
         else:
-            self.container[self.place] = round(number) if type(self.value) is int else number
+            self.container[self.place] = round(number) if type(value) is int else number
 
 
 def _entries(optimizer: Optimizer) -> list[_Entry]:
-    """Of the optimizer and those that it is made of, in the same order on all peers: the state of
-    its parameters and of what is no parameter, then the groups. Each tensor once."""
-    seen: set[int] = set()
-    entries = []
+    """Of the optimizer and those inside of it, in the same order on all peers: the state of
+    parameters and of what is no parameter, then the groups. Each tensor once."""
+    entries: dict[Any, _Entry] = {}
     for one in optimizers_in(optimizer):
-        for entry in (*_state_entries(one), *_group_entries(one)):
-            if not (entry.is_tensor and id(entry.value) in seen):
-                seen.add(id(entry.value))
-                entries.append(entry)
-    return entries
+        for key, owner in owners_in(one):
+            name = f"state {key!r}" if key is owner else f"parameter {key}"
+            values = one.state.get(owner, {})
+            own = values.keys() - {*WEIGHT_KEYS, "step"} if isinstance(values, dict) else ()
+            _collect(entries, name, owner, values, own)
+        for g, group in enumerate(() if is_known(one) else one.param_groups):
+            _collect(entries, f"group {g}", None, group, keys_of_own(group))
+    return list(entries.values())
 
 
-def _state_entries(optimizer: Optimizer) -> Iterator[_Entry]:
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    known = set(listed)
-    owners = [(f"parameter {n}", p) for n, p in enumerate(listed)]
-    owners += [(f"state {key!r}", key) for key in optimizer.state if key not in known]
-    for name, owner in owners:
-        values = optimizer.state.get(owner, {})
-        for key in sorted(values, key=str) if isinstance(values, dict) else ():
-            if key not in (*WEIGHT_KEYS, "step"):
-                yield from _walk(name, str(key), owner, values, key)
+def _collect(
+    entries: dict[Any, _Entry], owner: str, parameter: Any, values: Any, keys: Any
+) -> None:
+    for key in sorted(keys, key=str):
+        for container, place in _places(values, key):
+            held = container[place]
+            identity = id(held) if isinstance(held, torch.Tensor) else (id(container), place)
+            entries.setdefault(identity, _Entry(owner, str(key), parameter, container, place))
 
 
-def _group_entries(optimizer: Optimizer) -> Iterator[_Entry]:
-    if is_known(optimizer):
-        return
-    for g, group in enumerate(optimizer.param_groups):
-        for key in sorted(group.keys() - SETTINGS - {"params"}, key=str):
-            yield from _walk(f"group {g}", str(key), None, group, key)
-
-
-def _walk(owner: str, key: str, parameter: Any, container: Any, place: Any) -> Iterator[_Entry]:
+def _places(container: Any, place: Any) -> Iterator[tuple[Any, Any]]:
+    """Where tensors and numbers stand, however nested: (container, key or index)."""
     value = container[place]
     is_number = type(value) in (int, float) and not isinstance(container, tuple)
     if is_number or isinstance(value, torch.Tensor):
-        yield _Entry(owner, key, parameter, container, place, value)
+        yield container, place
     elif isinstance(value, (dict, list, tuple)):
         for inner in sorted(value, key=str) if isinstance(value, dict) else range(len(value)):
-            yield from _walk(owner, key, parameter, value, inner)
+            yield from _places(value, inner)
 
 
 def _dtype_without_mean(tensor: torch.Tensor) -> torch.dtype | None:

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from ..controllers.softmax import softmax_weights
 from ..converge import Averager, Task
 from ..core.divergence import Divergence
-from ..policies import Sync
+from ..policies import Sync, Tied
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts, reshard
-from .cycle_stats import LocalReplica, local_replicas
+from .cycle_stats import local_replicas
 from .moments import Moments
 from .snapshot import CycleStarts
 
@@ -47,57 +47,39 @@ class ReplicaWeights:
         divergence: Divergence,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
-        self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
+        self.tensors, self.replicas, self._sync, self._modules = tensors, replicas, sync, modules
+        self.local = local_replicas(replicas, optimizer, tensors)
         task = Task(
-            self.tensors,
-            replicas,
-            optimizer,
-            self.local[0].masters,
-            sync.every,
-            sync.bucket_bytes,
+            tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes,
             sync.gradients,
-        )
+        )  # fmt: skip
         self.average: Averager = (
-            _CoresidentAverager(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+            _CoresidentAverager(task) if len(self.local) > 1 else sync.converge.build(task)
         )
         self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
-        self._kind, self._tied, self._refresh, self.modules = (
-            sync.weights,
-            list(sync.tied),
-            sync.refresh,
-            list(modules),
-        )
-        self._starts = (
-            None
-            if divergence.rollback is None
-            else CycleStarts(self.tensors, optimizer, divergence.rollback)
-        )
-
-    # -- what is known -----------------------------------------------------------------------------
+        place = divergence.rollback
+        self._starts = None if place is None else CycleStarts(tensors, optimizer, place)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return local_parts(self.tensors[:1])[0].device
 
+    # -- what peers compare ------------------------------------------------------------------------
+
     def marks(self) -> list[float | torch.Tensor]:
         """What peers have to compare for this cycle's average, as whole numbers for the stats.
 
         Raises ValueError for moments without a mean.
         """
-        found: list[float | torch.Tensor] = []
-        moments, model = self.moments, self.tensors.model
+        moments = self.moments
+        marks: list[float | torch.Tensor] = []
         if moments.must_be_compared:
-            found.append(moments.digest())
-        if moments.must_be_compared or moments.are_averaged or model is not None:
-            buffers = (
-                []
-                if model is None
-                else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
-            )
-            found.append(float(digest((moments.structure(), buffers))))
-        return found
+            marks.append(moments.digest())
+        if moments.must_agree or self.tensors.model is not None:
+            buffers = [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+            marks.append(float(digest((moments.structure(), buffers))))
+        return marks
 
     def check_marks(self, marks: Sequence[Sequence[float]]) -> None:
         """Of all replicas, each of `marks`.
@@ -107,20 +89,15 @@ class ReplicaWeights:
         """
         moments = self.moments
         if marks and len(set(marks[-1])) > 1:
-            if not (moments.are_averaged or moments.must_be_compared):
+            if moments.must_agree:
                 raise ReplicaDisagreement(
-                    "the model's buffers differ in number, shape or dtype between replicas, so "
-                    "they have no average: make them alike on all, or leave out buffers=model"
+                    "the optimizer's moments (or the model's buffers) differ in number or shape "
+                    "between replicas, as after gradients on some only: moments='average' needs "
+                    "the same on all; use 'keep' or 'reset'"
                 )
             raise ReplicaDisagreement(
-                "the optimizer's moments differ in number or shape between replicas, because some "
-                "parameters have had a gradient on some "
-                "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
-                + (
-                    ""
-                    if self.tensors.model is None
-                    else " (or the model's buffers differ, which are averaged too)"
-                )
+                "the model's buffers differ in number, shape or dtype between replicas, so they "
+                "have no average: make them alike on all, or leave out buffers=model"
             )
         if moments.must_be_compared:
             moments.differ = len(set(marks[0])) > 1
@@ -185,82 +162,57 @@ class ReplicaWeights:
         """
         self.loaded()
         self.average.load_state([])
-        if self.replicas.count > 1:
-            self.complete([0], [None] * self.replicas.count)
-        else:
-            self._publish()
+        self.complete([0], [None] * self.replicas.count)
 
     def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
         """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again
         where a healthy one has no loss)."""
-        weights = [0.0] * len(losses)
+        shares = [1 / len(healthy)] * len(healthy)
         known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
-        softmax = self._kind == "softmax" and len(known) == len(healthy)
-        for r, w in zip(
-            healthy,
-            softmax_weights(known, 0.1) if softmax else [1 / len(healthy)] * len(healthy),
-            strict=True,
-        ):
-            weights[r] = w
-        return weights
+        if self._sync.weights == "softmax" and len(known) == len(healthy):
+            shares = softmax_weights(known, 0.1)
+        share_of = dict(zip(healthy, shares, strict=True))
+        return [share_of.get(r, 0.0) for r in range(len(losses))]
 
     @torch.no_grad()
     def _publish(self) -> None:
         """Parameters were written: whoever holds copies follows."""
-        for tensor, group in self._tied:
+        for tensor, group in self._sync.tied:
             for part in [*self._with_master(tensor), *self.moments.tensors_of(tensor)]:
-                sent = part.reshape(-1).view(
-                    torch.uint8
-                )  # no backend's business what it is, and gloo knows no int16
+                # As bytes: gloo knows no int16, and it is no backend's business what they are.
+                sent = part.reshape(-1).view(torch.uint8)
                 dist.broadcast(sent, group_src=0, group=group)
                 if not part.is_contiguous():
                     part.copy_(sent.view(part.dtype).view(part.shape))
-        for module in self.modules:
+        for module in self._modules:
             reshard(module)
-        if self._refresh is not None:
-            self._refresh()
+        if self._sync.refresh is not None:
+            self._sync.refresh()
 
     def _with_master(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         place = next(i for i, own in enumerate(self.tensors) if own is tensor)
-        master: Any = self.local[0].masters()[place]
+        master = self.local[0].masters()[place]
         return local_parts([tensor] if master is None else [tensor, master])
 
 
-def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its
-    group)."""
-    if not isinstance(tied, (list, tuple)):
-        raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
-    for i, pair in enumerate(tied):
-        if not (
-            isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)
-        ):
-            raise TypeError(
-                f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the "
-                "ranks with a copy"
-            )
-        if not any(pair[0] is p for p in parameters):
+def check_tied(tied: Sequence[Tied], parameters: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    for i, (tensor, group) in enumerate(tied):
+        if not any(tensor is p for p in parameters):
             raise ValueError(
                 f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass "
                 "the parameter itself"
             )
-        if pair[1] is None:
-            raise ValueError(
-                f"the group of tied[{i}] is None, which torch takes for the world: pass the group "
-                "of the ranks with a copy"
-            )
-        if not isinstance(pair[1], dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
                 f"the group of tied[{i}] must be a process group that this rank is in, got "
-                f"{pair[1]!r}"
+                f"{group!r}: pass that of the ranks with a copy"
             )
 
 
 class _CoresidentAverager(Averager):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.idle, self._hooks, self._optimizer = True, [], optimizer
-
     def _average_plainly(self, weights: Sequence[float]) -> None:
-        self._optimizer.average_replicas(weights)
+        optimizer: Any = self.task.optimizer
+        optimizer.average_replicas(weights)

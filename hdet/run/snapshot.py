@@ -17,7 +17,6 @@ from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, ten
 from ..tensors.dtensor import local_parts
 
 __all__ = [
-    "SETTINGS",
     "CycleStarts",
     "GroupNumbers",
     "Snapshot",
@@ -25,22 +24,20 @@ __all__ = [
     "is_known",
     "keeps_codes",
     "keeps_weights",
+    "keys_of_own",
     "optimizers_in",
+    "owners_in",
     "reset_moments",
 ]
 
 SETTINGS = {
-    "lr",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-    "momentum",
-    "weight_decay",
-    "eps",
-}
+    "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum",
+    "weight_decay", "eps",
+}  # fmt: skip
 """Numbers of a group that users, schedules and knobs write."""
+
+
+# -- what an optimizer is, and keeps ---------------------------------------------------------------
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -59,23 +56,27 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer and those that it is made of, whatever the attribute is called: a wrapper's,
     SAM's base optimizer, a list of parts. Those that hand on the state of another one count
     once."""
-    found: list[Optimizer] = []
-    waiting = [optimizer]
-    while waiting:
-        one = waiting.pop(0)
-        if any(one is other or one.state is other.state for other in found):
-            continue
-        found.append(one)
+    found = [optimizer]
+    for one in found:
         for value in vars(one).values():
-            held = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, (list, tuple))
-                else [value]
-            )
-            waiting += [inner for inner in held if isinstance(inner, Optimizer)]
+            held = value.values() if isinstance(value, dict) else value
+            for inner in held if isinstance(value, (dict, list, tuple)) else [value]:
+                if isinstance(inner, Optimizer) and all(inner.state is not o.state for o in found):
+                    found.append(inner)
     return found
+
+
+def owners_in(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """(key, whose state it is): parameters by number, which survives a state that is loaded anew;
+    then what is no parameter, by itself."""
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    own = set(listed)
+    return [*enumerate(listed), *((key, key) for key in optimizer.state if key not in own)]
+
+
+def keys_of_own(group: Mapping[str, Any]) -> set[str]:
+    """What an optimizer of another library may keep in a group, beside settings."""
+    return group.keys() - SETTINGS - {"params"}
 
 
 def keeps_weights(optimizer: Optimizer) -> bool:
@@ -89,6 +90,9 @@ def keeps_codes(optimizer: Optimizer) -> bool:
     return getattr(inner_optimizer(optimizer), "moment_dtype", None) == EIGHT_BIT
 
 
+# -- put back --------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def reset_moments(optimizer: Optimizer) -> None:
     """The state as before the first step; masters and other replicas' parameters stay.
@@ -100,27 +104,24 @@ def reset_moments(optimizer: Optimizer) -> None:
 
 
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
-    """The state as it is in ``kept``, by number of the parameter.
+    """The state as it is in ``kept``, by key of `owners_in`.
 
     What has been made since goes. ``weights``: the `WEIGHT_KEYS` too.
     """
-    fused, state = isinstance(inner_optimizer(optimizer), FusedOptimizer), optimizer.state
-    for key, parameter, group in _owners(optimizer):
+    inner, state = inner_optimizer(optimizer), optimizer.state
+    for key, owner in owners_in(optimizer):
         before = kept.get(key)
-        if fused and parameter in state:
-            _renew(state[parameter], parameter, before or {}, weights)
-        elif (
-            before is None
-            and isinstance(inner_optimizer(optimizer), Adagrad)
-            and state.get(parameter)
-        ):
+        if owner in state and isinstance(inner, FusedOptimizer):
+            _renew(state[owner], owner, before or {}, weights)
+        elif before is not None:
+            state[owner] = put(state.get(owner), before)
+        elif state.get(owner) and isinstance(inner, Adagrad):
             # made together with the optimizer, and never again
-            state[parameter]["step"].zero_()
-            local_parts([state[parameter]["sum"]])[0].fill_(group["initial_accumulator_value"])
-        elif before is None:
-            state.pop(parameter, None)
+            state[owner]["step"].zero_()
+            first = inner.defaults["initial_accumulator_value"]
+            local_parts([state[owner]["sum"]])[0].fill_(first)
         else:
-            state[parameter] = put(state.get(parameter), before)
+            state.pop(owner, None)
 
 
 def _renew(
@@ -141,43 +142,34 @@ def _renew(
             reset_master(tensor, master)
 
 
-def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
-    """(key, whose state it is, its group): parameters by number, which survives a state that is
-    loaded anew; then what is no parameter."""
-    listed = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    own = {p for p, _ in listed}
-    return [(n, p, group) for n, (p, group) in enumerate(listed)] + [
-        (key, key, {}) for key in [*optimizer.state] if key not in own
-    ]
-
-
 class GroupNumbers:
     """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside
     settings: the steps counted there, or the distance that it has found; as numbers, tensors or
     lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         groups = [] if is_known(optimizer) else optimizer.param_groups
-        self._groups = [
-            (group, {key: keep(group[key]) for key in self._keys(group)}) for group in groups
-        ]
-
-    @staticmethod
-    def _keys(group: Mapping[str, Any]) -> set[str]:
-        return {
-            key
-            for key, value in group.items()
-            if key not in {*SETTINGS, "params"}
-            and (type(value) in (int, float) or next(tensors_in(value), None) is not None)
-        }
+        self._kept = [{key: keep(group[key]) for key in _numbers_of(group)} for group in groups]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Those that were not there are gone."""
-        for group, before in self._groups:
-            for key in self._keys(group) - before.keys():
+        # Other dicts than then, if a state has been loaded since.
+        for group, before in zip(self._optimizer.param_groups, self._kept, strict=False):
+            for key in _numbers_of(group) - before.keys():
                 del group[key]
             group.update({key: put(group.get(key), value) for key, value in before.items()})
+
+
+def _numbers_of(group: Mapping[str, Any]) -> set[str]:
+    own = {key: group[key] for key in keys_of_own(group)}
+    return {
+        key for key, x in own.items() if type(x) in (int, float) or any(True for _ in tensors_in(x))
+    }
+
+
+# -- snapshots -------------------------------------------------------------------------------------
 
 
 class Snapshot:
@@ -198,30 +190,23 @@ class Snapshot:
     ) -> None:
         self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
         self._buffers = None if model is None else BufferCopies(model, self._on_host)
-        self._copies: list[Copy] = []
-        self._states: list[tuple[Optimizer, dict[Any, dict[str, Any]], GroupNumbers]] = []
-        self.taken = False
-
-    def forget(self) -> None:
-        """Its memory stays for the next time."""
-        self.taken = False
+        self._copies: list[Any] = [None] * len(self._tensors)
+        self._states: list[tuple[Optimizer, dict[Any, Any], GroupNumbers]] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
-        befores: list[Any] = [*self._copies] or [None] * len(self._tensors)
-        self._copies = [
-            Copy(tensor, self._on_host, old)
-            for tensor, old in zip(self._tensors, befores, strict=True)
-        ]
+        pairs = zip(self._tensors, self._copies, strict=True)
+        self._copies = [Copy(tensor, self._on_host, before) for tensor, before in pairs]
         if self._buffers is not None:
             self._buffers.take()
-        before = {id(optimizer): state for optimizer, state, _ in self._states}
-        self._states = [
-            (one, keep(_held(one), self._on_host, before.get(id(one))), GroupNumbers(one))
-            for one in optimizers_in(self._optimizer)
-        ]
-        self.taken = True
+        befores = {id(optimizer): state for optimizer, state, _ in self._states}
+        self._states = []
+        for one in optimizers_in(self._optimizer):
+            state = {key: one.state[owner] for key, owner in owners_in(one) if owner in one.state}
+            state = {key: values for key, values in state.items() if values != {}}
+            kept = keep(state, self._on_host, befores.get(id(one)))
+            self._states.append((one, kept, GroupNumbers(one)))
 
     @torch.no_grad()
     def restore(self, keep_new_buffers: bool = False) -> None:
@@ -238,16 +223,6 @@ class Snapshot:
             numbers.put_back()
 
 
-def _held(optimizer: Optimizer) -> dict[Any, Any]:
-    """What an optimizer's state has, by `_owners`' keys."""
-    state = optimizer.state
-    return {
-        key: state[owner]
-        for key, owner, _ in _owners(optimizer)
-        if owner in state and state[owner] != {}
-    }
-
-
 class CycleStarts:
     """The beginnings of the running cycle and of the accepted one before it.
 
@@ -256,29 +231,28 @@ class CycleStarts:
     """
 
     def __init__(self, tensors: ReplicaTensors, optimizer: Optimizer, place: str) -> None:
-        self._now, self._before = (
-            Snapshot(tensors.fixed, optimizer, place, tensors.model) for _ in range(2)
-        )
+        self._make = lambda: Snapshot(tensors.fixed, optimizer, place, tensors.model)
+        self._taken: list[Snapshot] = []
+        """Two at most, the last one last."""
         self._went_back = False
 
     def advance(self) -> None:
         """A cycle begins. After a rollback it begins where it is known to."""
         if not self._went_back:
-            self._now, self._before = self._before, self._now
-            self._now.take()
+            snapshot = self._taken.pop(0) if len(self._taken) == 2 else self._make()
+            snapshot.take()
+            self._taken.append(snapshot)
         self._went_back = False
 
     def forget(self) -> None:
         """Other parameters have been loaded: there is no cycle before the next one."""
-        self._went_back = False
-        self._now.forget()
-        self._before.forget()
+        self._taken, self._went_back = [], False
 
     def go_back(self, attempt: int) -> None:
         """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle
         before. ``attempt`` counts from 0."""
-        if attempt >= 2 and self._before.taken:
-            self._now = self._before
-        assert self._now.taken, "nothing to go back to: no cycle has begun"
-        self._now.restore()
+        if attempt >= 2 and len(self._taken) == 2:
+            self._taken.pop()
+        assert self._taken, "nothing to go back to: no cycle has begun"
+        self._taken[-1].restore()
         self._went_back = True
