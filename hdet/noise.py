@@ -37,15 +37,11 @@ class Slice:
             full = full.narrow(dim, start, length)
         return full
 
-    def check(self, part: torch.Tensor, name: str) -> None:
-        sizes = [tuple(self.shape), tuple(self.start), tuple(part.shape)]
-        if len({len(size) for size in sizes}) != 1 or any(
-            not 0 <= start <= whole - length for whole, start, length in zip(*sizes, strict=True)
-        ):
-            raise ValueError(
-                f"{name} of shape {sizes[2]} is no slice from {sizes[1]} of a tensor of shape "
-                f"{sizes[0]}"
-            )
+    def fits(self, part: torch.Tensor) -> bool:
+        if not len(self.shape) == len(self.start) == part.dim():
+            return False
+        sizes = zip(self.start, part.shape, self.shape, strict=True)
+        return all(0 <= start <= start + length <= whole for start, length, whole in sizes)
 
 
 @torch.no_grad()
@@ -82,69 +78,59 @@ def warm_noise_(
         ValueError: ``nu`` negative or not finite; a tensor that is not floating point, or Partial;
             a slice that does not fit. Nothing is changed then.
     """
-    if isinstance(parameters, torch.Tensor):
-        raise TypeError(
-            "parameters must be a list of tensors, got one tensor: its rows would be taken for "
-            "parameters; pass [tensor]"
-        )
     within(
-        nu,
-        "nu",
-        "[0, inf)",
-        "it is the noise's norm relative to each tensor's (the paper's is 0.01)",
+        nu, "nu", "[0, inf)", "it is the noise's norm relative to each tensor's, 0.01 in the paper"
     )
     named = [
         (str(i), entry) if isinstance(entry, torch.Tensor) else entry
         for i, entry in enumerate(parameters)
     ]
-    names, tensors, slices = (
-        [name for name, _ in named],
-        [tensor for _, tensor in named],
-        slices or {},
-    )
+    slices = slices or {}
     _check(named, slices)
     if nu == 0:
         return
     replica = (Replicas.default() if replicas is None else replicas).index
-    norms = _norms(tensors, slices)
-    for name, tensor, norm in zip(names, tensors, norms, strict=True):
-        shape = torch.Size(slices[tensor].shape) if tensor in slices else tensor.shape
-        own = shards.local(tensor)
+    norms = _norms([tensor for _, tensor in named], slices)
+    for (name, tensor), norm in zip(named, norms, strict=True):
+        part, own = slices.get(tensor), shards.local(tensor)
         if not own.numel():
             continue
         key = hashlib.sha256(f"warm_noise/{seed}/{replica}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+        shape = torch.Size(tensor.shape if part is None else part.shape)
         full = torch.randn(shape, generator=generator, dtype=torch.float32)
-        noise = (
-            slices[tensor].cut(full, own) if tensor in slices else shards.part_of(full, tensor)
-        ).to(own.device)
+        noise = shards.part_of(full, tensor) if part is None else part.cut(full, own)
         scale = nu * norm / math.sqrt(shape.numel())  # stays on the device
-        own.copy_(own + noise * scale)
+        own.copy_(own + noise.to(own.device) * scale)
         if own is not tensor:
             torch.autograd.graph.increment_version(tensor)  # a DTensor's version is not its shard's
 
 
 def _check(named: Sequence[Named], slices: Mapping[torch.Tensor, Slice]) -> None:
+    names = Counter(name for name, _ in named)
     for name, tensor in named:
+        part = slices.get(tensor)
+        if names[name] > 1:
+            raise ValueError(
+                f"two parameters have the name {name}: each needs its own, or they get the same "
+                "noise"
+            )
         if not tensor.is_floating_point() or tensor.layout is not torch.strided:
             raise ValueError(
                 f"parameter {name} is a {tensor.dtype} tensor of layout {tensor.layout}: noise "
                 "needs dense floating-point tensors"
             )
         shards.sharding_dims(tensor, f"parameter {name}")
-        if tensor in slices:
-            if shards.is_sharded(tensor):
-                raise ValueError(
-                    f"parameter {name} is a DTensor, which knows what part it is: leave it out of "
-                    "slices"
-                )
-            slices[tensor].check(tensor, f"parameter {name}")
-    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"two parameters have the name {twice[0]}: each needs its own, or they get the same "
-            "noise"
-        )
+        if part is not None and shards.is_sharded(tensor):
+            raise ValueError(
+                f"parameter {name} is a DTensor, which knows what part it is: leave it out of "
+                "slices"
+            )
+        if part is not None and not part.fits(tensor):
+            raise ValueError(
+                f"parameter {name} of shape {tuple(tensor.shape)} is no slice from "
+                f"{tuple(part.start)} of a tensor of shape {tuple(part.shape)}"
+            )
 
 
 def _norms(
@@ -152,19 +138,12 @@ def _norms(
 ) -> list[torch.Tensor]:
     """Of the full tensors, 0-d float32 on the device of each."""
     norms = [shards.local(tensor).float().norm() for tensor in tensors]
-    split = [
-        i
-        for i, tensor in enumerate(tensors)
-        if tensor in slices or shards.sharding_dims(tensor, "")
-    ]
-    by_device: dict[torch.device, list[int]] = {}
-    for i in split:
-        by_device.setdefault(norms[i].device, []).append(i)
-    for places in by_device.values():
+    split = [i for i, t in enumerate(tensors) if t in slices or shards.sharding_dims(t, "")]
+    for device in dict.fromkeys(norms[i].device for i in split):
+        places = [i for i in split if norms[i].device == device]
         groups = [slices[tensors[i]].group if tensors[i] in slices else None for i in places]
-        sums = shards.FullSums([tensors[i] for i in places], groups)(
-            torch.stack([norms[i].double().square() for i in places])
-        )
+        squares = torch.stack([norms[i].double().square() for i in places])
+        sums = shards.FullSums([tensors[i] for i in places], groups)(squares)
         for i, norm in zip(places, sums.sqrt().float(), strict=True):
             norms[i] = norm
     return norms
