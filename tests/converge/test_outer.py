@@ -110,18 +110,3 @@ def test_what_one_replica_alone_has_forgotten_parts_neither_parameters_nor_momen
     assert first == second and [noted for noted, _, _ in first] == [False, True, False]
     # the momentum begins anew, with a cycle's mean displacement
     assert first[1][2] == [0.0] * 4 and first[2][2] == [-1.5] * 4
-
-
-def sliced(rank: int, world: int) -> Any:
-    parameter = torch.zeros(3, 8)[:, ::2].requires_grad_()
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    made = Outer().build(task([parameter], optimizer=optimizer, gradients="local"))
-    made.on_cycle_start()
-    with torch.no_grad():
-        parameter += rank
-    return made.end_cycle([0.5, 0.5]), parameter.detach()
-
-
-def test_a_parameter_may_be_a_part_of_another_tensor() -> None:
-    for notes, parameter in run_ranks(sliced, 2):
-        assert notes == [] and torch.allclose(parameter, torch.tensor(0.7 * 0.5 * 1.9))

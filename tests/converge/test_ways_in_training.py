@@ -1,4 +1,4 @@
-"""The ways of averaging under an Ensemble: how a run ends, resumes, and averages shards."""
+"""The ways of averaging under an Ensemble: how a run ends, loads, and averages shards."""
 
 from __future__ import annotations
 
@@ -71,19 +71,6 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
     assert reference < 1.0
     assert abs(loss - reference) <= allowed * reference
     assert float((weights - plain).norm() / plain.norm()) <= allowed
-
-
-def resumed(rank: int, world: int, name: str) -> Any:
-    run = run_of(rank, WAYS[name]).steps(12)
-    run.ensemble.converge()
-    fresh = run_of(rank, WAYS[name]).loaded(run.saved())
-    return [(one.steps(14).weights(), one.ensemble.multipliers) for one in (run, fresh)]
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_after_converge_nothing_is_kept_that_a_checkpoint_lacks(name: str) -> None:
-    for (one, drawn), (other, again) in run_ranks(resumed, 2, name):
-        assert drawn == again and torch.equal(one, other)
 
 
 def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
