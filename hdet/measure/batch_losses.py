@@ -22,7 +22,7 @@ from ..tensors.buffers import tensors_in
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
 from .measurement import Measurement, Watched
-from .points import CyclePoints, LinePoints
+from .points import LinePoints, OwnMeans
 
 __all__ = ["BatchLosses"]
 
@@ -60,14 +60,14 @@ class BatchLosses(Measurement):
         average_from: float | None = None,
         place: str = "device",
     ) -> None:
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}"
-            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         whole(chunks, "chunks", 2, why="the slope's error comes from the scatter over mini-batches")
-        _check_batches(batches, chunks)
+        if not callable(batches) and len(batches) < chunks:
+            raise ValueError(
+                f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: "
+                "pass more, or lower chunks"
+            )
         whole(average_every, "average_every", of="steps")
         if average_from is not None:
             why = "it is a part of the interval; None chooses one"
@@ -83,8 +83,9 @@ class BatchLosses(Measurement):
         self.model: nn.Module = model
         self.average_every, self.average_from, self.place = average_every, average_from, place
         self.cycles = 1
-        """From one measurement to the next (`CyclePoints` for one, `LinePoints` for several)."""
-        self._points: CyclePoints | LinePoints | None = None
+        """Of an interval, from one measurement to the next."""
+        self._points: OwnMeans | LinePoints | None = None
+        self._has_begun, self._cycles_done = False, 0
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -108,41 +109,55 @@ class BatchLosses(Measurement):
         self.release()
         self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
 
+    # -- an interval -------------------------------------------------------------------------------
+
     def on_cycle_start(self) -> None:
+        """Here an interval begins, unless one is under way."""
         if self._points is None:
-            every, after = self.average_every, self.left_out(self.cycles > 1)
-            self._points = (
-                CyclePoints(self._watched, every, after, self.place)
-                if self.cycles == 1
-                else LinePoints(self._watched, self.cycles, every, after, self.place)
-            )
-        self._points.on_cycle_start()
+            points = OwnMeans if self.cycles == 1 else LinePoints
+            self._points = points(self._watched, self.place)
+        if not self._has_begun:
+            self._points.begin()
+            self._has_begun = True
 
     def reset(self) -> None:
+        """An average ahead of time makes no difference to the mean trajectory."""
+        if self._is_due:
+            self.restart()
+
+    def restart(self) -> None:
+        self._has_begun, self._cycles_done = False, 0
         if self._points is not None:
             self._points.reset()
 
-    def restart(self) -> None:
-        if self._points is not None:
-            self._points.restart()
-
     def release(self) -> None:
         self._points = None
+        self.restart()
 
     def sample(self, position: int, length: int) -> None:
-        """The last step of a cycle is always a sample."""
-        if self._points is not None:
-            self._points.sample(position, length)
+        """The last step of an interval is always a sample."""
+        interval = self._watched.clock.sync_interval
+        left = (self.cycles - self._cycles_done - 1) * interval + length - position
+        done = self.cycles * interval - left
+        is_late = done > self.left_out(self.cycles > 1) * self.cycles * interval
+        if self._points is not None and is_late and left % self.average_every == 0:
+            self._points.add()
+        self._cycles_done += position == length
+
+    @property
+    def _is_due(self) -> bool:
+        """Does an interval end with this cycle? One cycle may be cut short."""
+        return self.cycles == 1 or (self._has_begun and self._cycles_done == self.cycles)
 
     @ranged("hdet.probe")
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
         """(chunks + 2,) float64: 1 and the chunk losses at this replica's point (zeros where this
         rank sees none), then the mini-batches' digest; None while an interval goes on."""
+        if not self._is_due:
+            return None
         if self._points is None:  # a cycle in which no step was counted
             self.on_cycle_start()
         assert self._points is not None
-        if not self._points.is_due:
-            return None
         with eval_mode(self.model):
             chosen = self._choose(cycle)
             try:
@@ -188,27 +203,10 @@ class BatchLosses(Measurement):
         return chosen
 
 
-def _check_batches(batches: Any, chunks: int) -> None:
-    if callable(batches):
-        return
-    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
-        raise TypeError(
-            "batches must be a list of mini-batches or a function of the cycle, got "
-            f"{type(batches).__name__}: list(...) it first"
-        )
-    if len(batches) < chunks:
-        raise ValueError(
-            f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass "
-            "more, or lower chunks"
-        )
-
-
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        is_tensor = isinstance(loss, torch.Tensor)
-        shape = tuple(loss.shape) if is_tensor else type(loss).__name__
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(
-            f"loss_fn must return one number as a tensor, got {shape}: return the mean over the "
-            "batch"
+            f"loss_fn must return one number as a tensor, got {shape}: return the batch's mean"
         )
     return loss.detach().double().reshape(())

@@ -1,132 +1,183 @@
-"""Where a probe scores the replicas: each at its own cycle's average, or all on the line through an
-interval of several cycles."""
+"""The weights at which a probe scores the replicas: each at the mean of its own, or all on the line
+through an interval of several cycles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
+from ..converge import Masters, average_tensors
+from ..kernels.reference.rules import value_of
+from ..tensors.dtensor import local_parts
 from .measurement import Watched
-from .weight_line import RunningMean, WeightLine
 
-__all__ = ["CyclePoints", "LinePoints"]
+__all__ = ["LinePoints", "OwnMeans", "RunningMean"]
+
+Source = tuple[Sequence[torch.Tensor], Masters]
+"""The tensors of a replica, and what gives the master of each of them or None."""
 
 
-class CyclePoints:
-    """Each replica at the average of its own weights over the cycle.
+class RunningMean:
+    """Running mean of some tensors: one more copy of the parameters, float32 (or better).
 
     Args:
-        run: whose weights.
-        every: steps between samples of the average; the cycle's last step is one.
-        after: the part of the cycle, in [0, 1), that is left out at its beginning.
-        place: of the averages, "device" or "host".
+        sources: parameters, of which DTensors stand for their shards, with their masters, whose
+            values count; of several replicas the mean is over all.
+        place: "device", or "host" for the host's memory, to which a copy then travels at every
+            sample.
     """
 
-    is_due = True
+    def __init__(self, sources: Sequence[Source], place: str = "device") -> None:
+        self._sources, self._place = list(sources), place
+        self.tensors = list(sources[0][0])
+        self.means = [_room_for(tensor, place) for tensor in local_parts(self.tensors)]
+        self._dtypes = [tensor.dtype for tensor in self.tensors]
+        self.samples = 0
 
-    def __init__(self, run: Watched, every: int, after: float, place: str) -> None:
+    @torch.no_grad()
+    def add(self) -> None:
+        """mean <- mean + (theta - mean) / n."""
+        if not self.samples:
+            self._fit()
+        for source in self._sources:
+            self.samples += 1
+            for mean, value in zip(self.means, _values(source), strict=True):
+                value = value.to(mean.device)
+                if self.samples == 1:
+                    mean.copy_(value)
+                else:
+                    mean.lerp_(value, 1.0 / self.samples)
+
+    def _fit(self) -> None:
+        """A model that was cast or moved needs other memory, or `exchange` would round it."""
+        for i, tensor in enumerate(local_parts(self.tensors)):
+            has_moved = tensor.device != self.means[i].device and self._place == "device"
+            if tensor.dtype != self._dtypes[i] or has_moved:
+                self.means[i], self._dtypes[i] = _room_for(tensor, self._place), tensor.dtype
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap contents; addresses stay, on which graphs and flat buffers rely. Twice restores the
+        tensors bitwise."""
+        for tensor, mean in zip(local_parts(self.tensors), self.means, strict=True):
+            content = tensor.clone()
+            tensor.copy_(mean)
+            mean.copy_(content)
+
+
+class OwnMeans:
+    """Each replica at the mean of its own weights."""
+
+    def __init__(self, run: Watched, place: str) -> None:
         pairs = zip(run.sets, run.masters, strict=True)
-        self.averages = [RunningMean(own, masters, place) for own, masters in pairs]
-        self._every, self._after = every, after
+        self._means = [RunningMean([own], place) for own in pairs]
 
-    def on_cycle_start(self) -> None:
-        """A cycle's average needs no beginning."""
+    def begin(self) -> None:
+        """An interval begins, before its first step: nothing to remember here."""
 
     def reset(self) -> None:
-        for average in self.averages:
-            average.reset()
+        """What was added before counts no more."""
+        for mean in self._means:
+            mean.samples = 0
 
-    restart = reset
-
-    def sample(self, position: int, length: int) -> None:
-        if position > self._after * length and (length - position) % self._every == 0:
-            for average in self.averages:
-                average.add()
+    def add(self) -> None:
+        """A sample of each replica's weights."""
+        for mean in self._means:
+            mean.add()
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
         """Inside, the weights of the local replica at ``place`` are those to be scored; afterwards
         bitwise what they were."""
-        average = self.averages[place]
-        if not average.samples:
-            average.add()  # a cycle cut too short for a sample: the weights as they are
-        average.exchange()
+        mean = self._means[place]
+        if not mean.samples:
+            mean.add()  # a cycle cut too short for a sample: the weights as they are
+        mean.exchange()
         try:
             yield
         finally:
-            average.exchange()
+            mean.exchange()
 
 
 class LinePoints:
     """All replicas on one line, each at the multiplier of the cycle that ends:
-    origin + rho_r (average - origin), by knob.
+    origin + rho_r (mean - origin), by knob.
 
-    The origin is where an interval of several cycles began, the average that of the mean trajectory
+    The origin is where an interval of several cycles began, the mean that of the mean trajectory
     over its later part. Each replica averages its own weights, mean + (rho_r - 1) s, and at the
     interval's end these averages are averaged over replicas. That is the mean trajectory's average
     for one all_reduce, bitwise the same on all replicas, whatever the optimizer. (Samples at the
     ends of cycles would need no all_reduce, but are too few to take the noise out.)
 
-    Args:
-        cycles: of an interval.
-        run, every, after, place: as for `CyclePoints`; ``after`` is a part of the interval.
+    Two copies of the parameters, and a third one inside `at`. Methods as of `OwnMeans`.
     """
 
-    def __init__(self, run: Watched, cycles: int, every: int, after: float, place: str) -> None:
-        self._run, self._cycles, self._every, self._after = run, cycles, every, after
+    def __init__(self, run: Watched, place: str) -> None:
+        self._run = run
+        sources = list(zip(run.sets, run.masters, strict=True))
+        self._first = sources[0]
+        self.mean = RunningMean(sources, place)
+        self.origin = [_room_for(tensor, place) for tensor in local_parts(run.sets[0])]
         knob_of = {index: k for k, knob in enumerate(run.knobs) for index in knob.indices}
         groups = enumerate(run.optimizer.param_groups)
-        self._owners = [knob_of.get(g) for g, group in groups for _ in group["params"]]
-        self._place = place
-        self._line: WeightLine | None = None
-        self.restart()
+        self._knobs = [knob_of.get(g) for g, group in groups for _ in group["params"]]
+        self._is_shared = False
 
-    def restart(self) -> None:
-        self._has_begun, self._is_shared, self._done = False, False, 0
-
-    def on_cycle_start(self) -> None:
-        """Before the first step after an average: here an interval begins, unless one is under
-        way."""
-        if not self._has_begun:
-            self._line = self._line or self._make_line()
-            self._line.begin()
-            self._has_begun = True
-
-    def _make_line(self) -> WeightLine:
-        (first, its_masters), *others = zip(self._run.sets, self._run.masters, strict=True)
-        line = WeightLine(first, its_masters, self._place)
-        for own, masters in others:
-            line.mean.follow(own, masters)
-        return line
+    @torch.no_grad()
+    def begin(self) -> None:
+        for origin, value in zip(self.origin, _values(self._first), strict=True):
+            origin.copy_(value)
 
     def reset(self) -> None:
-        """A cycle begins, or replicas were averaged ahead of time, which makes no difference to the
-        mean trajectory."""
-        if self.is_due:
-            self.restart()
+        self.mean.samples, self._is_shared = 0, False
 
-    def sample(self, position: int, length: int) -> None:
-        interval = self._run.clock.sync_interval
-        left = (self._cycles - self._done - 1) * interval + length - position
-        whole = self._cycles * interval
-        is_late = whole - left > self._after * whole
-        if self._line is not None and is_late and left % self._every == 0:
-            self._line.mean.add()
-        self._done += position == length
-
-    @property
-    def is_due(self) -> bool:
-        """Does an interval end with this cycle?"""
-        return self._has_begun and self._done == self._cycles
+    def add(self) -> None:
+        self.mean.add()
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """As `CyclePoints.at`. The first call communicates."""
-        assert self._line is not None, "on_cycle_start comes first"
+        """The first call communicates."""
         if not self._is_shared:
-            self._line.share(self._run.replicas)
+            self._share()
             self._is_shared = True
-        rho = self._run.multipliers()[place]
-        of_parameters = [1.0 if k is None else rho[k] for k in self._owners]
-        with self._line.at(of_parameters, self._run.sets[place]):
+        rho, means = self._run.multipliers()[place], self.mean.means
+        points = local_parts(self._run.sets[place])
+        kept = [point.to(m.device, copy=True) for point, m in zip(points, means, strict=True)]
+        try:
+            for point, origin, mean, k in zip(points, self.origin, means, self._knobs, strict=True):
+                point.copy_(torch.lerp(origin, mean, 1.0 if k is None else rho[k]))
             yield
+        finally:
+            for point, content in zip(points, kept, strict=True):
+                point.copy_(content)
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Origin and mean become the means over all replicas: bitwise the same everywhere. As much
+        traffic as two averages, tensor by tensor, because some backends only see the device."""
+        rooms, tensors = [*self.origin, *self.mean.means], 2 * local_parts(self._run.sets[0])
+        for room, tensor in zip(rooms, tensors, strict=True):
+            on_device = room.to(tensor.device)
+            average_tensors([on_device], self._run.replicas)
+            if on_device is not room:
+                room.copy_(on_device)
+
+
+def _room_for(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if place == "host" and tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def _values(source: Source) -> Iterator[torch.Tensor]:
+    """What the tensors stand for, one at a time: rounded weights stand still while their masters
+    move."""
+    tensors, masters = source
+    for tensor, master in zip(local_parts(tensors), masters(), strict=True):
+        if master is None and tensor.dtype == torch.float64:
+            yield tensor
+        else:
+            yield value_of(tensor, None if master is None else local_parts([master])[0])

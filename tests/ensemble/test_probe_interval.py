@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
-from hdet.measure.weight_line import RunningMean, WeightLine
+from hdet.measure.measurement import Watched
+from hdet.measure.points import LinePoints, RunningMean
 from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks
@@ -282,13 +284,17 @@ def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
 # -- averages and lines of tensors --------------------------------------------------------------
 
 
+def mean_of(tensors: Sequence[torch.Tensor]) -> RunningMean:
+    return RunningMean([(tensors, lambda: [None] * len(tensors))])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
     """Of contiguous and other tensors, also when one has moved."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.zeros(size, dtype=dtype) for size in ((5, 3), (), (0,))]
     tensors = [*map(torch.nn.Parameter, tensors), torch.zeros(4, 3, dtype=dtype).t()]
-    average, samples = RunningMean(tensors), []
+    average, samples = mean_of(tensors), []
     for n in range(4):
         if n == 2:
             tensors[0].data = tensors[0].data.clone()
@@ -304,9 +310,28 @@ def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
     assert same(tensors, means)
     average.exchange()
     assert same(tensors, samples[-1])
-    average.reset()
-    average.add()
-    assert same([mean.to(dtype) for mean in average.means], tensors)
+
+
+RHOS = (1.0, 2.0, 0.5, 8.0, 1.0, 0.5)
+
+
+class Line(LinePoints):
+    """Through tensors, each of them with a knob of its own."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], masters: Any = None, place: str = "device"):
+        groups = [{"params": [tensor]} for tensor in tensors]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        knobs = hdet.LearningRate(groups="each").bind(optimizer)
+        masters, replicas = masters or (lambda: [None] * len(tensors)), hdet.Replicas.single()
+        self.rho: Sequence[float] = ()
+        settings = Clock(10), replicas, lambda: [self.rho]
+        super().__init__(Watched(optimizer, [tensors], [masters], knobs, *settings), place)
+
+    @contextmanager
+    def at_multipliers(self, rho: Sequence[float]) -> Iterator[None]:
+        self.rho = rho
+        with self.at(0):
+            yield
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split"])
@@ -314,38 +339,16 @@ def test_a_line_follows_masters(masters: str) -> None:
     """At a tiny rate the parameters stand still; far out on the line bfloat16 shows the way."""
     parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = hdet.FusedSGD([parameter], lr=1e-4, master_weights=masters)
-    line = WeightLine([parameter], lambda: optimizer.masters([parameter], 0))
+    line = Line([parameter], lambda: optimizer.masters([parameter], 0))
     line.begin()
     for _ in range(4):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        line.mean.add()
+        line.add()
     assert torch.equal(parameter, torch.ones_like(parameter))
     expected = torch.full((8,), 1 - 2000 * 2.5e-4)
-    with line.at((2000.0,)):
-        torch.testing.assert_close(parameter.detach().float(), expected, rtol=2**-8, atol=0)
-
-
-RHOS = (1.0, 2.0, 0.5, 8.0, 1.0, 0.5)
-
-
-def line_of(dtype: torch.dtype, **settings: Any) -> Any:
-    """Tensors, their line after two samples, origin and mean by hand, on memory full of NaN."""
-    torch.manual_seed(0)
-    tensors = [torch.randn(5, 3).to(dtype), torch.randn(7).to(dtype)]
-    line = WeightLine(tensors, **settings)
-    for room in line.origin:
-        room.fill_(math.nan)
-    line.begin()
-    seen = [[t.double().clone() for t in tensors]]
-    for n in range(3):
-        for t in tensors:
-            t.add_(torch.randn_like(t))
-        if n < 2:
-            line.mean.add()
-            seen.append([t.double().clone() for t in tensors])
-    origin, *samples = seen
-    return tensors, line, origin, [(a + b) / 2 for a, b in zip(*samples, strict=True)]
+    with torch.no_grad(), line.at_multipliers((2000.0,)):
+        torch.testing.assert_close(parameter.float(), expected, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "place", "error"), [
@@ -353,16 +356,30 @@ def line_of(dtype: torch.dtype, **settings: Any) -> Any:
     (torch.float32, "host", 1e-5), (torch.bfloat16, "device", 0.04),
 ])  # fmt: skip
 def test_points_of_a_line_are_those_by_hand(dtype: torch.dtype, place: str, error: float) -> None:
-    tensors, line, origin, mean = line_of(dtype, place=place)
+    """On memory full of NaN, after two samples."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 3).to(dtype), torch.randn(7).to(dtype)]
+    line, seen = Line(tensors, place=place), []
+    for room in line.origin:
+        room.fill_(math.nan)
+    line.begin()
+    for n in range(4):
+        if n in (1, 2):
+            line.add()
+        seen.append([t.double().clone() for t in tensors])
+        for t in tensors:
+            t.add_(torch.randn_like(t))
+    origin, *samples = seen[:3]
+    mean = [(a + b) / 2 for a, b in zip(*samples, strict=True)]
     before = [t.clone() for t in tensors]
     for i, rho in list(enumerate(RHOS)) * 2:  # what has been scored may be scored again
         rhos = (rho, RHOS[-i - 1])  # each tensor at its own, as with several knobs
-        with line.at(rhos):
+        with line.at_multipliers(rhos):
             for t, a, m, r in zip(tensors, origin, mean, rhos, strict=True):
                 expected, atol = a + r * (m - a), error * max(1.0, r)
                 torch.testing.assert_close(t.double(), expected, rtol=0, atol=atol)
         assert same(tensors, before)
-    with pytest.raises(ZeroDivisionError), line.at((2.0, 0.5)):
+    with pytest.raises(ZeroDivisionError), line.at_multipliers((2.0, 0.5)):
         raise ZeroDivisionError
     assert same(tensors, before) and same([kept.double() for kept in line.origin], origin)
 
@@ -370,7 +387,7 @@ def test_points_of_a_line_are_those_by_hand(dtype: torch.dtype, place: str, erro
 def test_a_model_that_is_cast_before_the_first_sample_is_put_back_to_the_bit() -> None:
     """Half of the digits would be lost in an average that was made for what it was before."""
     layer = torch.nn.Linear(3, 2)
-    average = RunningMean(list(layer.parameters()))
+    average = mean_of(list(layer.parameters()))
     torch.nn.init.constant_(layer.double().weight, 0.1)
     average.add()
     for _ in range(2):
