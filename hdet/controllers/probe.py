@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,10 @@ from ..measure.batch_losses import BatchLosses
 from .probe_rule import PROBE, ProbeRule
 
 __all__ = ["ProbeController"]
+
+FEW, INTERVALS = 40, 20
+"""Runs of more cycles than a few have so many intervals. The later half of each is averaged, 1/40
+of the run: over less, the weights' noise stays, and votes for a lower rate."""
 
 
 class ProbeController(ProbeRule):
@@ -33,12 +38,12 @@ class ProbeController(ProbeRule):
             of its own weights. Several need shared gradients and rates as the only knobs: all
             replicas are then scored on one weight line, each at the multiplier of the last cycle.
             None: one in a run of 40 cycles or fewer, else 5 % of the run where that is possible.
-        average_every, average_from, place: see `BatchLosses`.
+        average_every, place: see `BatchLosses`.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective
             that counts, without smoothing, decay or augmentation. Without it no knob may be
             explored of which training losses are no honest judge (dropout, weight decay ...).
-        rule: settings of the rule (``step``, ``dead``, ``scale``, ``begin``, ``end``, ``bound``,
-            ``freeze_after``), see `ProbeRule`.
+        rule: settings of the rule (``step``, ``dead``, ``bound``, ``freeze_after``), see
+            `ProbeRule`.
 
     A replica whose probe is not finite is left out of the decision. A checkpoint holds what has
     been learned; an interval that was under way begins again.
@@ -61,7 +66,6 @@ class ProbeController(ProbeRule):
         model: nn.Module,
         interval: int | None = None,
         average_every: int = 5,
-        average_from: float | None = None,
         place: str = "device",
         held_out: bool = False,
         **rule: Any,
@@ -71,9 +75,7 @@ class ProbeController(ProbeRule):
             raise ValueError(f"held_out must be True or False, got {type(held_out).__name__}")
         if interval is not None:
             whole(interval, "interval", of="cycles", why="None chooses one")
-        self.losses = BatchLosses(
-            loss_fn, batches, chunks, model, average_every, average_from, place
-        )
+        self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, place)
         self.measurements = {PROBE: self.losses}
         self.interval, self.held_out, self.judges_held_out = interval, held_out, held_out
 
@@ -112,13 +114,13 @@ class ProbeController(ProbeRule):
             why = (
                 f"{names} is no learning rate without bounds, and displacements scale with no other"
             )
-        if self.interval is None:
-            alone, several = (1 - self.losses.left_out(s) for s in (False, True))
-            return 1 if why else run.clock.control_interval(alone, several)
         total, length = run.total_steps, run.sync_interval
+        if self.interval is None:
+            cycles = 0 if total is None else total // length
+            return 1 if why or cycles <= FEW else math.ceil(cycles / INTERVALS)
         if self.interval == 1:
-            why = ""
-        elif not why and total is not None and self.interval * length > max(total, length):
+            return 1
+        if not why and total is not None and self.interval * length > max(total, length):
             why = f"the run has {total // length}: there would be no probe"
         if why:
             raise ValueError(

@@ -7,7 +7,7 @@ the mean slope over the mini-batches by its standard error; t < 0: a higher valu
 1. Votes count near the schedule's peak only. Before it the value is low on purpose, and every vote
    says "higher"; after it a lower value is the point of the schedule.
 2. A rise needs two votes in a row, of which the weaker counts; a fall needs one.
-3. ln(correction) moves by step * tanh((|t| - dead) / scale).
+3. ln(correction) moves by step * tanh((|t| - dead) / scale), with scale 6 or 2.
 
 With local gradients each replica's weights have noise of their own, which all its mini-batches see
 alike, so their scatter does not show it. The residual of the regression over replicas does: it is
@@ -35,7 +35,11 @@ PROBE = "probe"
 """The measurement: [replica][chunk], losses on mini-batches common to all replicas."""
 
 SHARED, LOCAL = 6.0, 2.0
-"""default scales, with shared and with local gradients"""
+"""Standard errors beyond those that count as noise at which a move reaches tanh(1), 76 % of
+``step``. Of shared gradients, where errors do not hold what is common to all mini-batches, and of
+local ones, where they do."""
+BEGIN, END = 0.95, 0.9
+"""Parts of the schedule's peak, on the way up and on the way down, between which votes count."""
 FORGET = 0.9
 """of the replicas' own noise, from cycle to cycle"""
 KNOWN = 4.0
@@ -53,11 +57,6 @@ class ProbeRule(Controller):
     Args:
         step: the largest move of ln(correction) in one cycle.
         dead: standard errors that count as noise; a vote within them moves nothing.
-        scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
-            None: 6 with shared gradients, where errors do not hold what is common to all
-            mini-batches, 2 with local ones, where they do.
-        begin, end: parts of the schedule's peak, on the way up and on the way down, between which
-            votes count.
         bound: the correction stays within [1 / bound, bound].
         freeze_after: see `Controller`.
 
@@ -82,22 +81,14 @@ class ProbeRule(Controller):
         self,
         step: float = 0.9,
         dead: float = 2.0,
-        scale: float | None = None,
-        begin: float = 0.95,
-        end: float = 0.9,
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
         super().__init__(freeze_after)
         within(step, "step", "(0, inf)")
-        if scale is not None:
-            within(scale, "scale", "(0, inf)")
         within(dead, "dead", "[0, inf)", "it counts standard errors")
-        for name, value in (("begin", begin), ("end", end)):
-            within(value, name, "[0, 1]", "it is a part of the schedule's peak")
         within(bound, "bound", "(1, inf)")
-        self.step, self.dead, self.begin, self.end, self.bound = step, dead, begin, end, bound
-        self.scale, self.local_scale = (scale, scale) if scale is not None else (SHARED, LOCAL)
+        self.step, self.dead, self.bound = step, dead, bound
         self._begin_run(0)
 
     def _begin_run(self, knobs: int) -> None:
@@ -118,7 +109,7 @@ class ProbeRule(Controller):
     def idle(self) -> bool:
         """Frozen, or the schedule of every knob is past its peak for good."""
         pairs = zip(self.warm, self.phase, strict=False)
-        return self.frozen or (bool(self.warm) and all(w and p < self.end for w, p in pairs))
+        return self.frozen or (bool(self.warm) and all(w and p < END for w, p in pairs))
 
     def report(self) -> str:
         if self.idle:
@@ -129,7 +120,7 @@ class ProbeRule(Controller):
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         self.observe(evidence)
-        is_near = [w and p >= self.end for w, p in zip(self.warm, self.phase, strict=True)]
+        is_near = [w and p >= END for w, p in zip(self.warm, self.phase, strict=True)]
         self.looks = [count + near for count, near in zip(self.looks, is_near, strict=True)]
         probes = evidence.measured.get(PROBE)
         fits = None if probes is None else slopes(evidence.multipliers, probes)
@@ -140,7 +131,7 @@ class ProbeRule(Controller):
         own, is_known = [0.0] * len(fits), True
         if evidence.local:
             own, is_known = self._errors_of_replicas(evidence.multipliers, probes)
-        scale = self.local_scale if evidence.local else self.scale
+        scale = LOCAL if evidence.local else SHARED
         decisions = []
         for k, of_chunks in enumerate(fits):
             slope, error = mean_and_error(of_chunks)
@@ -161,20 +152,20 @@ class ProbeRule(Controller):
             self._begin_run(len(evidence.knobs))
         self.phase = _parts(evidence.scheduled, evidence.peak)
         highest = _parts(evidence.highest or evidence.scheduled, evidence.peak)
-        self.warm = [w or p >= self.begin for w, p in zip(self.warm, highest, strict=True)]
+        self.warm = [w or p >= BEGIN for w, p in zip(self.warm, highest, strict=True)]
         missed = [
             k
             for k, count in enumerate(self.looks)
-            if self.warm[k] and self.phase[k] < self.end and count < ENOUGH
+            if self.warm[k] and self.phase[k] < END and count < ENOUGH
         ]
         if missed and not self.frozen:
             self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
             warnings.warn(
                 f"the schedule of {', '.join(evidence.knobs[k] for k in missed)} has fallen below "
-                f"{self.end:.0%} of its peak before the controller {self.name!r} has decided twice "
+                f"{END:.0%} of its peak before the controller {self.name!r} has decided twice "
                 f"near it, which it does once in {evidence.sync_interval} steps: it rests from now "
                 "on. Make cycles shorter, sync=hdet.Sync(...), so that two or more end between "
-                f"{self.begin:.0%} of the peak on the way up and {self.end:.0%} on the way down",
+                f"{BEGIN:.0%} of the peak on the way up and {END:.0%} on the way down",
                 stacklevel=2,
             )
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from .validate import whole
 
 __all__ = ["Clock"]
-
-AVERAGED, LONGEST = 40, 10
-"""Weights are averaged over 1/40 of the run: over less, their noise stays, and votes for a lower
-rate. No interval exceeds 1/10."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +33,6 @@ class Clock:
         """To the end of the cycle of which ``position`` steps are done, or of the run."""
         left = self.sync_interval - position
         return left if self.total_steps is None else min(left, max(0, self.total_steps - step))
-
-    def control_interval(self, alone: float, several: float) -> int:
-        """Cycles between two decisions that average weights; one where the run's length is unknown.
-
-        ``alone``, ``several``: the part of an interval that is averaged, where it is one cycle, and
-        where it is more.
-        """
-        cycles = 0 if self.total_steps is None else self.total_steps // self.sync_interval
-        if cycles <= AVERAGED * alone:
-            return 1
-        return min(math.ceil(cycles / (AVERAGED * several)), max(1, cycles // LONGEST))
 
     def decisions_left(self, step: int) -> int | None:
         """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this

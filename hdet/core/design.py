@@ -151,18 +151,10 @@ def _factors(order: int) -> tuple[int, int] | None:
     None: not known here."""
     if order == 2 or (order % 4 == 0 and _is_prime(order - 1)):
         return 0, order - 1
-    if order % 4:
-        return None
-    if (order // 2) % 4 == 2 and _is_prime(order // 2 - 1):
+    if order % 8 == 4 and _is_prime(order // 2 - 1):
         return 1, order // 2 - 1
-    return next(
-        (
-            (a, order // a)
-            for a in range(2, order // 2 + 1)
-            if order % a == 0 and _known(a) and _known(order // a)
-        ),
-        None,
-    )
+    parts = ((a, order // a) for a in range(2, order // 2 + 1) if order % 4 == order % a == 0)
+    return next(((a, b) for a, b in parts if _known(a) and _known(b)), None)
 
 
 def _entry(order: int, i: int, j: int) -> int:
@@ -175,11 +167,12 @@ def _entry(order: int, i: int, j: int) -> int:
         return _entry(kind, i // q, j // q) * _entry(q, i % q, j % q)
     if kind == 0:  # I + S, S the skew conference matrix
         return 1 if i == 0 or i == j else -1 if j == 0 else _residue(i - j, q)
-    core = (
-        0 if i // 2 == j // 2 else 1 if i < 2 or j < 2 else _residue(i // 2 - j // 2, q)
-    )  # the symmetric conference matrix
-    within = -1 if i % 2 and j % 2 else 1
-    return core * within if core else (1 if not (i % 2 or j % 2) else -1)
+    row, column, is_odd = i // 2, j // 2, (i % 2, j % 2)
+    if row == column:
+        return 1 if is_odd == (0, 0) else -1
+    # the symmetric conference matrix
+    core = _residue(row - column, q) if row and column else 1
+    return -core if is_odd == (1, 1) else core
 
 
 def _residue(x: int, q: int) -> int:

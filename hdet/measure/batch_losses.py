@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..converge import digest
-from ..core.validate import whole, within
+from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.buffers import tensors_in
 from ..tensors.dtensor import local_parts, reshard
@@ -27,8 +27,8 @@ from .points import LinePoints, OwnMeans
 __all__ = ["BatchLosses"]
 
 LATER = 0.5
-"""Part of an interval of several cycles that is left out of the average: that of all of it lags
-behind, and votes for a higher rate."""
+"""From this part of an interval of several cycles on weights are averaged: the average of all of it
+lags behind, and votes for a higher rate."""
 
 
 class BatchLosses(Measurement):
@@ -41,8 +41,6 @@ class BatchLosses(Measurement):
             returns None.
         batches, chunks, model: as for a `ProbeController`.
         average_every: steps between samples of the average.
-        average_from: part of the interval, in [0, 1), that is left out of the average at its
-            beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live.
 
     Costs ``chunks`` forward passes per replica and interval, no gradient, and one copy of the
@@ -57,7 +55,6 @@ class BatchLosses(Measurement):
         chunks: int,
         model: nn.Module,
         average_every: int = 5,
-        average_from: float | None = None,
         place: str = "device",
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -69,9 +66,6 @@ class BatchLosses(Measurement):
                 "pass more, or lower chunks"
             )
         whole(average_every, "average_every", of="steps")
-        if average_from is not None:
-            why = "it is a part of the interval; None chooses one"
-            within(average_from, "average_from", "[0, 1)", why)
         if place not in ("device", "host"):
             raise ValueError(
                 "place must be 'device' or 'host' (where copies of the weights live), got "
@@ -81,7 +75,7 @@ class BatchLosses(Measurement):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         self.model: nn.Module = model
-        self.average_every, self.average_from, self.place = average_every, average_from, place
+        self.average_every, self.place = average_every, place
         self.cycles = 1
         """Of an interval, from one measurement to the next."""
         self._points: OwnMeans | LinePoints | None = None
@@ -90,13 +84,6 @@ class BatchLosses(Measurement):
     @property
     def modules(self) -> Sequence[nn.Module]:
         return [self.model]
-
-    def left_out(self, several: bool) -> float:
-        """The part of an interval of one cycle, or of ``several``, that is left out of the
-        average."""
-        if self.average_from is not None:
-            return self.average_from
-        return LATER if several else 0.0
 
     def watch(self, watched: Watched) -> None:
         """Raises ValueError if none of the optimizer's parameters is the model's."""
@@ -139,7 +126,7 @@ class BatchLosses(Measurement):
         interval = self._watched.clock.sync_interval
         left = (self.cycles - self._cycles_done - 1) * interval + length - position
         done = self.cycles * interval - left
-        is_late = done > self.left_out(self.cycles > 1) * self.cycles * interval
+        is_late = self.cycles == 1 or done > LATER * self.cycles * interval
         if self._points is not None and is_late and left % self.average_every == 0:
             self._points.add()
         self._cycles_done += position == length

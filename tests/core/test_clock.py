@@ -50,20 +50,3 @@ def test_decisions_left_reaches_one_at_the_end() -> None:
     assert steps[0] == 30  # the first cycle that lies wholly after the warm-up
     assert [clock.decisions_left(step) for step in steps] == list(range(len(steps), 0, -1))
     assert Clock(10).decisions_left(10) is None
-
-
-@pytest.mark.parametrize(
-    ("total", "interval", "alone", "several", "expected"),
-    [
-        (None, 10, 1.0, 0.5, 1),
-        (1024, 25, 1.0, 0.5, 1),  # 40 whole cycles
-        (1025, 25, 1.0, 0.5, 3),
-        (1000, 10, 1.0, 1.0, 3),
-        (1000, 10, 0.1, 0.1, 10),  # a tenth of the run at most
-        (7, 10, 0.5, 0.5, 1),
-    ],
-)
-def test_a_decision_takes_so_long_that_a_fortieth_of_the_run_is_averaged(
-    total: int | None, interval: int, alone: float, several: float, expected: int
-) -> None:
-    assert Clock(interval, 0, total).control_interval(alone, several) == expected

@@ -271,7 +271,7 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     *(({name: wrong}, name) for name, wrong in (
         ("interval", 0), ("interval", 1.5), ("interval", True), ("place", "disk"), ("chunks", 1),
-        ("average_every", 0), ("average_from", 1.0),
+        ("average_every", 0),
     )),
     ({"batches": [1, 2]}, "batches holds 2"),
 ])  # fmt: skip

@@ -182,13 +182,13 @@ def test_the_probe_changes_nothing() -> None:
 
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
-    losses = watching(net, lambda m, _: m.weight.sum(), average_every=2, average_from=0.5)
+    losses = watching(net, lambda m, _: m.weight.sum(), average_every=4)
     losses.on_cycle_start()
     for position in range(1, 11):
         torch.nn.init.constant_(net.weight, position)
         losses.sample(position, 10)
-    # one rank's losses at the mean of positions 6, 8, 10
-    assert losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8 and net.weight.item() == 10.0
+    # one rank's losses at the mean of positions 2, 6, 10
+    assert losses.measure(0)[:9].tolist() == [1.0] + [6.0] * 8 and net.weight.item() == 10.0
 
 
 @pytest.mark.parametrize("result", [1.0, torch.ones(2)])
