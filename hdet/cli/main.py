@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -36,28 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse has already said why
         return int(done.code or 0)
     try:
-        code = _run_command(options)
+        code = int(importlib.import_module(f"hdet.cli.{options.module}").run(options))
         sys.stdout.flush()  # a full disk shows here, and not after main
         return code
     except BrokenPipeError:  # `hdet ... | head`
         _discard_output()
         return 1
+    except ModuleNotFoundError as error:
+        if options.command != "report":
+            raise
+        reason = f"{error}: pip install hdet[report]"
     except (ValueError, OSError) as error:
         if isinstance(error, OSError):
             _discard_output()
-        print(f"hdet {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        reason = " ".join(str(error).split())
     except KeyboardInterrupt:
         print(f"hdet {options.command}: interrupted", file=sys.stderr)
         return 130
-
-
-def _run_command(options: argparse.Namespace) -> int:
-    missing = [name for name in options.needs if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise ValueError(f"{names} cannot be imported: pip install hdet[report]")
-    return int(importlib.import_module(f"hdet.cli.{options.module}").run(options))
+    print(f"hdet {options.command}: {reason}", file=sys.stderr)
+    return 2
 
 
 def _discard_output() -> None:
@@ -70,30 +66,21 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hdet {hdet.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, module: str, text: str, needs: Sequence[str] = ()) -> _Parser:
-        command: _Parser = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(module=module, needs=needs)
-        return command
-
-    report = add("report", "report", "Print what runs did; draw it.", ("rich", "matplotlib"))
+    report = commands.add_parser("report", help="Print what runs did; draw it.")
+    report.set_defaults(module="report")
     report.add_argument(
-        "runs", nargs="+", type=_path, metavar="RUN",
+        "runs", nargs="+", type=Path, metavar="RUN",
         help="folder with a history.jsonl (hdet.logging.History), or a folder of such folders",
     )  # fmt: skip
-    report.add_argument("--out", type=_path, metavar="FILE", help="a picture: .png, .svg, .pdf")
-    report.add_argument("--html", type=_path, metavar="FILE", help="a page for the browser")
-    replay = add("replay", "replay_run", "Make recorded decisions once more, and compare them.")
-    replay.add_argument("folder", type=_path, metavar="RUN", help="folder with a history.jsonl")
+    report.add_argument("--out", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
+    report.add_argument("--html", type=Path, metavar="FILE", help="a page for the browser")
+    replay = commands.add_parser("replay", help="Make recorded decisions once more; compare.")
+    replay.set_defaults(module="replay_run")
+    replay.add_argument("folder", type=Path, metavar="RUN", help="folder with a history.jsonl")
     replay.add_argument(
         "--controller", required=True, metavar="MODULE:FUNCTION",
         help="takes the run's settings (of the start record) and returns its controller, started",
     )  # fmt: skip
-    add("doctor", "doctor", "Print versions, which backends can be used, and why others cannot.")
+    doctor = commands.add_parser("doctor", help="Print what can be used here.")
+    doctor.set_defaults(module="doctor")
     return parser
-
-
-def _path(text: str) -> Path:
-    """An empty name would be the folder in which the command is typed."""
-    if not text:
-        raise argparse.ArgumentTypeError("'' is empty: pass the name of a file or folder")
-    return Path(text)

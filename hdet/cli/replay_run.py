@@ -19,26 +19,28 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: no history, no recorded decisions in it, or no such function.
     """
-    records = [record for _, record in read_records(options.folder / HISTORY)]
+    path = options.folder / HISTORY
+    records = [record for _, record in read_records(path)]
     cycles = [record for record in records if record.get("event") == "cycle"]
-    if not any(isinstance(record.get("record"), dict) for record in cycles):
-        raise ValueError(f"{str(options.folder)!r} has no recorded decisions")
-    starts = [record.get("settings") for record in records if record.get("event") == "start"]
-    controller = make_controller(options.controller, starts[0] if starts else {})
+    if not cycles:
+        raise ValueError(f"{str(path)!r} has no recorded decisions")
+    starts = [record for record in records if record.get("event") == "start"]
+    settings = starts[0].get("settings") if starts else {}
+    controller = make_controller(options.controller, settings)
     try:
         differences = list(replay(controller, cycles))
+        decided = sum(record["record"]["evidence"] is not None for record in cycles)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {printable(str(error))[:200]}"
         raise ValueError(
-            f"{str(options.folder / HISTORY)!r} cannot be replayed by {options.controller} "
-            f"({reason}): it is another controller's, or damaged"
+            f"{str(path)!r} cannot be replayed by {options.controller} ({reason}): it is another "
+            "controller's, or damaged"
         ) from error
     for difference in differences:
         print(printable(difference))
     if not differences:
-        decided = sum(record["record"]["evidence"] is not None for record in cycles)
         trials = sum(record.get("trial") is not None for record in cycles)
-        also = f" and {trials} trial{'s' * (trials > 1)}" * bool(trials)
+        also = f" and {trials} trial{'s' * (trials > 1)}" if trials else ""
         print(f"{decided} decisions{also} replayed, all bitwise the same")
     return int(bool(differences))
 
@@ -49,7 +51,7 @@ def make_controller(name: str, settings: Any) -> Controller:
     sys.path.insert(0, str(Path.cwd()))
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"--controller is {name!r}: it must be MODULE:FUNCTION, of a function that takes the "
             f"run's settings and returns its controller, started ({error})"

@@ -1,19 +1,51 @@
-"""`hdet report`: what runs did, as a table in the terminal, a picture, or a page."""
+"""`hdet report`: what runs did, as text in the terminal, a picture, or a page."""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import math
 import os
 import secrets
 import stat
 from collections.abc import Sequence
+from html import escape
+from io import StringIO
 from pathlib import Path
+from typing import IO
 
-from hdet.cli.runs import COLUMNS, RecordedRun, cells_of, find_runs, on_one_line
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import hdet
+from hdet.cli.drawing import draw_runs
+from hdet.cli.runs import RecordedRun, find_runs, printable
 
 PICTURES, PAGES = (".png", ".svg", ".pdf"), (".html", ".htm")
 SHOWN_EVENTS = 10
 """Of a run, in the terminal. A page has all."""
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>hdet report: {names}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem; }}
+img {{ width: 100%; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+</style>
+</head>
+<body>
+<h1>hdet report: {names}</h1>
+<img alt="Losses and learning rates over steps, and the losses of trials" src="{picture}">
+<pre>{report}</pre>
+<details><summary>Settings</summary><pre>{settings}</pre></details>
+<footer>Written by hdet report, version {version}.</footer>
+</body>
+</html>
+"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,42 +55,64 @@ def run(options: argparse.Namespace) -> int:
             check_target(path, suffixes)
     runs = find_runs(options.runs)
     if options.out is not None:
-        from hdet.cli.drawing import draw_runs
-
         write_whole(options.out, draw_runs(runs, options.out.suffix[1:].lower()))
     if options.html is not None:
-        from hdet.cli.page import make_page
-
         write_whole(options.html, make_page(runs).encode())
-    print_table(runs)
-    for one in runs:
-        print_events(one)
+    print_report(runs, most_events=SHOWN_EVENTS)
     return 0
 
 
-def print_table(runs: Sequence[RecordedRun]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+def print_report(
+    runs: Sequence[RecordedRun], file: IO[str] | None = None, most_events: int | None = None
+) -> None:
+    """A table, and the events of each run. ``file``: in the place of the terminal."""
+    width = None if file is None else 100
+    console = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for heading in COLUMNS:
+    for heading in ("validation loss", "time", "probe cost", "converge cost"):
         table.add_column(heading, justify="right")
     for one in runs:
-        table.add_row(Text(one.name), *cells_of(one))  # Text: a name may have rich's markup
-    Console().print(table)
+        table.add_row(one.name, *_cells(one))
+    console.print(table)
+    for one in runs:
+        for event in one.events[:most_events]:
+            console.out(f"{one.name}: {event}")
+        hidden = 0 if most_events is None else len(one.events) - most_events
+        if hidden > 0:
+            console.out(f"{one.name}: {hidden} more events: pass --html FILE for all")
 
 
-def print_events(run: RecordedRun) -> None:
-    for step, interval in run.trials:
-        print(f"{run.name}: trial before step {step:.0f}: {on_one_line(interval)}")
-    for step, what in run.events[:SHOWN_EVENTS]:
-        print(f"{run.name}: step {step:.0f}: {what}")
-    hidden = len(run.events) - SHOWN_EVENTS
-    if hidden > 0:
-        print(f"{run.name}: {hidden} more events: pass --html FILE for all")
+def _cells(run: RecordedRun) -> list[str]:
+    """Of a row of the table, after the run's name."""
+    last = run.validation[-1][1] if run.validation else None
+    loss = "-" if last is None else "not finite" if math.isnan(last) else f"{last:.4f}"
+    if run.seconds is None:
+        return [f"{loss} (not ended)", "-", "-", "-"]
+    costs = [
+        f"{0.1 * ms / run.seconds:.2f} %" if run.cycles and run.seconds else "-"
+        for ms in (run.probe_ms, run.converge_ms)
+    ]
+    return [loss, f"{run.seconds:.1f} s", *costs]
+
+
+def make_page(runs: Sequence[RecordedRun]) -> str:
+    """For a browser: no script, no network, nothing beside the file."""
+    report = StringIO()
+    print_report(runs, report)
+    picture = base64.b64encode(draw_runs(runs, "svg")).decode()
+    settings = [
+        printable(f"{run.name}: {name}: {value}")
+        for run in runs
+        for name, value in run.settings.items()
+    ]
+    return PAGE.format(
+        names=escape(", ".join(run.name for run in runs)),
+        picture=f"data:image/svg+xml;base64,{picture}",
+        report=escape(report.getvalue()),
+        settings=escape("\n".join(settings)),
+        version=escape(hdet.__version__),
+    )
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -85,11 +139,10 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        try:
-            with open(partial, "xb") as file:
-                file.write(data)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with open(partial, "xb") as file:
+            file.write(data)
+        os.replace(partial, path)
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,41 +13,89 @@ from hdet.trial.rule import RateInterval
 
 HISTORY = "history.jsonl"
 LARGEST = 1e30
-"""Beyond it a loss counts as not finite."""
+"""A larger number counts as not finite: it cannot be drawn."""
 
+Record = dict[str, Any]
 Points = list[tuple[float, float]]
 """Steps and values. A value that is not finite is NaN."""
 
 
 @dataclass
 class RecordedRun:
-    """What one history says."""
+    """What one history says.
 
-    folder: Path
+    Attributes:
+        losses, validation: training and validation losses.
+        rates, schedule: the learning rate's base values, and what the untouched schedule has.
+        cycle_losses, cycle_rates: the mean losses of cycles and their base values, which stand in
+            where nobody has recorded ``train`` events.
+        events: sentences, by step: what trials found, moved corrections, notes.
+        seconds: of training. None: the run has not ended.
+        probe_ms, converge_ms: of all cycles.
+    """
+
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Record = field(default_factory=dict)
     losses: Points = field(default_factory=list)
     validation: Points = field(default_factory=list)
     rates: Points = field(default_factory=list)
-    """Base values of the learning rate."""
     schedule: Points = field(default_factory=list)
-    """The learning rate that the untouched schedule has."""
-    events: list[tuple[float, str]] = field(default_factory=list)
-    """Moved corrections and notes, by step."""
+    cycle_losses: Points = field(default_factory=list)
+    cycle_rates: Points = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
     trials: list[tuple[float, RateInterval]] = field(default_factory=list)
     seconds: float | None = None
-    """Of training. None: the run has not ended."""
     probe_ms: float = 0.0
     converge_ms: float = 0.0
     cycles: int = 0
+    last_cycle: Record = field(default_factory=dict)
 
-    @property
-    def last_loss(self) -> float | None:
-        return self.validation[-1][1] if self.validation else None
+    def add(self, record: Record) -> None:
+        """Raises what reading wrong data raises. Events of other names are left out."""
+        event = record.get("event")
+        if event == "start":
+            self.settings.update(record.get("settings", {}))
+        elif event == "train":
+            self.losses.append((_number(record["step"]), _number(record["loss"])))
+            if "lr" in record:
+                self.rates.append((_number(record["step"]), _number(record["lr"])))
+        elif event == "validation":
+            self.validation.append((_number(record["step"]), _number(record["loss"])))
+        elif event == "cycle":
+            self._add_cycle(record)
+        elif event == "end":
+            self.seconds = _number(record["seconds"])
 
-    def percent(self, milliseconds: float) -> float | None:
-        """Of the training time. None without cycles, or before the end."""
-        return 0.1 * milliseconds / self.seconds if self.seconds and self.cycles else None
+    def _add_cycle(self, record: Record) -> None:
+        step = _number(record["step"])
+        losses = [_number(loss) for loss in record.get("losses", ())]
+        finite = [loss for loss in losses if not math.isnan(loss)]
+        self.cycle_losses.append((step, sum(finite) / len(finite) if finite else math.nan))
+        if "lr" in record.get("values", {}):
+            self.cycle_rates.append((step, _number(record["values"]["lr"])))
+            self.schedule.append((step, _number(record["scheduled"]["lr"])))
+        if record.get("trial") is not None:
+            interval = RateInterval.from_dict(record["trial"])
+            self.trials.append((step, interval))
+            found = printable("; ".join(str(interval).splitlines()))
+            self.events.append(f"trial before step {step:.0f}: {found}")
+        # A note that every cycle has again is said once.
+        notes = [str(note) for note in record.get("notes", ())]
+        known = [str(note) for note in self.last_cycle.get("notes", ())]
+        new = [note for note in notes if note not in known]
+        self.events += [
+            f"step {step:.0f}: {printable(text)}" for text in (*self._moves(record), *new)
+        ]
+        self.probe_ms += _number(record.get("probe_ms", 0))
+        self.converge_ms += _number(record.get("converge_ms", 0))
+        self.cycles, self.last_cycle = self.cycles + 1, record
+
+    def _moves(self, record: Record) -> Iterator[str]:
+        last = self.last_cycle.get("corrections", {})
+        for name, value in record.get("corrections", {}).items():
+            before, now = _number(last.get(name, 1.0)), _number(value)
+            if now != before:
+                yield f"{name}: correction {before:.4g} -> {now:.4g}"
 
 
 def find_runs(folders: Sequence[Path]) -> list[RecordedRun]:
@@ -73,31 +121,26 @@ def find_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     for folder, name in zip(found, names, strict=True):
         parent = folder.resolve().parent.name
         runs.append(read_run(folder, name if names.count(name) == 1 else f"{parent}/{name}"))
-    return sorted(runs, key=lambda run: run.cycles > 0)
+    return sorted(runs, key=lambda run: bool(run.cycles))
 
 
 def read_run(folder: Path, name: str) -> RecordedRun:
     """Raises ValueError, with the number of the line, for what a report cannot use."""
-    run = RecordedRun(folder, printable(name))
-    readers = {
-        "start": _read_start, "train": _read_train, "validation": _read_validation,
-        "cycle": _Cycles().read, "end": _read_end,
-    }  # fmt: skip
+    run = RecordedRun(printable(name))
     for number, record in read_records(folder / HISTORY):
-        event = record.get("event")
-        read = readers.get(event) if isinstance(event, str) else None
         try:
-            if read is not None:
-                read(run, record)
+            run.add(record)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise ValueError(
                 f"line {number} of {str(folder / HISTORY)!r} is damaged "
                 f"({type(error).__name__}: {printable(str(error))[:200]}): remove that line"
             ) from error
+    if not run.losses:
+        run.losses, run.rates = run.cycle_losses, run.cycle_rates
     return run
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(path: Path) -> Iterator[tuple[int, Record]]:
     """Line numbers and records. A last line without its end was torn by a kill: it is left out.
 
     Raises:
@@ -124,114 +167,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-COLUMNS = ("validation loss", "time", "probe cost", "converge cost")
-
-
-def cells_of(run: RecordedRun) -> list[str]:
-    """Of a row of the table, after the run's name."""
-    loss = "-" if run.last_loss is None else f"{run.last_loss:.4f}"
-    loss = "not finite" if run.last_loss is not None and math.isnan(run.last_loss) else loss
-    if run.seconds is None:
-        return [f"{loss} (not ended)", "-", "-", "-"]
-    costs = [run.percent(run.probe_ms), run.percent(run.converge_ms)]
-    shown = ["-" if cost is None else f"{cost:.2f} %" for cost in costs]
-    return [loss, f"{run.seconds:.1f} s", *shown]
-
-
-def on_one_line(interval: RateInterval) -> str:
-    """What a trial found."""
-    return printable("; ".join(str(interval).splitlines()))
-
-
-# -- records by event ------------------------------------------------------------------------------
-
-
-def _number(value: Any, low: float = -math.inf) -> float:
+def _number(value: Any) -> float:
+    """NaN for None, which stands for what is not finite, and for what is too large."""
+    if value is None:
+        return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{type(value).__name__} in the place of a number")
-    number = float(value)
-    if not low <= number <= LARGEST:
-        raise ValueError(f"{number:g} is out of range")
-    return number
-
-
-def _loss(value: Any) -> float:
-    """NaN for None, which stands for every loss that is not finite, and for a huge one."""
-    if value is None or (isinstance(value, float) and not abs(value) <= LARGEST):
-        return math.nan
-    return _number(value, -LARGEST)
-
-
-def _step(record: Mapping[str, Any]) -> float:
-    return _number(record["step"], 0)
-
-
-def _read_start(run: RecordedRun, record: Mapping[str, Any]) -> None:
-    run.settings.update(record.get("settings", {}))
-
-
-def _read_train(run: RecordedRun, record: Mapping[str, Any]) -> None:
-    run.losses.append((_step(record), _loss(record["loss"])))
-    if "lr" in record:
-        run.rates.append((_step(record), _number(record["lr"], 0)))
-
-
-def _read_validation(run: RecordedRun, record: Mapping[str, Any]) -> None:
-    run.validation.append((_step(record), _loss(record["loss"])))
-
-
-def _read_end(run: RecordedRun, record: Mapping[str, Any]) -> None:
-    run.seconds = _number(record["seconds"], 0)
-
-
-class _Cycles:
-    """Reads one run's cycles, each beside the one before."""
-
-    def __init__(self) -> None:
-        self._corrections: dict[str, float] = {}
-        self._notes: list[str] = []
-        self._has_losses = False
-
-    def read(self, run: RecordedRun, record: Mapping[str, Any]) -> None:
-        step = _step(record)
-        self._has_losses = self._has_losses or (run.cycles == 0 and not run.losses)
-        run.cycles += 1
-        run.probe_ms += _number(record.get("probe_ms", 0), 0)
-        run.converge_ms += _number(record.get("converge_ms", 0), 0)
-        if self._has_losses:  # nobody has recorded train events
-            losses = [_loss(value) for value in record.get("losses", ())]
-            counted = [loss for loss in losses if math.isfinite(loss)]
-            run.losses.append((step, sum(counted) / len(counted) if counted else math.nan))
-        if "lr" in record.get("values", {}):
-            if self._has_losses:
-                run.rates.append((step, _number(record["values"]["lr"], 0)))
-            run.schedule.append((step, _number(record["scheduled"]["lr"], 0)))
-        self._read_events(run, step, record)
-        if record.get("trial") is not None:
-            run.trials.append((step, _read_interval(record["trial"])))
-
-    def _read_events(self, run: RecordedRun, step: float, record: Mapping[str, Any]) -> None:
-        for name, value in record.get("corrections", {}).items():
-            before, now = self._corrections.get(name, 1.0), _number(value, 0)
-            if now != before:
-                run.events.append(
-                    (step, printable(f"{name}: correction {before:.4g} -> {now:.4g}"))
-                )
-            self._corrections[name] = now
-        notes = [printable(str(note)) for note in record.get("notes", ())]
-        # A note that every cycle has again is said once.
-        run.events += [(step, note) for note in notes if note not in self._notes]
-        self._notes = notes
-
-
-def _read_interval(data: Mapping[str, Any]) -> RateInterval:
-    interval = RateInterval.from_dict(data)
-    arms = interval.trial.arms
-    if not arms:
-        raise ValueError("the trial has no arms")
-    for rate in (interval.rate, interval.suggestion, *(arm.rate for arm in arms)):
-        _number(rate, 1 / LARGEST)
-    for loss in (*interval.trial.first_losses, *(loss for arm in arms for loss in arm.losses)):
-        _number(loss, -LARGEST)
-    _number(interval.low, 0)
-    return interval
+    return float(value) if abs(value) <= LARGEST else math.nan
