@@ -1,8 +1,6 @@
 """A folder of checkpoints that others write to as well, and saves that end at any system call.
 
-What is in the folder is known at all times: the states that were saved and may not have been
-removed yet, and foreign things, which stay as they are. `latest` is always one of the saved states,
-bit for bit.
+`latest` is always one of the saved states, bit for bit, and foreign things stay as they are.
 """
 
 from __future__ import annotations
@@ -33,19 +31,7 @@ from .common import bits, quiet, tree, trial
 HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
 FOREIGN = ["step-00000002/", "step-00000004", "step-00000006/"]
 LINKS = ["step-00000003"]
-CALLS = (
-    "rename",
-    "replace",
-    "fsync",
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "open",
-    "scandir",
-    "listdir",
-    "link",
-    "symlink",
-)
+CALLS = ["rename", "replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir", "listdir"]
 
 
 class Killed(BaseException):
@@ -53,8 +39,6 @@ class Killed(BaseException):
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    # -- the beginning -----------------------------------------------------------------------------
-
     @initialize(adamw=st.booleans())
     def begin(self, adamw: bool) -> None:
         self.stack = ExitStack()
@@ -84,18 +68,27 @@ class CheckpointMachine(RuleBasedStateMachine):
         if not hasattr(self, "saved"):
             return
         latest = checkpoint.latest(self.root)
-        if (
-            latest is not None and latest.name in self.foreign
-        ):  # it may be meant for a checkpoint: said aloud, never passed over silently
+        if latest is not None and latest.name in self.foreign:
+            # It may be meant for a checkpoint: said aloud, never passed over silently.
             self.refused(self.root)
-            return
-        if not self.saved:
-            assert latest is None
-            return
-        assert latest is not None
+        elif latest is None:
+            assert not self.saved
+        else:
+            assert self.loaded(latest) == (max(self.saved), self.saved[max(self.saved)])
+
+    def loaded(self, folder: Path) -> tuple[int, Any]:
         fresh = alone(self.make)
-        step = checkpoint.load(self.root, fresh.state)
-        assert step == max(self.saved) and bits(fresh.facts()) == self.saved[step]
+        step = checkpoint.load(folder, fresh.state)
+        return step, bits(fresh.facts())
+
+    def refused(self, folder: Path) -> None:
+        """In one line; run and folder stay as they are."""
+        before, run = tree(self.root), alone(self.make).steps(1)
+        facts = bits(run.facts())
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(folder, run.state)
+        assert "\n" not in str(caught.value)
+        assert bits(run.facts()) == facts and tree(self.root) == before
 
     # -- what a run does ---------------------------------------------------------------------------
 
@@ -118,16 +111,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         for old in sorted(s for s in self.saved if s <= step)[:-keep]:
             del self.saved[old]
         mine = {entry.name for entry in self.root.iterdir()} - {LOCK, *self.foreign}
-        assert mine == {
-            f"step-{s:08d}" for s in self.saved
-        }  # no rubbish, and nothing kept too long
+        # No rubbish, and nothing kept too long.
+        assert mine == {f"step-{s:08d}" for s in self.saved}
 
     @rule(call=st.integers(0, 60), kill=st.booleans(), keep=st.integers(1, 2))
     def save_that_ends_early(self, call: int, kill: bool, keep: int) -> None:
-        """At a system call: by an error (a full disk) or for good.
-
-        Either the state is there or it is not.
-        """
+        """At a system call, by an error (a full disk) or for good: the state is there or not."""
         if f"step-{self.run.index:08d}" not in self.foreign:
             self.attempt(call, kill, keep)
 
@@ -151,24 +140,16 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     def found(self, allowed: dict[int, list[Any]]) -> dict[int, Any]:
         """What can be loaded now; each must be one of the states that were saved for its step."""
+        entries = self.root.iterdir() if self.root.is_dir() else ()
+        names = {entry.name for entry in entries} - self.foreign.keys()
         states: dict[int, Any] = {}
-        names = (
-            {entry.name for entry in self.root.iterdir()} - set(self.foreign)
-            if self.root.is_dir()
-            else set()
-        )
         for name in sorted(names):
             final = name.removeprefix(".hdet-").removesuffix(".replaced")
-            if (
-                final.startswith("step-")
-                and not final.endswith(".partial")
-                and (name == final or final not in names)
-            ):
-                number, fresh = int(final[5:]), alone(self.make)
-                assert checkpoint.load(self.root / name, fresh.state) == number
-                facts = bits(fresh.facts())
-                assert facts in allowed[number], name
-                states[number] = facts
+            is_one = final.startswith("step-") and not final.endswith(".partial")
+            if is_one and (name == final or final not in names):
+                step, facts = self.loaded(self.root / name)
+                assert step == int(final[5:]) and facts in allowed[step], name
+                states[step] = facts
         return states
 
     @precondition(lambda self: self.saved)
@@ -184,8 +165,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(HARMLESS + FOREIGN + LINKS))
     def somebody_writes(self, name: str) -> None:
-        """A file, a folder or a link of their own, perhaps under a name that looks like one of
-        ours."""
+        """Something of their own, perhaps under a name that looks like one of ours."""
         path = self.root / name.rstrip("/")
         if os.path.lexists(path):
             return
@@ -198,17 +178,6 @@ class CheckpointMachine(RuleBasedStateMachine):
         else:
             path.write_bytes(b"of somebody else")
         self.foreign[path.name] = tree(path)
-
-    def refused(self, folder: Path) -> None:
-        """In one line; run and folder stay as they are."""
-        before, run = tree(self.root), alone(self.make).steps(1)
-        facts = bits(run.facts())
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.load(folder, run.state)
-        assert "\n" not in str(caught.value)
-        assert bits(run.facts()) == facts and tree(self.root) == before
-
-    # -- export ------------------------------------------------------------------------------------
 
     @rule(call=st.integers(0, 12), kill=st.booleans(), whole=st.booleans(), link=st.booleans())
     def export(self, call: int, kill: bool, whole: bool, link: bool) -> None:
@@ -228,13 +197,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.exported in allowed
 
 
-# -- small things ----------------------------------------------------------------------------------
-
-
 @contextmanager
 def failing(call: int, kill: bool) -> Iterator[list[int]]:
-    """The ``call``-th of the calls that look at the disk or change it raises; after a kill all
-    further ones do, too."""
+    """The ``call``-th call that looks at the disk or changes it raises; after a kill all do."""
     left = [call]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,8 +229,7 @@ TestCheckpointMachine.settings = trial(examples=10, steps=12)
 @pytest.mark.parametrize("same", [False, True], ids=["another step", "the same step"])
 @pytest.mark.parametrize("kill", [False, True], ids=["error", "kill"])
 def test_every_call_of_a_save(kill: bool, same: bool) -> None:
-    """One call after the other, beside a checkpoint or in its place: never is there none, and never
-    half of one."""
+    """Beside a checkpoint or in its place: never is there none, and never half of one."""
     machine = CheckpointMachine()
     machine.begin(adamw=False)
     try:

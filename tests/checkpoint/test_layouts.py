@@ -24,19 +24,8 @@ from hdet.replicas import Replicas
 
 from ..adversary.common import bits
 from ..distributed import run_ranks
-from .helpers import (
-    Run,
-    Shard,
-    alone,
-    ddp,
-    exact_local,
-    fused_base,
-    groups,
-    hsdp,
-    mlp,
-    shards,
-    table,
-)  # fmt: skip
+from . import helpers
+from .helpers import Run, alone, ddp, groups, hsdp, mlp, shards
 from .test_run_state import holders
 
 Build = Callable[..., Run]
@@ -83,7 +72,9 @@ unsharded = partial(hsdp, shard=1)
 def shards_alone(rank: int, world: int, *args: Any) -> Run:
     """The hand-made shards, each of whose ranks is a replica by itself."""
     own = dist.new_group([rank], use_local_synchronization=True)
-    return Run(Shard(own, 0), table([[r] for r in range(world)]), torch.optim.AdamW, rank)
+    return Run(
+        helpers.Shard(own, 0), helpers.table([[r] for r in range(world)]), torch.optim.AdamW, rank
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +208,7 @@ def test_what_members_hold_alone_is_exported_under_their_numbers(tmp_path: Path)
 
 
 def known_mean(rank: int, world: int, path: str) -> tuple[bool, float, bool]:
-    run = exact_local(rank, world, fused_base).steps(8)
+    run = helpers.exact_local(rank, world, helpers.fused_base).steps(8)
     own = [p.detach().clone() for p in run.ensemble.parameters]
     checkpoint.export_safetensors(path, run.net, run.ensemble)
     untouched = all(torch.equal(a, b) for a, b in zip(own, run.ensemble.parameters, strict=True))
