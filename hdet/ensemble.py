@@ -345,19 +345,19 @@ class Ensemble:
         """One step of an `AutoLR`, and what it has decided."""
         assert self._search is not None
         with self.during("trial"):
-            move = self._search.after_step(closure)
-        if move is None:
+            factor = self._search.after_step(closure)
+        if factor is None:
             return
-        if move.factor != 1:
-            decision = Decision(factor=move.factor)
+        if factor != 1:
+            decision = Decision(factor=factor)
             for k, (knob, peaks) in enumerate(zip(self.knobs, self.schedule.peaks(), strict=True)):
                 if knob.key == "lr":
                     self._cycles.notes += self.engine.apply(k, decision, peaks[0])
             self.schedule.write(self.engine)
-        if move.restored:
+        if factor < 1:  # the first weights are in place again
             self._cycles.note_restore()
-        self._cycles.trial = move.trial
-        self._cycles.notes.append(move.note)
+        self._cycles.trial = self._search.interval.to_dict()
+        self._cycles.notes.append(self._search.note)
 
     def _tell_record(self) -> None:
         assert self.history is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -154,14 +154,11 @@ class Parts:
                 "AutoLR trains copies of the run, for which several replicas in one process are of "
                 "no use: leave replicas out"
             )
-        self._attach_search(masters[0])
-
-    def _attach_search(self, masters: Callable[[], Any]) -> None:
-        shares = self.sync.gradients == "shared"
+        shares, refreshes = self.sync.gradients == "shared", self.sync.refresh is not None
         self.search.attach(
             Searched(
-                self.search.model, self.optimizer, self.trained, masters, self._peak_rates,
-                self.replicas, shares, self.fan_out.aside, self.sync.refresh is not None,
+                self.search.model, self.optimizer, self.replicas, self._peak_rates, shares,
+                self.fan_out.aside, refreshes,
             )
         )  # fmt: skip
         self.search.done = self.search.done or self.engine.step > 0  # the first steps are over

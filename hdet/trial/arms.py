@@ -1,4 +1,4 @@
-"""Arms: copies of a run that train for some steps at other rates, and are scored."""
+"""Arms: copies of a run that train for some steps at other rates."""
 
 from __future__ import annotations
 
@@ -10,54 +10,51 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..knobs.cells import content, put
 from ..profiling import ranged
 from ..run.snapshot import Snapshot
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
-from .displacement import Displacement, Ratios
 from .in_place import InPlace
-from .searched import Closure, Scorer, Searched, keep_gradients, mean_of
+from .searched import Closure, Searched, losses_by, mean_of
 
 __all__ = ["Arms"]
 
 
 class Arms:
-    """Trains and scores copies of a run.
-
-    A copy holds all that is trained: parameters, masters, the optimizer's state and the model's
-    buffers. Run, gradients, modes and random states are bitwise as before after `keep_run`, inside
-    of which the other methods are called.
+    """Trains copies of a run in its place, inside of `keep_run`. Each begins with its first
+    weights, and holds all that is trained: parameters, masters, the optimizer's state, buffers.
 
     Args:
-        run: what is copied.
-        first: its first weights, with which arms begin.
-        before_step: called between an arm's backward pass and its step.
-        scaler: the run's GradScaler; it is asked for its scale, and not changed.
-        place: "device" or "host", where copies live.
-        averages: are gradients averaged over the replicas? None: as the run does.
+        before_step, scaler, place: as of `AutoLR`.
+        spread: does each replica train arms of its own, whose gradients are not averaged?
     """
 
     def __init__(
         self,
         run: Searched,
         first: Snapshot,
-        *,
-        before_step: Callable[[], object] | None = None,
-        scaler: Any = None,
-        place: str = "device",
-        averages: bool | None = None,
+        before_step: Callable[[], object] | None,
+        scaler: Any,
+        place: str,
+        spread: bool,
     ) -> None:
-        self.run, self.first = run, first
+        self.run, self.first, self.spread = run, first, spread
         self._before_step, self._scaler, self._place = before_step, scaler, place
-        self._averages = averages
+        # Are gradients averaged here? None: not if the loop, and so before_step, does it.
+        self._averages: bool | None = None
+        is_alone = run.replicas.count == 1 or run.replicas.peer_group is None
+        if spread or is_alone or not run.shares_gradients:
+            self._averages = False
+        elif isinstance(run.model, DistributedDataParallel):
+            self._averages = run.leaves_gradients
         self.in_place = InPlace(run.module, run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
-        self._scorer = Scorer(run)
 
     @contextmanager
     def keep_run(self) -> Iterator[None]:
-        """Around arms: afterwards the run is in its place again, with its gradients."""
-        with self.in_place(), keep_gradients(self.run), _without_reduction(self.run):
+        """Afterwards the run, its gradients and modes are bitwise what they were."""
+        with self.in_place.hold(), self.run.keep_gradients(), _without_reduction(self.run):
             self._own.take()
             try:
                 with modes_kept(self.run.module):
@@ -75,15 +72,13 @@ class Arms:
     def train(
         self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
     ) -> torch.Tensor | None:
-        """Makes one step of an arm on the current batch.
+        """Makes one step of an arm on the current batch. Returns the mean loss before it; None
+        where this rank sees none.
 
         Args:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
-
-        Returns:
-            Its mean loss before the step, 0-d float64; None where this rank sees none.
         """
         run = self.run
         run.restore(arm)
@@ -92,10 +87,9 @@ class Arms:
             gradients = [p.grad for p in run.parameters if p.grad is not None]
             if not gradients and not (may_skip and losses is None):
                 raise ValueError(
-                    "the closure gave losses without a graph, and left no gradients: compute the "
-                    "losses of the batch again inside it, without no_grad or detach, or call "
-                    "backward inside"
-                    + (" (it returned None: is a return missing?)" if losses is None else "")
+                    "the closure gave losses without a graph, and left no gradients (is a return "
+                    "missing?): compute the losses of the batch again inside it, without no_grad "
+                    "or detach, or call backward inside"
                 )
             self._average(gradients)
             if self._unscale(gradients) and gradients:
@@ -107,19 +101,9 @@ class Arms:
         arm.take()
         return mean_of(losses)
 
-    @ranged("hdet.trial.score")
-    def score(self, arm: Snapshot, closure: Closure) -> torch.Tensor | None:
-        """`Scorer.loss` of an arm on the current batch."""
-        self.run.restore(arm)
-        return self._scorer.loss(closure)
-
-    def ratios(self, arm: Snapshot, displacement: Displacement) -> Ratios:
-        """`Displacement.ratios` of an arm."""
-        self.run.restore(arm)
-        return displacement.ratios()
-
     def share(self, arm: Snapshot | None, owner: int) -> Snapshot:
-        """The arm of one replica, on every replica: its weights and buffers, to be scored."""
+        """The weights and buffers of an arm on every replica; ``arm`` is None on all but its
+        owner."""
         run = self.run
         if arm is not None:
             run.restore(arm)
@@ -127,14 +111,14 @@ class Arms:
             dist.broadcast(tensor, group_src=owner, group=run.replicas.peer_group)
         return run.take_snapshot(self._place) if arm is None else arm
 
-    # -- a step --------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def _backward(self, closure: Closure) -> torch.Tensor | None:
         """Losses of the current batch, and their gradients in place."""
         run = self.run
         run.clear_gradients()
         with torch.enable_grad():
-            losses = self._scorer.losses(closure)
+            losses = losses_by(closure)
             called_backward = any(p.grad is not None for p in run.parameters)
             if losses is None or not losses.requires_grad or called_backward:
                 return losses
@@ -151,28 +135,23 @@ class Arms:
         return losses
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Gradients that are this rank's own: under DDP, and where the loop reduces them itself."""
-        run, group = self.run, self.run.replicas.peer_group
-        if run.replicas.count == 1 or group is None or not run.shares_gradients:
-            return
+        replicas = self.run.replicas
         if self._averages is None:
-            self._averages = run.leaves_gradients
-            if not isinstance(run.model, DistributedDataParallel):
-                own = gradient_norm(run.parameters).square().reshape(1)
-                squares = run.replicas.sum_rows(own).flatten().tolist()
-                self._averages = max(squares) > 1.002 * min(squares)
+            own = gradient_norm(self.run.parameters).square().reshape(1)
+            squares = replicas.sum_rows(own).flatten().tolist()
+            self._averages = max(squares) > 1.002 * min(squares)
         for gradient in local_parts(gradients) if self._averages else ():
-            dist.all_reduce(gradient, group=group)
-            gradient.div_(run.replicas.count)
+            dist.all_reduce(gradient, group=replicas.peer_group)
+            gradient.div_(replicas.count)
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Divides by the GradScaler's scale. Returns whether all gradients are finite, on every
-        rank alike: a step that overflows is skipped."""
+        """Returns whether all gradients are finite, on every rank alike: a step that overflows is
+        skipped."""
         if self._scaler is None or not self._scaler.is_enabled():
             return True
         bad = torch.zeros(1, dtype=torch.float64)
         for part in local_parts(gradients):
-            part.div_(self._scaler.scale(torch.ones((), device=part.device)))
+            part.div_(self._scaler.get_scale())
             bad += float(not part.isfinite().all())
         return not self.run.replicas.sum_rows(bad).sum().item()
 
@@ -200,18 +179,11 @@ def _rates_in_force(run: Searched, factor: float) -> Iterator[None]:
     """Inside, groups have these parts of their peaks; a tensor is written to, so that a captured
     step sees it."""
     groups = [(run.optimizer.param_groups[number], peak) for number, peak in run.peaks()]
-    before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"]
-              for group, _ in groups]  # fmt: skip
+    before = [content(group["lr"]) for group, _ in groups]
     try:
         for group, peak in groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(peak * factor)
-            else:
-                group["lr"] = peak * factor
+            group["lr"] = put(group["lr"], peak * factor)
         yield
     finally:
         for (group, _), rate in zip(groups, before, strict=True):
-            if isinstance(rate, torch.Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = put(group["lr"], rate)

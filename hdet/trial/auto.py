@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,34 +19,16 @@ from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement, name_outliers
-from .own_steps import OwnSteps
 from .rule import STEPS, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import TrialSteps
+from .steps import OwnSteps, TrialSteps
 
-__all__ = ["AutoLR", "Move"]
+__all__ = ["AutoLR"]
 
 REPEATS = 3
 """How often a trial is repeated at a far lower rate. If nothing helps, it is not the rate, which
 goes back to where it was."""
 NOT_THE_RATE = "far lower rates break too: it is not the rate"
-
-
-@dataclass(frozen=True)
-class Move:
-    """What a search has decided.
-
-    Attributes:
-        factor: of all rates; 1: nothing changes.
-        restored: are the run's first weights in place again?
-        note: one line.
-        trial: `RateInterval.to_dict`, for the log.
-    """
-
-    factor: float
-    restored: bool
-    note: str
-    trial: Mapping[str, Any]
 
 
 class AutoLR(Controller):
@@ -65,8 +47,8 @@ class AutoLR(Controller):
         model: whose losses the closure computes, as the loop calls it (with its
             DistributedDataParallel, if it has one).
         budget: the part of the run's compute that a trial may take, in (0, 1); 0: no trial.
-            Default: 3 %, and in runs of 1 000 steps and more at least one trial, which costs as
-            much as about 155 steps, at most 196.
+            Default: one trial in runs of 1 000 steps and more, which costs as much as about 155
+            steps, at most 196.
         before_step: called between an arm's backward pass and its step, for what the loop does
             there, such as clipping.
         scaler: the loop's GradScaler, under float16.
@@ -87,7 +69,7 @@ class AutoLR(Controller):
         done: is the search over?
 
     Raises:
-        TypeError, ValueError: an argument that cannot be used.
+        ValueError: an argument that cannot be used.
 
     Example::
 
@@ -113,14 +95,6 @@ class AutoLR(Controller):
         spread_arms: bool | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"AutoLR(model): a torch.nn.Module is needed, got {type(model).__name__}"
-            )
-        if before_step is not None and not callable(before_step):
-            raise TypeError(f"before_step must be callable without arguments, got {before_step!r}")
-        if scaler is not None and not callable(getattr(scaler, "scale", None)):
-            raise TypeError(f"scaler must be a torch GradScaler, got {type(scaler).__name__}")
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
         if budget is not None:
@@ -135,9 +109,8 @@ class AutoLR(Controller):
         self.done = False
         self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
         self._repeats = 0
-        self._rate = 0.0  # before the search
-        self._run: Searched | None = None
-        self._first: Snapshot | None = None
+        self._run: Any = None  # a `Searched`, from `attach` on
+        self._begun: tuple[Snapshot, Displacement] | None = None  # of and since the first weights
         self._steps: TrialSteps | OwnSteps | None = None
         self._arms: Arms | None = None
 
@@ -177,26 +150,59 @@ class AutoLR(Controller):
 
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
-        if self.done or self._run is None or self._first is not None:
-            return
-        self._first = self._run.take_snapshot(self.place)
-        self._displacement = Displacement(self._run.weights, self._run.names())
+        if not self.done and self._begun is None:
+            self._begun = self._run.take_snapshot(self.place), Displacement(self._run.weights)
 
-    def after_step(self, closure: Closure | None) -> Move | None:
-        """After each optimizer step, with its rates still in force and its gradients still there.
-        Returns what was decided, or None while nothing is.
-
-        Raises:
-            TypeError: the closure of a trial is missing.
-        """
+    def after_step(self, closure: Closure | None) -> float | None:
+        """After each optimizer step, with its rates still in force. Returns the factor of all rates
+        once it is decided: 1 if nothing changes; below 1, the first weights are in place again.
+        Raises TypeError where the closure of a trial is missing."""
         if self.best_weights is not None:
             self.best_weights.after_step()
-        if self.done or self._first is None or self._run is None or not self._run.rate:
+        if self.done or self._begun is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
         if self._steps is None:
-            self._steps = self._make_steps(self._run, self._first, closure)
+            self._steps = self._make_steps(*self._begun, closure)
         trial = self._steps.after_step(closure)
-        return None if trial is None else self._decide(trial)
+        if trial is None:
+            return None
+        self.cost += self._steps.cost
+        self.layers = {name: float(ratio) for name, ratio in self._steps.ratios.items()}
+        factor = self._decide(trial)
+        if factor < 1:
+            self._run.restore(self._begun[0])
+        self.close()
+        return factor
+
+    def _make_steps(
+        self, first: Snapshot, displacement: Displacement, closure: Closure | None
+    ) -> TrialSteps | OwnSteps:
+        run: Searched = self._run
+        if closure is None or not self._budget.allows_trial:
+            return OwnSteps(run, displacement)
+        spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
+        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
+        self._arms = Arms(run, first, self.before_step, self.scaler, self.place, spread)
+        return TrialSteps(self._arms, displacement)
+
+    def _decide(self, trial: Trial) -> float:
+        given, measured_at = self.interval or trial, trial.rate
+        repeats = trial.needs_repeat and self._repeats < REPEATS
+        if trial.needs_repeat and not repeats:
+            trial = replace(trial, rate=given.rate, given_up=NOT_THE_RATE)
+        interval = trial.interval(self.total_steps or STEPS)
+        self.interval = replace(interval, rate=given.rate)
+        factor = interval.suggestion / measured_at if self.obeyed else 1.0
+        self.done = not (repeats and factor < 1)
+        self._repeats += not self.done
+        return factor
+
+    @property
+    def note(self) -> str:
+        """What was decided, in a line."""
+        assert self.interval is not None
+        would = " would go" if self.interval.moves and not self.obeyed else ""
+        return str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
 
     def check_in_place(self, what: str) -> None:
         """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another
@@ -204,18 +210,18 @@ class AutoLR(Controller):
         if self._arms is not None:
             self._arms.in_place.check(what)
 
-    def _make_steps(
-        self, run: Searched, first: Snapshot, closure: Closure | None
-    ) -> TrialSteps | OwnSteps:
-        if closure is None or not self._budget.allows_trial:
-            return OwnSteps(run, self._displacement)
-        spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
-        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
-        self._arms = Arms(
-            run, first, before_step=self.before_step, scaler=self.scaler, place=self.place,
-            averages=False if spread else None,
-        )  # fmt: skip
-        return TrialSteps(self._arms, self._displacement, spread)
+    def close(self) -> None:
+        """Copies and hooks go. A search that was under way begins again with the next step."""
+        if self._arms is not None:
+            self._arms.in_place.close()
+        self._arms = self._steps = self._begun = None
+
+    def restart(self) -> None:
+        """Other weights were loaded."""
+        self.close()
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        return [Decision() for _ in evidence.knobs]
 
     @property
     def _budget(self) -> Budget:
@@ -225,39 +231,6 @@ class AutoLR(Controller):
     def is_too_short(self) -> bool:
         """Is the run too short for the trial that was not forbidden?"""
         return self._budget.is_too_small
-
-    def _decide(self, trial: Trial) -> Move:
-        steps, first, run = self._steps, self._first, self._run
-        assert steps is not None and first is not None and run is not None
-        self.cost, self.layers = self.cost + steps.cost, steps.layers()
-        measured_at, self._rate = trial.rate, self._rate or trial.rate
-        repeat = trial.needs_repeat and self._repeats < REPEATS
-        if trial.needs_repeat and not repeat:
-            trial = replace(trial, rate=self._rate, given_up=NOT_THE_RATE)
-        self.interval = interval = trial.interval(self.total_steps or STEPS)
-        factor = interval.suggestion / measured_at
-        lowers = factor < 1 and self.obeyed
-        if lowers:
-            run.restore(first)
-        self.done = not (lowers and repeat)
-        self._repeats += not self.done
-        self.close()
-        verb = "" if self.obeyed or not interval.moves else " would go"
-        note = str(interval).splitlines()[0].replace("rate:", f"rate{verb}")
-        return Move(factor if self.obeyed else 1.0, lowers, note, interval.to_dict())
-
-    def close(self) -> None:
-        """Copies and hooks go. A search that was under way begins again with the next step."""
-        if self._arms is not None:
-            self._arms.in_place.close()
-        self._arms = self._steps = self._first = None
-
-    def restart(self) -> None:
-        """Other weights were loaded."""
-        self.close()
-
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        return [Decision() for _ in evidence.knobs]
 
     @property
     def idle(self) -> bool:
@@ -281,17 +254,17 @@ class AutoLR(Controller):
     def report(self) -> str:
         """What is going to happen, or what was measured: some short lines."""
         if self.interval is not None:
-            lines = [str(replace(self.interval, rate=self._rate or self.interval.rate))]
+            lines = [str(self.interval)]
             if self.cost:
-                lines.append(f"cost: {self.cost:.0f} steps{self._budget.percent(self.cost)}")
-            lines += filter(None, [name_outliers(self.layers)])
+                lines.append(f"cost: {self._budget.cost(self.cost)}")
+            lines.append(name_outliers(self.layers))
         elif self.done:
             lines = ["no search: the run was resumed after its first steps"]
         else:
             lines = [self._budget.plan()]
         if self.best_weights is not None and self.best_weights.step:
             lines.append(str(self.best_weights))
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     @staticmethod
     def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -306,12 +279,11 @@ class AutoLR(Controller):
         """Plain data. Copies of a trial under way are not in it: it begins again after loading."""
         interval = None if self.interval is None else self.interval.to_dict()
         return {
-            "done": self.done, "cost": self.cost, "rate": self._rate, "repeats": self._repeats,
-            "interval": interval,
+            "done": self.done, "cost": self.cost, "repeats": self._repeats, "interval": interval,
         }  # fmt: skip
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        checks = {"done": FLAG, "cost": number(0), "rate": number(0), "repeats": COUNT,
+        checks = {"done": FLAG, "cost": number(0), "repeats": COUNT,
                   "interval": optional(MAPPING)}  # fmt: skip
         checked = read(state, checks, "the AutoLR's state")
         if checked["interval"] is not None:
@@ -329,8 +301,7 @@ class AutoLR(Controller):
         checked = self.check_state(state)
         self.close()
         self.done, self.cost, self.interval = checked["done"], checked["cost"], checked["interval"]
-        self._rate, self._repeats = checked["rate"], checked["repeats"]
-        self.layers = {}
+        self._repeats, self.layers = checked["repeats"], {}
         if not self.done and self._run is not None:
             warnings.warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..tensors.buffers import BufferCopies, Copy
-from .searched import Scorer, Searched, keep_gradients
+from .searched import Searched
 
 __all__ = ["BestWeights"]
 
@@ -26,25 +26,23 @@ class BestWeights:
         loss_fn: ``loss_fn(model, batch)`` -> losses.
         batches: held-out mini-batches, the same on every rank or each rank's own.
 
+    Attributes:
+        loss: the lowest held-out loss so far.
+        step: optimizer steps of the run when it was measured; 0: not yet.
+
     Raises:
-        TypeError: another kind of ``val_batches``.
-        ValueError: no batch.
+        ValueError: no batch, or what can be read once only.
     """
 
     def __init__(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> None:
-        if not callable(loss_fn) or not hasattr(batches, "__len__"):
-            raise TypeError(
-                "val_batches must be (loss_fn, batches) with loss_fn(model, batch) -> losses and a "
-                f"list of batches, got ({type(loss_fn).__name__}, {type(batches).__name__})"
+        if not hasattr(batches, "__len__") or not len(batches):
+            raise ValueError(
+                "val_batches must be (loss_fn, batches), with loss_fn(model, batch) -> losses and "
+                f"a list of at least one batch, got a {type(batches).__name__}"
             )
-        if not len(batches):
-            raise ValueError("val_batches has no batch")
         self.loss_fn, self.batches = loss_fn, batches
-        self.loss = math.inf
-        """The lowest held-out loss so far."""
-        self.step = 0
-        """Optimizer steps of the run when it was measured; 0: not yet."""
-        self._steps, self._every = 0, 1
+        self.loss, self.step = math.inf, 0
+        self._steps = 0
         self._weights: list[Copy] = []
 
     def attach(self, run: Searched, total_steps: int | None, place: str) -> None:
@@ -58,7 +56,6 @@ class BestWeights:
             )
         self._run, self._on_host = run, place == "host"
         self._every = max(1, total_steps // TIMES)
-        self._scorer = Scorer(run)
         self._buffers = BufferCopies(run.module, self._on_host)
 
     def after_step(self) -> None:
@@ -78,9 +75,8 @@ class BestWeights:
         """Mean over batches, over the ranks that see a loss."""
         run = self._run
         run.forget_gathered()
-        with keep_gradients(run):
-            closures = [partial(self.loss_fn, run.module, batch) for batch in self.batches]
-            losses = [self._scorer.loss(closure) for closure in closures]
+        with run.keep_gradients():
+            losses = [run.score(partial(self.loss_fn, run.module, each)) for each in self.batches]
         run.forget_gathered()
         seen = [loss.double().cpu() for loss in losses if loss is not None]
         row = torch.stack([torch.stack(seen).mean(), torch.ones(())]) if seen else torch.zeros(2)

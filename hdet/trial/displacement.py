@@ -1,22 +1,20 @@
 """How far training moves the weights: |change| / |first weights| of each matrix, from samples.
 
-It needs no copy of the model and no closure, waits for no device, and works on whatever part of a
-matrix a rank holds (FSDP, tensor parallel): each rank measures its own parts, and the median is
-taken over all of them.
+It needs no copy of the model and no closure, and works on whatever part of a matrix a rank holds
+(FSDP, tensor parallel): each rank measures its own parts, and the median is taken over all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Displacement", "Moved", "Ratios", "name_outliers"]
+__all__ = ["Displacement", "Ratios", "medians", "name_outliers"]
 
 SIDE = 64  # a sample of a matrix: the values at so many evenly spaced rows and columns
 PRETRAINED = 3.5
@@ -24,83 +22,64 @@ PRETRAINED = 3.5
 differ more in size than random numbers would. Fresh models have -0.5 to 3.1, models that were
 trained 3.9 to 2000."""
 OUTLIER = 8  # factor by which a layer moves more or less than the median one, to be named
-# Ratios are counted in bins from 2^LOWEST on, which ranks can add up. A rank's row has the counts,
-# how many ratios are not finite, and sum and number of the first weights' roughness.
+# Ratios are counted in bins from 2^LOWEST on, which ranks can add up; in the last one, those that
+# are not finite.
 LOWEST, BINS, PER_OCTAVE = -24, 256, 8
-WIDTH = BINS + 3
 
-Ratios = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What was measured on all ranks, the same on each.
-
-    Attributes:
-        median: over all matrices; None if there are none, infinity where weights are not finite.
-        pretrained: were the first weights trained already? Then rows and columns differ in size.
-    """
-
-    median: float | None
-    pretrained: bool
+Ratios = Mapping[str, torch.Tensor]
+"""|change| / |first weights| by name of the matrix: 0-d float32, on the device of the matrix."""
 
 
 class Displacement:
     """Of the weights since it was made.
 
     Args:
-        tensors: gives the weights as the optimizer steps them (masters, where it has any). Only
+        weights: gives them by name, as the optimizer steps them (masters, where it has any). Only
             those with two dimensions or more count, and those that are not all 0 at first, such
             as one half of a low-rank adapter.
-        names: of these tensors, for `by_layer`.
     """
 
-    def __init__(
-        self, tensors: Callable[[], Sequence[torch.Tensor]], names: Sequence[str] = ()
-    ) -> None:
-        self._tensors, self._names = tensors, names
-        self._first = self._samples()
+    def __init__(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        samples = self._samples()
+        self._first = {name: sample for name, sample in samples.items() if sample.norm() > 0}
 
-    def _samples(self) -> list[torch.Tensor]:
-        held = self._tensors()
-        pairs = zip(held, local_parts(held), strict=True)
-        return [_sample(part) for tensor, part in pairs if _is_matrix(tensor)]
+    def _samples(self) -> dict[str, torch.Tensor]:
+        matrices = {
+            name: tensor
+            for name, tensor in self._weights().items()
+            if tensor.dim() >= 2 and tensor.is_floating_point()
+        }
+        return dict(zip(matrices, map(_sample, local_parts([*matrices.values()])), strict=True))
 
-    @torch.no_grad()
     def ratios(self) -> Ratios:
-        """By matrix, 0-d float32: |change| / |first weights|; NaN where the first are all 0."""
-        pairs = zip(self._samples(), self._first, strict=True)
-        return [(now - first).norm() / first.norm() for now, first in pairs]
+        """Of this rank's own parts, as they are now. Does not wait for the device."""
+        now = self._samples()
+        return {name: (now[name] - first).norm() / first.norm()
+                for name, first in self._first.items()}  # fmt: skip
 
-    def over_ranks(self, replicas: Replicas, *of: Ratios) -> list[Moved]:
-        """What each of some `ratios` says, together with those of the other ranks: one collective.
-        Without ratios, a rank takes part in it all the same."""
-        row = torch.cat([self._row(ratios) for ratios in of])
-        total = replicas.sum_rows(row).sum(0).tolist()
-        return [_read(total[i * WIDTH : (i + 1) * WIDTH]) for i in range(len(of))]
+    def is_pretrained(self, replicas: Replicas) -> bool:
+        """Were the first weights trained already? Then rows and columns differ in size. One
+        collective."""
+        known = [score for first in self._first.values()
+                 if math.isfinite(score := _roughness(first))]  # fmt: skip
+        row = torch.tensor([sum(known), len(known)], dtype=torch.float64)
+        total, count = replicas.sum_rows(row).sum(0).tolist()
+        return count > 0 and total / count > PRETRAINED
 
-    def by_layer(self, ratios: Ratios) -> Mapping[str, float]:
-        """Of this rank's own parts, by name; waits for the device."""
-        pairs = zip(self._names, self._tensors(), strict=False)
-        names = [name for name, tensor in pairs if _is_matrix(tensor)]
-        values = torch.stack(list(ratios)).tolist() if ratios else []
-        return dict(zip(names, values, strict=False))
 
-    @torch.no_grad()
-    def _row(self, ratios: Ratios) -> torch.Tensor:
-        """(WIDTH,) float64 on the CPU."""
-        if not ratios:
-            return torch.zeros(WIDTH, dtype=torch.float64)
-        device = ratios[0].device  # a model may lie on several
-        each = torch.stack([ratio.to(device) for ratio in ratios])
-        ours = torch.stack([(first.norm() > 0).to(device) for first in self._first])
-        rough = torch.stack([_roughness(first).to(device) for first in self._first])
-        finite, known = ours & each.isfinite(), rough.isfinite()
-        bins = (each.clamp(min=1e-30).log2() - LOWEST) * PER_OCTAVE
-        bins = bins.nan_to_num().long().clamp(0, BINS - 1)
-        counts = (bins[:, None] == torch.arange(BINS, device=device)) & finite[:, None]
-        more = torch.stack([(ours & ~finite).sum(), rough.where(known, 0.0).sum(), known.sum()])
-        return torch.cat([counts.sum(0), more]).cpu().double()  # some devices have no float64
+def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
+    """Of each of some `Ratios`, together with those of the other ranks: one collective, in which a
+    rank without ratios takes part all the same.
+
+    Returns:
+        None where there is no matrix, infinity where the median one is not finite.
+    """
+    if not of:
+        return []
+    row = torch.cat([_histogram(ratios) for ratios in of])
+    total = replicas.sum_rows(row).sum(0).view(len(of), BINS + 1)
+    return [_median(counts) for counts in total.tolist()]
 
 
 def name_outliers(layers: Mapping[str, float]) -> str:
@@ -116,26 +95,24 @@ def name_outliers(layers: Mapping[str, float]) -> str:
     return f"the median matrix moved by {middle:.2g} of its size, but {named}" if named else ""
 
 
-def _read(row: Sequence[float]) -> Moved:
-    """Of rows that were added up."""
-    counts, (broken, rough, known) = row[:BINS], row[BINS:]
-    half, below = (sum(counts) + broken) / 2, 0.0
-    pretrained = known > 0 and rough / known > PRETRAINED
-    if not half:
-        return Moved(None, pretrained)
+def _histogram(ratios: Ratios) -> torch.Tensor:
+    """(BINS + 1,) float64 on the CPU."""
+    values = torch.stack([ratio.cpu() for ratio in ratios.values()]) if ratios else torch.empty(0)
+    bins = (values.clamp(min=1e-30).log2() - LOWEST) * PER_OCTAVE
+    bins = bins.nan_to_num().long().clamp(0, BINS - 1).where(values.isfinite(), BINS)
+    return torch.bincount(bins, minlength=BINS + 1).double()
+
+
+def _median(counts: Sequence[float]) -> float | None:
+    half, below = sum(counts) / 2, 0.0
     for number, count in enumerate(counts):
         if count and below + count >= half:
             octave = (number + (half - below) / count) / PER_OCTAVE
-            return Moved(2.0 ** (LOWEST + octave) if number else 0.0, pretrained)
+            return math.inf if number == BINS else 2.0 ** (LOWEST + octave) if number else 0.0
         below += count
-    return Moved(math.inf, pretrained)
+    return None
 
 
-def _is_matrix(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= 2 and tensor.is_floating_point()
-
-
-@torch.no_grad()
 def _sample(part: torch.Tensor) -> torch.Tensor:
     """(rows, columns) float32, at most `SIDE` each. A single 0, which does not count, of an empty
     part, and of a tensor subclass from which nothing can be picked."""
@@ -153,16 +130,14 @@ def _sample(part: torch.Tensor) -> torch.Tensor:
         return nothing
 
 
-def _roughness(sample: torch.Tensor) -> torch.Tensor:
+def _roughness(sample: torch.Tensor) -> float:
     """By how many standard errors the mean squares of rows, or of columns, differ more than those
     of independent numbers; NaN for a sample that is too small or constant."""
     squares = sample.square()
     variance = squares.var(correction=0)
-    scores = [
-        (side.mean(1).var() / (variance / side.shape[1]) - 1) * math.sqrt((side.shape[0] - 1) / 2)
+    if min(sample.shape) < 4 or sample.numel() < SIDE or not variance > 0:
+        return math.nan
+    return max(
+        float((side.mean(1).var() / (variance / side.shape[1]) - 1) * ((len(side) - 1) / 2) ** 0.5)
         for side in (squares, squares.t())
-        if min(side.shape) >= 4
-    ]
-    if not scores or sample.numel() < SIDE:
-        return sample.new_full((), math.nan)
-    return torch.stack(scores).max().where(variance > 0, math.nan)
+    )

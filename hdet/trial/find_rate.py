@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from ..core.validate import whole
 from ..replicas import Replicas
-from ..run.cycle_stats import masters_of
 from ..run.fan_out import without_hooks
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
@@ -73,13 +72,18 @@ def find_rate(
         taken = list(islice(batches, STEPS + SCORES))
     if len(taken) < STEPS + SCORES:
         raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
-    factor, own = 1.0, [(n, _peak(group)) for n, group in enumerate(optimizer.param_groups)]
-    rate = next((peak for _, peak in own if peak > 0), 0.0)
-    if not rate:
+    groups = optimizer.param_groups
+    own = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
+    if not max(own):
         raise ValueError(
             "every parameter group has learning rate 0: set the rate that you would use"
         )
-    run = _run_of(model, optimizer, replicas, lambda: [(n, factor * peak) for n, peak in own])
+    factor, replicas = 1.0, replicas or Replicas.of_shards([p for g in groups for p in g["params"]])
+    run = Searched(
+        model, optimizer, replicas or Replicas.default(),
+        lambda: [(number, factor * peak) for number, peak in enumerate(own)],
+        aside=partial(without_hooks, optimizer),
+    )  # fmt: skip
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
     search.total_steps = max(total_steps, SHORTEST)  # a trial, however short the run is
     search.attach(run)
@@ -87,23 +91,8 @@ def find_rate(
         while not search.done:  # again at a far lower rate, if every arm breaks
             search.before_first_step()
             closures = (partial(losses_of, model, batch) for batch in taken)
-            factor *= next(move.factor for move in map(search.after_step, closures) if move)
+            factor *= next(found for found in map(search.after_step, closures) if found)
     finally:
         search.close()
     assert search.interval is not None
-    return replace(search.interval.trial, rate=rate).interval(total_steps)
-
-
-def _run_of(
-    model: nn.Module, optimizer: Optimizer, replicas: Replicas | None, peaks: Callable[[], Any]
-) -> Searched:
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    return Searched(
-        model, optimizer, trained, masters_of(optimizer, trained, 0), peaks,
-        replicas or Replicas.of_shards(trained) or Replicas.default(),
-        aside=partial(without_hooks, optimizer),
-    )  # fmt: skip
-
-
-def _peak(group: Mapping[str, Any]) -> float:
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)

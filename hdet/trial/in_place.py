@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 __all__ = ["InPlace"]
 
@@ -18,25 +17,28 @@ __all__ = ["InPlace"]
 class InPlace:
     """Knows whether a copy of the run is in the place of the run.
 
-    ``with in_place():`` goes around everything that trains or scores a copy. Meanwhile
-    ``state_dict`` of model and optimizer raises RuntimeError in the same thread (a closure that
-    saves), and waits in others. Python's signal handlers run when the run is back: a handler that
-    saves finds the run, and Ctrl-C does not leave half a copy behind. A second signal of a kind is
-    not held back.
+    ``with in_place.hold():`` goes around everything that trains or scores a copy. Meanwhile
+    ``state_dict`` of the owners (model and optimizer, on which this is a hook) raises RuntimeError
+    in the same thread (a closure that saves), and waits in others. Python's signal handlers run
+    when the run is back: a handler that saves finds the run, and Ctrl-C does not leave half a copy
+    behind. A second signal of a kind is not held back.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, *owners: Any) -> None:
         self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._hooks = [
-            model.register_state_dict_pre_hook(_Check(self, "model.state_dict()")),
-            optimizer.register_state_dict_pre_hook(_Check(self, "optimizer.state_dict()")),
-        ]
+        self._thread: int | None = None
+        self._hooks = [owner.register_state_dict_pre_hook(self) for owner in owners]
+
+    def __call__(self, owner: object, *_: Any) -> None:
+        self.check(f"{'model' if isinstance(owner, nn.Module) else 'optimizer'}.state_dict()")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InPlace, ()  # on a copy of the model, in memory or in a file, it does nothing
 
     def check(self, what: str) -> None:
         """Raises RuntimeError if this thread has put a copy in the run's place; waits where
         another thread has."""
-        if self._owner == threading.get_ident():
+        if self._thread == threading.get_ident():
             raise RuntimeError(
                 f"{what} was called while a trial's copy is in the place of the run, from the "
                 "closure or before_step: call it in the training loop, outside of both"
@@ -45,32 +47,18 @@ class InPlace:
             pass
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         with _signals_held_back(), self._lock:
-            self._owner = threading.get_ident()
+            self._thread = threading.get_ident()
             try:
                 yield
             finally:
-                self._owner = None
+                self._thread = None
 
     def close(self) -> None:
         """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
-
-
-class _Check:
-    """A hook. In copies of the model that it is on, in memory or in a file, it does nothing."""
-
-    def __init__(self, in_place: InPlace | None = None, what: str = "") -> None:
-        self._in_place, self._what = in_place, what
-
-    def __call__(self, *args: Any) -> None:
-        if self._in_place is not None:
-            self._in_place.check(self._what)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Check, ()
 
 
 @contextmanager
@@ -79,9 +67,9 @@ def _signals_held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: dict[int, FrameType | None] = {}
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     handlers: dict[int, Any] = {n: handler for n, handler in before.items() if callable(handler)}
+    held: dict[int, FrameType | None] = {}
 
     def hold(number: int, frame: FrameType | None) -> None:
         if number in held:  # the second one: somebody means it

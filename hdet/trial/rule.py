@@ -199,18 +199,6 @@ class RateInterval:
         """Does the rate lie outside?"""
         return self.suggestion != self.rate
 
-    @property
-    def curve(self) -> dict[str, list[float | None]]:
-        """``rates``, ``losses``, ``errors`` and ``displacements`` of the arms. None: an arm that
-        broke or was stopped."""
-        arms = self.trial.arms
-        return {
-            "rates": [arm.rate for arm in arms],
-            "losses": [arm.loss if arm.losses else None for arm in arms],
-            "errors": [arm.error if arm.losses else None for arm in arms],
-            "displacements": [arm.displacement for arm in arms],
-        }
-
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
@@ -230,9 +218,26 @@ class RateInterval:
     def plot(self, axes: Any = None) -> Any:
         """Draws losses over rates with the interval, by matplotlib: into ``axes``, or a new figure.
         Returns the axes."""
-        from .figure import draw_interval
+        if axes is None:
+            from matplotlib import pyplot
 
-        return draw_interval(self, TIE, axes)
+            axes = pyplot.figure(figsize=(6, 3.5), layout="constrained").subplots()
+        scored = [arm for arm in self.trial.arms if arm.losses]
+        x, y = [arm.rate for arm in scored], [arm.loss for arm in scored]
+        bars = [TIE * arm.error for arm in scored]
+        axes.errorbar(x, y, bars, marker="o", capsize=3, label="loss after the trial")
+        if self.trial.first_losses:
+            axes.axhline(mean(self.trial.first_losses), ls=":", c="grey", label="before training")
+        rates = [arm.rate for arm in self.trial.arms]
+        low, high = max(self.low, min(rates) / 4), min(self.high, max(rates) * 4)
+        label = f"good rates for {self.total_steps} steps"
+        axes.axvspan(low, high, alpha=0.15, color="green", label=label)
+        axes.axvline(self.rate, color="grey", label=f"yours: {self.rate:.2g}")
+        if self.moves:
+            axes.axvline(self.suggestion, color="tab:red", label=f"now: {self.suggestion:.2g}")
+        axes.set(xscale="log", xlabel="peak learning rate", ylabel="loss")
+        axes.legend(fontsize="small")
+        return axes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log. An open end is None."""

@@ -14,80 +14,68 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..replicas import Replicas
+from ..run.cycle_stats import masters_of
 from ..run.snapshot import Snapshot
 from ..tensors.dtensor import reshard
 from ..tensors.eval_mode import eval_mode
 
-__all__ = ["Closure", "Scorer", "Searched", "keep_gradients", "mean_of"]
+__all__ = ["Closure", "Searched", "losses_by", "mean_of"]
 
 Closure = Callable[[], Any]
 """Computes the losses of the current batch again: shape (examples,), or one number, with a graph.
 Or it calls backward itself, and returns them without one. None: this rank sees no loss."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Searched:
-    """A run whose rate is searched.
+    """A run whose rate is searched."""
 
-    Attributes:
-        model: as the loop calls it, with its DistributedDataParallel if it has one.
-        parameters: those that the optimizer steps, in the order of its groups.
-        masters: gives what the optimizer keeps beside each of them in more bits.
-        peaks: gives (parameter group, its peak rate) of the groups whose rates are searched.
-        shares_gradients: are gradients averaged over the replicas?
-        aside: inside it ``optimizer.step()`` is the optimizer's own, which nobody counts.
-        owns_weights: has the optimizer parameters of its own, which the model's follow?
-    """
-
-    model: nn.Module
+    model: nn.Module  # as the loop calls it, with its DistributedDataParallel if it has one
     optimizer: Optimizer
-    parameters: Sequence[torch.Tensor]
-    masters: Callable[[], Sequence[torch.Tensor | None]]
-    peaks: Callable[[], Sequence[tuple[int, float]]]
     replicas: Replicas
-    shares_gradients: bool = True
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
-    owns_weights: bool = False
+    peaks: Callable[[], Sequence[tuple[int, float]]]  # (group, its peak) of those that are searched
+    shares_gradients: bool = True  # are gradients averaged over the replicas?
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext  # steps in it are not counted
+    owns_weights: bool = False  # has the optimizer parameters that the model's follow?
 
-    @property
-    def module(self) -> nn.Module:
-        """Without a DistributedDataParallel."""
-        model = self.model
-        return model.module if isinstance(model, DistributedDataParallel) else model
+    def __post_init__(self) -> None:
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.module, self.leaves_gradients = self.model, False
+        if isinstance(self.model, DistributedDataParallel):
+            self.module = self.model.module
+            # it remembers which parameters were used
+            self.leaves_gradients = not self.model.find_unused_parameters
+        self._needs_graph = False
 
-    @property
-    def leaves_gradients(self) -> bool:
-        """Can a backward pass leave gradients unreduced?"""
-        model = self.model
-        return isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    # -- weights -----------------------------------------------------------------------------------
 
     @property
     def rate(self) -> float:
         """The peak of the first group that has one; 0 if all stand still."""
         return next((peak for _, peak in self.peaks() if peak > 0), 0.0)
 
-    def weights(self) -> list[torch.Tensor]:
-        """Of the groups that are searched, as they are stepped; without what is frozen."""
-        triples = zip(self.parameters, self.masters(), self._is_searched, strict=True)
-        # A split master is the parameter's further bits: not a number by itself.
-        return [master if master is not None and master.is_floating_point() else p
-                for p, master, searched in triples if searched]  # fmt: skip
-
-    def names(self) -> list[str]:
-        """Of `weights`, in the model."""
-        by_id = {id(p): name for name, p in self.module.named_parameters()}
-        names = [by_id.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)]
-        pairs = zip(names, self._is_searched, strict=True)
-        return [name for name, searched in pairs if searched]
-
     @cached_property
-    def _is_searched(self) -> list[bool]:
-        """By parameter; the same for the whole search."""
-        peaks = self.peaks()
+    def _names(self) -> list[str | None]:
+        """By parameter, the same for the whole search; None where nothing is searched: another
+        group's, or a frozen one."""
+        peaks, names = self.peaks(), {id(p): name for name, p in self.module.named_parameters()}
         chosen = {number for number, peak in peaks if peak > 0} or {number for number, _ in peaks}
-        groups = enumerate(self.optimizer.param_groups)
-        pairs = [(number, p) for number, group in groups for p in group["params"]]
-        return [number in chosen and (p.requires_grad or self.owns_weights) for number, p in pairs]
+        found: list[str | None] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                name = names.get(id(p), f"parameter {len(found)}")
+                is_trained = p.requires_grad or self.owns_weights
+                found.append(name if number in chosen and is_trained else None)
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of what is searched, by name in the model: as they are stepped, masters where there are
+        any."""
+        masters = masters_of(self.optimizer, self.parameters, 0)()
+        # A split master is the parameter's further bits: not a number by itself.
+        return {name: master if master is not None and master.is_floating_point() else p
+                for name, p, master in zip(self._names, self.parameters, masters, strict=True)
+                if name is not None}  # fmt: skip
 
     def take_snapshot(self, place: str) -> Snapshot:
         """Of all that is trained. ``place``: "device" or "host"."""
@@ -100,22 +88,58 @@ class Searched:
         snapshot.restore(keep_new_buffers=True)
         self.forget_gathered()
 
-    def clear_gradients(self) -> None:
-        for parameter in (*self.parameters, *self.module.parameters()):
-            parameter.grad = None
-
     def forget_gathered(self) -> None:
         """Weights were written: neither gathered shards nor cast copies of others may be left."""
         reshard(self.module)
         torch.clear_autocast_cache()
 
+    # -- gradients and losses ----------------------------------------------------------------------
+
+    def clear_gradients(self) -> None:
+        for parameter in (*self.parameters, *self.module.parameters()):
+            parameter.grad = None
+
+    @contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Inside there are none, to which a closure would add; afterwards those of before."""
+        # DDP's gradients may be views of its buckets, into which others are written too.
+        shared = getattr(self.model, "gradient_as_bucket_view", False)
+        held = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None)
+                for p in (*self.parameters, *self.module.parameters())]  # fmt: skip
+        self.clear_gradients()
+        try:
+            yield
+        finally:
+            for parameter, gradient, values in held:
+                parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+
+    def score(self, closure: Closure) -> torch.Tensor | None:
+        """The mean loss of the weights that are in place, in eval mode and without gradients where
+        that can be: 0-d; None where this rank sees none."""
+        with eval_mode(self.module):
+            if not self._needs_graph:
+                try:
+                    return mean_of(losses_by(closure))
+                except RuntimeError as error:
+                    if "does not require grad" not in str(error):
+                        raise
+                    self._needs_graph = True  # a closure that differentiates by itself
+            self.forget_gathered()
+            with torch.enable_grad():
+                losses = losses_by(closure)
+            self.clear_gradients()
+            return mean_of(losses)
+
+    # -- is it such a run? -------------------------------------------------------------------------
+
     def can_spread(self, scaler: Any) -> bool:
         """Can replicas train arms of their own? They train different numbers of them, so nothing
         in a step may communicate."""
+        syncs = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
         leaves = self.leaves_gradients or not self.shares_gradients
-        modules = self.module.modules()
-        syncs = scaler is not None or any(isinstance(m, nn.SyncBatchNorm) for m in modules)
-        return leaves and not syncs
+        return leaves and scaler is None and not syncs
 
     def check(self) -> None:
         """Raises ValueError for a run whose arms could not be trained, or not without a trace."""
@@ -139,57 +163,17 @@ class Searched:
             )
 
 
-@contextmanager
-def keep_gradients(run: Searched) -> Iterator[None]:
-    """Inside there are none, to which a closure would add; afterwards there are those of before."""
-    # DDP's gradients may be views of its buckets, into which others are written too.
-    shared = getattr(run.model, "gradient_as_bucket_view", False)
-    held = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None)
-            for p in (*run.parameters, *run.module.parameters())]  # fmt: skip
-    run.clear_gradients()
-    try:
-        yield
-    finally:
-        for parameter, gradient, values in held:
-            parameter.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.copy_(values)
-
-
-class Scorer:
-    """Computes losses of the weights that are in place."""
-
-    def __init__(self, run: Searched) -> None:
-        self._run, self._needs_graph = run, False
-
-    def loss(self, closure: Closure) -> torch.Tensor | None:
-        """The mean loss, in eval mode and without gradients where that can be: 0-d float64; None
-        where this rank sees none."""
-        with eval_mode(self._run.module):
-            if not self._needs_graph:
-                try:
-                    return mean_of(self.losses(closure))
-                except RuntimeError as error:
-                    if "does not require grad" not in str(error):
-                        raise
-                    self._needs_graph = True  # a closure that differentiates by itself
-            self._run.forget_gathered()
-            with torch.enable_grad():
-                losses = self.losses(closure)
-            self._run.clear_gradients()
-            return mean_of(losses)
-
-    def losses(self, closure: Closure) -> torch.Tensor | None:
-        """What the closure returns, as a tensor. Raises TypeError for anything else."""
-        losses = closure()
-        if isinstance(losses, (int, float)):
-            return torch.tensor(float(losses))
-        if losses is not None and not isinstance(losses, torch.Tensor):
-            raise TypeError(
-                f"the closure returned a {type(losses).__name__}: return a tensor of losses, one "
-                "for each example, one number, or None where no loss is seen"
-            )
-        return losses if losses is not None and losses.numel() else None
+def losses_by(closure: Closure) -> torch.Tensor | None:
+    """What it returns, as a tensor. Raises TypeError for anything else."""
+    losses = closure()
+    if isinstance(losses, (int, float)):
+        return torch.tensor(float(losses))
+    if losses is not None and not isinstance(losses, torch.Tensor):
+        raise TypeError(
+            f"the closure returned a {type(losses).__name__}: return a tensor of losses, one "
+            "for each example, one number, or None where no loss is seen"
+        )
+    return losses if losses is not None and losses.numel() else None
 
 
 def mean_of(losses: torch.Tensor | None) -> torch.Tensor | None:

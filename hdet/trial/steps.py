@@ -1,23 +1,28 @@
-"""A trial that is made in the first steps of a training loop, on the batches of the loop."""
+"""Measurements in the first steps of a training loop, on the batches of the loop."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 import torch
 
-from ..run.snapshot import Snapshot
+from ..profiling import ranged
 from .arms import Arms
 from .budget import FORWARD
-from .displacement import Displacement, Ratios
-from .rule import MULTIPLES, SCORES, STEPS, Arm, Trial, arm_factor
-from .searched import Closure
+from .displacement import Displacement, Ratios, medians
+from .rule import FARTHEST, MULTIPLES, SCORES, STEPS, Arm, Trial, arm_factor
+from .searched import Closure, Searched
 
-__all__ = ["TrialSteps"]
+__all__ = ["OwnSteps", "TrialSteps"]
 
+UNCERTAINTY = 2.0
+"""A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
+a displacement may be overestimated (95 % of 699 runs: by 2.7 at most)."""
 LOOK = STEPS // 4
 """After so many steps arms are looked at, which waits for the device."""
 FAR_BEHIND = 0.5
@@ -30,120 +35,166 @@ CEILING = 8.0
 """Factor by which the highest rate that ties may be too low, of arms on parts of a batch."""
 INFINITE = 1e30
 """In the place of a loss that is not finite, so that ranks can add up losses."""
-NO_LOSSES = "the closure returned no losses on any rank: return them"
-FIRST = -1
-"""The number of the first weights, among those of the arms."""
 
-Losses = dict[int, torch.Tensor | None]
-"""Of one batch, by number of the arm. None: this rank saw none."""
+Loss = torch.Tensor | None
+"""Of one batch. None: this rank saw none."""
+
+
+class OwnSteps:
+    """Counts the first `STEPS` steps of a run: the free reading."""
+
+    cost = 0.0
+
+    def __init__(self, run: Searched, displacement: Displacement) -> None:
+        self._run, self._displacement = run, displacement
+        self._position = 0
+        self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
+        self.ratios: Ratios = {}
+
+    def after_step(self, closure: Closure | None = None) -> Trial | None:
+        """Returns what was measured after the last of them: a trial with one arm."""
+        run, self._position = self._run, self._position + 1
+        number, peak = max(run.peaks(), key=lambda pair: pair[1])
+        if peak > 0:
+            self._sum = self._sum + run.optimizer.param_groups[number]["lr"] / peak
+        if self._position < STEPS:
+            return None
+        self.ratios = self._displacement.ratios()
+        [distance], done = medians(run.replicas, self.ratios), float(self._sum)
+        if distance is not None:
+            whole = sum(arm_factor(position) for position in range(1, STEPS + 1))
+            distance = min(distance * whole / done, FARTHEST) if done > 0 else None
+        arm, pretrained = (
+            Arm(run.rate, (), distance),
+            self._displacement.is_pretrained(run.replicas),
+        )
+        return Trial(arm.rate, (arm,), pretrained=pretrained, uncertainty=UNCERTAINTY)
+
+
+@dataclass(eq=False)
+class _Copy:
+    """An arm while it is measured."""
+
+    multiple: float  # of the run's rate; 0: the first weights, which are scored beside arms
+    weights: Any = None  # a `Snapshot`; None: another replica trains it
+    trained: list[Loss] = field(default_factory=list)  # by batch
+    scored: list[Loss] = field(default_factory=list)
+    ratios: Ratios = field(default_factory=dict)  # after the last step
 
 
 class TrialSteps:
     """Arms train on the batches of the first `STEPS` steps, all on the same ones, and are scored
     on those of the next `SCORES`. Every rank decides on the same numbers.
 
-    With ``spread`` each replica trains arms of its own on its own part of the batch, and all are
-    scored on whole batches: N replicas train an arm in the time of one. A part of a batch is
+    Where arms are spread, each replica trains some of them on its own part of the batch, and all
+    are scored on whole batches: N replicas train an arm in the time of one. A part of a batch is
     noisier, so the rate that ties may be several times too low (`CEILING`).
     """
 
-    def __init__(self, arms: Arms, displacement: Displacement, spread: bool = False) -> None:
-        self._arms, self._displacement, self._spread = arms, displacement, spread
-        self._run, self._rate = arms.run, arms.run.rate
-        self._copies: dict[int, Snapshot] = {}
-        self._live = list(range(len(MULTIPLES)))
-        """Numbers of the arms that train, or that are scored."""
-        self._trained: list[Losses] = []
-        self._scored: list[Losses] = []
-        self._ratios: dict[int, Ratios] = {}
+    def __init__(self, arms: Arms, displacement: Displacement) -> None:
+        self._arms, self._run, self._displacement = arms, arms.run, displacement
+        self._rate, self._replicas = arms.run.rate, arms.run.replicas
+        self._first = _Copy(0.0, arms.first)
+        self._copies = [_Copy(multiple) for multiple in MULTIPLES]
+        self._live = [*self._copies]  # those that train, or that are scored
+        self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = ""
-        self.cost = 0.0
-        """In steps of the run, so far."""
+        self.cost = 0.0  # in steps of the run
+
+    @property
+    def ratios(self) -> Ratios:
+        """Of the run's rate, or the nearest below that has lasted."""
+        below = [copy.ratios for copy in self._copies if copy.multiple <= 1 and copy.ratios]
+        return below[-1] if below else {}
 
     def after_step(self, closure: Closure | None) -> Trial | None:
-        """Makes one step of every arm, or one score. Returns the trial when it is over.
-
-        Raises:
-            TypeError: there is no closure.
-        """
+        """Makes one step of every arm, or one score. Returns the trial when it is over."""
         if closure is None:
             raise TypeError(
                 "AutoLR's trial needs the batch's losses again in each of its steps: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch))"
             )
-        part = 0.0 if self._trained or self._spread else self._part_in_force()
-        own = self._displacement.ratios() if part else []
+        compares = self._position == 0 and not self._arms.spread
+        part = self._part_in_force() if compares else 0.0
+        own = self._displacement.ratios() if part else {}
         with self._arms.keep_run():
-            if len(self._trained) == STEPS:
-                self._score(closure)
-            else:
+            if self._position < STEPS:
                 self._train(closure)
-                if len(self._trained) == 1 and not self._spread:
-                    self._compare_steps(own, part)
-        if self._given_up or len(self._scored) == SCORES or not self._live:
-            return self._measured()
-        return None
+            else:
+                self._score(closure)
+            self._position += 1
+            if compares:
+                self._compare_steps(own, part)
+            if self._position == STEPS:
+                self._end_training()
+        is_over = self._given_up or not self._live or self._position == STEPS + SCORES
+        return self._trial() if is_over else None
 
     # -- arms --------------------------------------------------------------------------------------
 
-    def _arms_of(self, replica: int) -> list[int]:
+    def _copies_of(self, replica: int) -> list[_Copy]:
         """Those that it trains; of more replicas than arms, two train the same one."""
-        if not self._spread:
-            return list(self._live)
-        count = self._run.replicas.count
-        own = [n for n in range(len(MULTIPLES)) if n % count == replica]
-        return [n for n in own or [replica % len(MULTIPLES)] if n in self._live]
+        if not self._arms.spread:
+            return [*self._live]
+        own = self._copies[replica :: self._replicas.count]
+        own = own or [self._copies[replica % len(self._copies)]]
+        return [copy for copy in own if copy in self._live]
 
     def _train(self, closure: Closure) -> None:
-        replicas = self._run.replicas
-        mine = self._arms_of(replicas.index)
-        if not self._trained:
-            self._copies = {number: self._arms.begin() for number in mine}
-        position, losses = len(self._trained) + 1, Losses()
-        self.cost += max(len(self._arms_of(replica)) for replica in range(replicas.count))
-        for number in mine:
+        mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
+        self.cost += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        for copy in mine:
+            if self._position == 0:
+                copy.weights = self._arms.begin()
+            factor = copy.multiple * arm_factor(self._position + 1)
             try:
-                losses[number] = self._arms.train(
-                    self._copies[number], closure, MULTIPLES[number] * arm_factor(position),
-                    may_skip=position > 1,
-                )  # fmt: skip
-            except Exception as error:
-                # A high rate may break in whatever way the model has. Of several ranks each would
-                # have to know: there the error stands.
-                stands = position == 1 or MULTIPLES[number] <= 1 or replicas.world_group is not None
-                if stands or isinstance(error, torch.OutOfMemoryError):
+                losses[copy] = self._arms.train(copy.weights, closure, factor, self._position > 0)
+            except Exception as error:  # a high rate may break in whatever way the model has
+                if self._position == 0 or copy.multiple <= 1 or self._is_loops_own(error):
                     raise
-                self._live.remove(number)
+                self._live.remove(copy)
                 warnings.warn(
-                    f"AutoLR: {MULTIPLES[number]:g} times the rate counts as a rate that breaks: "
+                    f"AutoLR: {copy.multiple:g} times the rate counts as a rate that breaks: "
                     f"the closure raised {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
-        self._trained.append(losses)
-        if position % LOOK == 0:
-            self._stop_arms()
-        if position == STEPS:
-            self._end_training()
+        for copy in self._live:
+            copy.trained.append(losses.get(copy))
+        if (self._position + 1) % LOOK == 0:
+            self._stop_arms(is_last=self._position + 1 == STEPS)
+
+    def _stop_arms(self, is_last: bool) -> None:
+        """Those that have broken or are far behind, on all ranks together."""
+        [firsts] = self._mean_losses([self._copies[0].trained[:1]])
+        self._check_seen(firsts)
+        by_arm = self._mean_losses([copy.trained[-LOOK:] for copy in self._live])
+        # One batch may be easy by chance: what no arm is below does not count as behind.
+        first = max([*firsts, min(map(mean, filter(None, by_arm)), default=-math.inf)])
+        for copy, losses in zip([*self._live], by_arm, strict=True):
+            is_broken = losses and max(losses) >= INFINITE
+            is_behind = losses and mean(losses) > first + FAR_BEHIND * abs(first)
+            if is_broken or (is_behind and not is_last):
+                self._live.remove(copy)
 
     def _end_training(self) -> None:
         """Measures displacements; of spread arms, every replica gets the weights of every arm."""
-        replicas = self._run.replicas
-        for number in self._arms_of(replicas.index):
-            self._ratios[number] = self._arms.ratios(self._copies[number], self._displacement)
-        for number in self._live if self._spread else ():
-            owner = number % replicas.count
-            mine = self._copies[number] if owner == replicas.index else None
-            self._copies[number] = self._arms.share(mine, owner)
+        for copy in self._copies_of(self._replicas.index):
+            self._run.restore(copy.weights)
+            copy.ratios = self._displacement.ratios()
+        for copy in self._live if self._arms.spread else ():
+            owner = self._copies.index(copy) % self._replicas.count
+            mine = copy.weights if owner == self._replicas.index else None
+            copy.weights = self._arms.share(mine, owner)
 
+    @ranged("hdet.trial.score")
     def _score(self, closure: Closure) -> None:
-        losses = Losses()
-        copies = {FIRST: self._arms.first, **{n: self._copies[n] for n in self._live}}
-        for number, copy in copies.items():
+        losses = dict[_Copy, Loss]()
+        for copy in (self._first, *self._live):
+            self._run.restore(copy.weights)
             try:
-                losses[number] = self._arms.score(copy, closure)
+                losses[copy] = self._run.score(closure)
             except Exception as error:
-                stands = self._scored or self._run.replicas.world_group is not None
-                if stands or isinstance(error, torch.OutOfMemoryError):
+                if self._position > STEPS or self._is_loops_own(error):
                     raise
                 self._given_up = (
                     "the trial was given up: in eval mode the closure raised "
@@ -151,62 +202,55 @@ class TrialSteps:
                 )
                 return
             self.cost += FORWARD
-        self._scored.append(losses)
+        for copy, loss in losses.items():
+            copy.scored.append(loss)
 
-    def _stop_arms(self) -> None:
-        """Those that have broken or are far behind, on all ranks together."""
-        firsts = self._mean_losses([0], self._trained[:1])[0]
-        if not firsts:
-            raise ValueError(NO_LOSSES)
-        by_arm = self._mean_losses(self._live, self._trained[-LOOK:])
-        # One batch may be easy by chance: what no arm is below does not count as behind.
-        means = [mean(losses) for losses in by_arm.values() if losses]
-        first = max(firsts + ([min(means)] if means else []))
-        for number, losses in by_arm.items():
-            broken = losses and max(losses) >= INFINITE
-            behind = losses and mean(losses) > first + FAR_BEHIND * abs(first)
-            if broken or (behind and len(self._trained) < STEPS):
-                self._live.remove(number)
+    def _is_loops_own(self, error: Exception) -> bool:
+        """Is it to be raised? Of several ranks each would have to know of it."""
+        is_several = self._replicas.world_group is not None
+        return is_several or isinstance(error, torch.OutOfMemoryError)
 
     # -- what ranks know together ------------------------------------------------------------------
 
-    def _mean_losses(
-        self, numbers: Sequence[int], batches: Sequence[Losses]
-    ) -> dict[int, list[float]]:
+    def _mean_losses(self, of: Sequence[Sequence[Loss]]) -> list[list[float]]:
         """Means over the ranks that see a loss, by arm and batch. A batch of which no arm has a
         loss is left out for all; an arm that has none where another has one is broken."""
-        losses = [batch.get(number) for number in numbers for batch in batches]
+        losses = [loss for own in of for loss in own]
         values = [torch.zeros(()) if loss is None else loss for loss in losses]
         row = torch.stack([value.to("cpu", torch.float64) for value in values])
         row = row.nan_to_num(nan=INFINITE, posinf=INFINITE, neginf=INFINITE).clamp(max=INFINITE)
         seen = torch.tensor([float(loss is not None) for loss in losses], dtype=torch.float64)
-        total = self._run.replicas.sum_rows(torch.cat([row, seen])).sum(0).cpu()
-        sums, counts = total.view(2, len(numbers), len(batches))
+        total = self._replicas.sum_rows(torch.cat([row, seen])).sum(0).cpu()
+        sums, counts = total.view(2, len(of), -1)
         means = (sums / counts).where((counts > 0) & (sums < INFINITE), INFINITE)
-        return dict(zip(numbers, means[:, counts.sum(0) > 0].tolist(), strict=True))
+        found: list[list[float]] = means[:, counts.sum(0) > 0].tolist()
+        return found
 
-    def _measured(self) -> Trial:
+    def _trial(self) -> Trial:
         """All of it: one collective of displacements, one of losses."""
-        numbers = self._live or [0]
-        ratios = [self._ratios.get(number, []) for number in numbers]
-        moved = self._displacement.over_ranks(self._run.replicas, *ratios)
-        medians = {number: each.median for number, each in zip(numbers, moved, strict=True)}
-        by_arm: dict[int, list[float]] = {}
-        if len(self._scored) == SCORES:
-            by_arm = self._mean_losses([FIRST, *self._live], self._scored)
-            if not by_arm[FIRST]:
-                raise ValueError(NO_LOSSES)
+        moved = medians(self._replicas, *(copy.ratios for copy in self._live))
+        by_copy = dict(zip(self._live, moved, strict=True))
+        scores = dict[_Copy, list[float]]()
+        if self._position == STEPS + SCORES:
+            scored = [self._first, *self._live]
+            means = self._mean_losses([copy.scored for copy in scored])
+            scores = dict(zip(scored, means, strict=True))
+            self._check_seen(scores[self._first])
         arms = []
-        for number, multiple in enumerate(MULTIPLES):
-            losses, median = tuple(by_arm.get(number, ())), medians.get(number)
+        for copy in self._copies:
+            losses, distance = tuple(scores.get(copy, ())), by_copy.get(copy)
             is_finite = bool(losses) and max(losses) < INFINITE
-            distance = median if is_finite and median != math.inf else None
-            arms.append(Arm(self._rate * multiple, losses if is_finite else (), distance))
+            distance = distance if is_finite and distance != math.inf else None
+            arms.append(Arm(self._rate * copy.multiple, losses if is_finite else (), distance))
         return Trial(
-            self._rate, tuple(arms), tuple(by_arm.get(FIRST, ())),
-            pretrained=moved[0].pretrained, given_up=self._given_up,
-            ceiling=CEILING if self._spread else 1.0,
+            self._rate, tuple(arms), tuple(scores.get(self._first, ())),
+            pretrained=self._displacement.is_pretrained(self._replicas), given_up=self._given_up,
+            ceiling=CEILING if self._arms.spread else 1.0,
         )  # fmt: skip
+
+    def _check_seen(self, losses: Sequence[float]) -> None:
+        if not losses:
+            raise ValueError("the closure returned no losses on any rank: return them")
 
     # -- does an arm do what the loop does? --------------------------------------------------------
 
@@ -215,31 +259,22 @@ class TrialSteps:
         have different parts, a schedule begins at 0, or weights of 16 bits are rounded."""
         groups, peaks = self._run.optimizer.param_groups, self._run.peaks()
         parts = [float(groups[number]["lr"]) / peak for number, peak in peaks if peak > 0]
-        wide = all(tensor.element_size() >= 4 for tensor in self._run.weights())
-        return parts[0] if wide and max(parts) <= 1.01 * min(parts) else 0.0
+        is_wide = all(tensor.element_size() >= 4 for tensor in self._run.weights().values())
+        return parts[0] if is_wide and max(parts) <= 1.01 * min(parts) else 0.0
 
     def _compare_steps(self, own: Ratios, part: float) -> None:
-        """Gives up if an arm does not do what the loop does.
-
-        Args:
-            own: of the run's step; empty on a rank that cannot compare.
-            part: see `_part_in_force`.
-        """
-        copy = self._copies[MULTIPLES.index(1.0)]
-        ratios = self._arms.ratios(copy, self._displacement) if own else []
-        copied = [ratio * (part / arm_factor(1)) for ratio in ratios]
-        moved = self._displacement.over_ranks(self._run.replicas, own, copied)
-        run, arm = (each.median or 0.0 for each in moved)
-        if not 0 < run < 100 or not 0 < arm < 100 or 1 / STRAYED < arm / run < STRAYED:
-            return  # bins end at 256
-        self._given_up = (
-            "the trial was given up: on the same batch and at the same rate, a copy's first step "
-            f"was {arm / run:.2g} times as long as the run's. Does the loop train on the sum of "
-            "the losses (use the mean), or change gradients before optimizer.step() (pass "
-            "before_step=)?"
-        )
-
-    def layers(self) -> Mapping[str, float]:
-        """Of the arm at the run's rate, or the nearest below that has lasted: `AutoLR.layers`."""
-        below = [number for number in self._ratios if MULTIPLES[number] <= 1]
-        return self._displacement.by_layer(self._ratios[below[-1]]) if below else {}
+        """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say."""
+        copy, ratios = self._copies[MULTIPLES.index(1.0)], dict[str, torch.Tensor]()
+        if own:
+            self._run.restore(copy.weights)
+            found = self._displacement.ratios()
+            ratios = {name: ratio * (part / arm_factor(1)) for name, ratio in found.items()}
+        run, arm = (moved or 0.0 for moved in medians(self._replicas, own, ratios))
+        is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
+        if is_measured and not 1 / STRAYED < arm / run < STRAYED:
+            self._given_up = (
+                "the trial was given up: on the same batch and at the same rate, a copy's first "
+                f"step was {arm / run:.2g} times as long as the run's. Does the loop train on the "
+                "sum of the losses (use the mean), or change gradients before optimizer.step() "
+                "(pass before_step=)?"
+            )

@@ -20,6 +20,9 @@ def sgd(parameters: Any, lr: float, weight_decay: float = 0.0) -> torch.optim.SG
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
+
+
 def auto_run(
     lr: float = 0.03,
     rank: int = 0,
@@ -36,20 +39,9 @@ def auto_run(
         auto = hdet.AutoLR(model, **(of or {}))
         return hdet.Shadow(auto) if shadow else auto
 
-    defaults: dict[str, Any] = {
-        "total": 1500,
-        "every": 100,
-        "spread": 0.0,
-        "data": taught,
-        "closure": True,
-    }
-    return Run(
-        rank,
-        net=model() if net is None else net,
-        lr=lr,
-        controller=make if controlled else None,
-        **{**defaults, **settings},
-    )
+    usual = {"total": 1500, "every": 100, "spread": 0.0, "data": taught, "closure": True}
+    net, controller = net or model(), make if controlled else None
+    return Run(rank, net=net, lr=lr, controller=controller, **{**usual, **settings})
 
 
 def noisy() -> nn.Module:
@@ -58,6 +50,13 @@ def noisy() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
     )
+
+
+def searched(run: Run) -> Run:
+    """To the end of the search."""
+    while not run.controller.done:
+        run.step()
+    return run
 
 
 def training(

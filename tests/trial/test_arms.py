@@ -14,17 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.trial.arms import Arms
-from hdet.trial.displacement import Displacement
+from hdet.trial.displacement import Displacement, medians
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
 from hdet.trial.steps import CEILING
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, noisy, sgd, training
+from .common import ALL, OPTIMIZERS, auto_run, noisy, sgd, training
 
 RATE = 1e-4
-OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
 
 
 def by_hand(
@@ -33,30 +32,29 @@ def by_hand(
     """A loop of its own from the beginning of the run, on the mean gradient of so many ranks."""
     net = model()
     own = optimizer(net.parameters(), lr=RATE, weight_decay=0.0)
-    displacement = Displacement(lambda: list(net.parameters()))
-    scheduled = Run(optimizer=optimizer, lr=RATE, total=1500).optimizer.param_groups[0]
-    own.param_groups[0].update(
-        {key: value for key, value in scheduled.items() if key not in ("params", "lr")}
-    )
+    displacement = Displacement(lambda: dict(net.named_parameters()))
+    [group] = Run(optimizer=optimizer, lr=RATE, total=1500).optimizer.param_groups
+    own.param_groups[0].update({key: group[key] for key in group.keys() - {"params", "lr"}})
     for i in range(STEPS):
         own.param_groups[0]["lr"] = RATE * (multiple * arm_factor(i + 1))
         own.zero_grad()
         torch.stack([loss_of(net, taught(100 * i + r)) for r in range(ranks)]).mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         own.step()
-    with torch.no_grad():
-        scores = [
-            mean(float(losses_of(net, taught(100 * i + r)).double().mean()) for r in range(ranks))
-            for i in range(STEPS, ALL)
-        ]
-    moved = displacement.over_ranks(hdet.Replicas.single(), displacement.ratios())[0].median
+    scores = [mean(mean_loss(net, 100 * i + r) for r in range(ranks)) for i in range(STEPS, ALL)]
+    [moved] = medians(hdet.Replicas.single(), displacement.ratios())
     return Arm(RATE * multiple, tuple(scores), moved)
+
+
+@torch.no_grad()
+def mean_loss(net: nn.Module, key: int) -> float:
+    return float(losses_of(net, taught(key)).double().mean())
 
 
 def between(run: Run, act: Callable[[], object]) -> Run:
     """``act`` follows each of the loop's backward passes."""
-    plain = run.backward
-    run.backward = lambda report=None: (plain(report), act())[0]  # type: ignore[method-assign]
+    backward = run.backward
+    run.backward = lambda report=None: (backward(report), act())[0]  # type: ignore[method-assign]
     return run
 
 
@@ -65,19 +63,12 @@ def between(run: Run, act: Callable[[], object]) -> Run:
 )
 def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str, clip: float) -> None:
     """Clipped as the loop clips, too."""
-    net = model()
+    net, make = model(), OPTIMIZERS[name]
     clipped = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-    run = between(
-        auto_run(RATE, net=net, optimizer=OPTIMIZERS[name], of={"before_step": clipped}), clipped
-    ).steps(ALL)
-    trial = run.controller.interval.trial
-    assert trial.arms == tuple(
-        by_hand(multiple, OPTIMIZERS[name], clip=clip) for multiple in MULTIPLES
-    )
-    with torch.no_grad():
-        assert trial.first_losses == tuple(
-            float(losses_of(model(), taught(100 * i)).double().mean()) for i in range(STEPS, ALL)
-        )
+    run = between(auto_run(RATE, net=net, optimizer=make, of={"before_step": clipped}), clipped)
+    trial = run.steps(ALL).controller.interval.trial
+    assert trial.arms == tuple(by_hand(multiple, make, clip=clip) for multiple in MULTIPLES)
+    assert trial.first_losses == tuple(mean_loss(model(), 100 * i) for i in range(STEPS, ALL))
     assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
 
 
@@ -87,10 +78,8 @@ def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: st
     run = auto_run(RATE, optimizer=sgd)
     between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)  # type: ignore[union-attr]
     assert run.controller.done and run.ensemble.corrections == {"lr": 1.0}
-    assert re.search(
-        f"stays .the trial was given up: .* a copy's first step was {factor} times as long",
-        run.ensemble.report(),
-    )
+    says = f"stays .the trial was given up: .* a copy's first step was {factor} times as long"
+    assert re.search(says, run.ensemble.report())
 
 
 @pytest.mark.parametrize("groups", [None, [1]])
@@ -98,25 +87,15 @@ def test_groups_whose_steps_are_not_alike_are_not_compared(groups: Any) -> None:
     """One that is warming up, or that is not searched, says nothing of how long an arm's step ought
     to be."""
     net = model()
-
-    def optimizer(parameters: Any, **_: Any) -> torch.optim.Optimizer:
-        return sgd(
-            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2e-3}], lr=1e-3
-        )
-
-    def scheduler(made: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(
-            made, [lambda step: 1.0, lambda step: min(1.0, (step + 1) / 200)]
-        )
-
+    parts = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2e-3}]
+    rates = [lambda step: 1.0, lambda step: min(1.0, (step + 1) / 200)]
     run = auto_run(
-        net=net, optimizer=optimizer, scheduler=scheduler, knobs=[hdet.LearningRate(0.0, groups)]
+        net=net,
+        optimizer=lambda parameters, **_: sgd(parts, lr=1e-3),
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, rates),
+        knobs=[hdet.LearningRate(0.0, groups)],
     ).steps(2)
     assert not run.controller.done
-    assert (
-        run.controller._run.names()
-        == ["0.weight", "0.bias", "2.weight", "2.bias"][0 if groups is None else 2 :]
-    )
 
 
 def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
@@ -138,14 +117,11 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
 @pytest.mark.parametrize(
     ("closed", "error", "message"),
     [
-        (
-            lambda losses, own: [losses()],
-            TypeError,
-            "closure returned a list: return a tensor of losses",
-        ),
+        (lambda losses, own: [losses()], TypeError, "returned a list: return a tensor of losses"),
         (lambda losses, own: losses().detach(), ValueError, "losses without a graph"),
         (lambda losses, own: losses() and None, ValueError, "is a return missing"),
         (lambda losses, own: own, ValueError, "the loop's own losses, whose graph is gone"),
+        ("no function", TypeError, r"must be a function, got str: .*losses_of\(model, batch\)"),
     ],
 )
 def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
@@ -155,22 +131,9 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
     own = run.losses(taught(0)).mean()
     own.backward()
     run.optimizer.step()
+    losses = lambda: run.losses(taught(0)).mean()
     with pytest.raises(error, match=message):
-        run.ensemble.step(1.0, closure=lambda: closed(lambda: run.losses(taught(0)).mean(), own))
-
-
-@pytest.mark.parametrize("controlled", [True, False])
-@pytest.mark.parametrize("wrong", [torch.ones(3), 3.0])
-def test_a_closure_that_is_no_function_is_refused_by_name(wrong: Any, controlled: bool) -> None:
-    run = auto_run(controlled=controlled)
-    with pytest.raises(
-        TypeError,
-        match=(
-            rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: "
-            r"losses_of\(model, batch\)"
-        ),
-    ):
-        run.ensemble.step(1.0, wrong)
+        run.ensemble.step(1.0, (lambda: closed(losses, own)) if callable(closed) else closed)
 
 
 def test_a_batch_that_raised_and_was_skipped_is_not_counted() -> None:
@@ -196,14 +159,8 @@ def hooked(net: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (
-            lambda net: torch.optim.SGD(model().parameters(), lr=0.1),
-            "no parameter of the optimizer",
-        ),
-        (
-            lambda net: torch.optim.SGD([*net.parameters(), *model().parameters()], lr=0.1),
-            r"nn.ModuleList\(\[encoder, decoder\]\)",
-        ),
+        (lambda net: sgd(model().parameters(), 0.1), "no parameter of the optimizer"),
+        (lambda net: sgd([*net.parameters(), *model().parameters()], 0.1), "nn.ModuleList"),
         (lambda net: torch.optim.LBFGS(net.parameters()), "LBFGS"),
         (hooked, "optimizer inside the backward pass"),
     ],
@@ -216,14 +173,9 @@ def test_runs_of_which_no_copies_can_be_trained_are_refused(optimizer: Any, mess
 
 def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
     run = auto_run(RATE, rank, ddp=reduce == "ddp", optimizer=sgd)
-    assert isinstance(run.wrapped, DistributedDataParallel) == (reduce == "ddp")
+    reduced = lambda p: torch.distributed.all_reduce(p.grad.div_(world))
     if reduce == "by hand":
-        between(
-            run,
-            lambda: [
-                torch.distributed.all_reduce(p.grad.div_(world)) for p in run.net.parameters()
-            ],
-        )  # type: ignore[union-attr]
+        between(run, lambda: [reduced(p) for p in run.net.parameters()])
     return run.steps(ALL).controller.interval
 
 
@@ -233,58 +185,52 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     assert one == other
     for arm, multiple in zip(one.trial.arms, MULTIPLES, strict=True):
         hand = by_hand(multiple, sgd, ranks=2)  # whose steps are as long as gradients are
-        assert arm.losses == pytest.approx(
-            hand.losses, rel=1e-4
-        ) and arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
+        assert arm.losses == pytest.approx(hand.losses, rel=1e-4)
+        assert arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
 
 
 def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
     """(what was found, its cost, the correction, is the run the one without it?)"""
-    found = []
-    for controlled in (True, False):
+    found, auto = [], None
+    sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
+    settings = {"knobs": [hdet.LearningRate(0)], "sync": sync}
+    for controlled in (False, True):
         net = noisy()
         wrapped = DistributedDataParallel(net) if ddp else net
         auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
-        sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
         torch.manual_seed(rank)
         losses_at = lambda step, wrapped=wrapped: losses_of(wrapped, taught(100 * step + rank))
-        *_, ensemble = training(
-            net, losses_at, ALL + 2, lr, controller=auto, knobs=[hdet.LearningRate(0)], sync=sync
-        )
-        found.append((net.state_dict(), torch.get_rng_state(), auto, ensemble.corrections["lr"]))
-    (*ours, auto, moved), (*plain, _, _) = found
-    return auto.interval, auto.cost, moved, moved != 1 or same(ours, plain)
+        *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, **settings)
+        found.append((net.state_dict(), torch.get_rng_state()))
+    assert auto is not None
+    moved = ensemble.corrections["lr"]
+    return auto.interval, auto.cost, moved, moved != 1 or same(*found)
 
 
-@pytest.mark.parametrize("world", [2, 3, 6])
-@pytest.mark.parametrize("ddp", [True, False])
+@pytest.mark.parametrize(("world", "ddp"), [(2, True), (2, False), (3, True), (6, False)])
 def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     """On its part of the batch; all ranks decide alike, and a run that stays is left as it was."""
     found = run_ranks(spread_arms, world, 1e-6, ddp)
     interval, cost, moved, _ = found[0]
     assert all(other[:3] == found[0][:3] for other in found) and moved > 10
     assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
-    assert cost <= STEPS * -(-5 // world) + SCORES * 2, (
-        "arms of one replica, and six scores of a third of a step"
-    )
-    assert [alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp)] == [True] * world
+    # arms of one replica, and six scores of a third of a step
+    assert cost <= STEPS * -(-5 // world) + SCORES * 2
+    assert all(alike for *_, alike in run_ranks(spread_arms, world, 0.03, ddp))
 
 
 def test_arms_are_spread_only_where_gradients_can_be_left_unreduced() -> None:
-    with pytest.raises(
-        ValueError, match="spread_arms=True needs gradients that a trial can leave unreduced"
-    ):
+    needs = "spread_arms=True needs gradients that a trial can leave unreduced"
+    with pytest.raises(ValueError, match=needs):
         auto_run(RATE, of={"spread_arms": True})
 
 
 def one_breaks(rank: int, world: int) -> Any:
-    """On one rank alone, the losses of the last arm that is left are not finite."""
+    """On one rank alone, the losses of scores are not finite."""
     run = auto_run(RATE, rank)
     losses = run.losses
-    run.closure = lambda data: (
-        losses(data)
-        * (float("nan") if rank and run.index > STEPS and not torch.is_grad_enabled() else 1.0)
-    )
+    is_score = lambda: run.index > STEPS and not torch.is_grad_enabled()
+    run.closure = lambda data: losses(data) * (float("nan") if rank and is_score() else 1.0)
     return run.steps(ALL).controller.interval
 
 
@@ -299,7 +245,7 @@ def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.ones(()))
     state, searched = scaler.state_dict(), run.controller._run
-    arms = Arms(searched, searched.take_snapshot("device"), scaler=scaler)
+    arms = Arms(searched, searched.take_snapshot("device"), None, scaler, "device", False)
     weights = []
     for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
         with arms.keep_run():

@@ -26,10 +26,8 @@ def trained(
     """What is found (nothing without a controller: ``shadow`` None), and the whole weights after
     each step from a trial's first one on."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    with torch.no_grad():
-        loss_of(
-            net, batch(0, shards[0])
-        )  # an evaluation before, which leaves the parameters of FSDP gathered
+    with torch.no_grad():  # an evaluation before, which leaves the parameters of FSDP gathered
+        loss_of(net, batch(0, shards[0]))
     auto = hdet.AutoLR(net)
     controller = None if shadow is None else hdet.Shadow(auto) if shadow else auto
     losses_at = lambda step: torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
@@ -40,40 +38,29 @@ def trained(
 
 
 def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, RateInterval, list[int]]:
-    found = []
+    """What is found, what a shadow finds, and the steps in which that is not the plain run."""
+    found, shape = [], SHAPES[name]
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
     for shadow in (False, True, None):
-        shape = SHAPES[name]
-        mesh = init_device_mesh(
-            "cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
-        )
-        net = model()
+        mesh, net = init_device_mesh("cpu", shape, mesh_dim_names=names), model()
         fully_shard(net[0], mesh=mesh)
-        fully_shard(
-            net, mesh=mesh
-        )  # its own parameters stay gathered after a forward pass without a backward
+        # its own parameters stay gathered after a forward pass without a backward
+        fully_shard(net, mesh=mesh)
         replicas = None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh)
         found.append(trained(net, replicas, [rank], shadow))
     (interval, _), (shadowed, ours), (_, plain) = found
-    return (
-        interval,
-        shadowed,
-        [step for step, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)],
-    )
+    pairs = enumerate(zip(ours, plain, strict=True))
+    return interval, shadowed, [step for step, pair in pairs if not torch.equal(*pair)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: str) -> None:
     alone, _ = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
     ranks = run_ranks(on_a_mesh, 4, name)
-    assert alone.moves and len({str(interval) for pair in ranks for interval in pair[:2]}) == 1
-    for interval, shadowed, unequal in ranks:
-        assert interval == shadowed == ranks[0][0] and unequal == []
-        assert [arm.loss for arm in interval.trial.arms] == pytest.approx(
-            [arm.loss for arm in alone.trial.arms], rel=1e-9
-        )
-        assert interval.low == pytest.approx(alone.low, rel=1e-6)
-        # Of parts, each of which is one matrix: a median over other numbers than those of one
-        # process.
-        assert interval.trial.arms[1].displacement == pytest.approx(
-            alone.trial.arms[1].displacement, rel=0.5
-        )
+    first, losses = ranks[0][0], [arm.loss for arm in alone.trial.arms]
+    assert alone.moves and all(each == (first, first, []) for each in ranks)
+    assert [arm.loss for arm in first.trial.arms] == pytest.approx(losses, rel=1e-9)
+    assert first.low == pytest.approx(alone.low, rel=1e-6)
+    # Of parts, each of which is one matrix: a median over other numbers than those of one process.
+    moved = [found.trial.arms[1].displacement for found in (first, alone)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.5)

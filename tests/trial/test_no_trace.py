@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import re
@@ -23,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.ensemble.helpers import STOCK, same
 from tests.harness import Run, losses_of, model, taught
 
-from .common import ALL, auto_run, noisy, sgd, training
+from .common import ALL, auto_run, noisy, searched, sgd, training
 
 
 class Made(torch.optim.Optimizer):
@@ -32,12 +33,10 @@ class Made(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float, attribute: str) -> None:
         parameters = list(parameters)
         super().__init__(parameters, {"lr": lr})
-        parts = [torch.optim.AdamW(some, lr=lr) for some in (parameters[:2], parameters[2:])]
-        setattr(
-            self, attribute, parts if attribute == "parts" else torch.optim.AdamW(parameters, lr=lr)
-        )
-        held = getattr(self, attribute)
-        self.inner = lambda: held if attribute == "parts" else [held]
+        shares = [parameters[:2], parameters[2:]] if attribute == "parts" else [parameters]
+        made = [torch.optim.AdamW(share, lr=lr) for share in shares]
+        setattr(self, attribute, made if attribute == "parts" else made[0])
+        self.inner = lambda: made
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for inner in self.inner():
@@ -106,36 +105,30 @@ def copy_of(value: Any) -> Any:
 
 def state(run: Run) -> Any:
     """All of it, to the bit."""
-    own = [
-        copy_of(tensor)
-        for tensor in (
-            *run.net.parameters(),
-            *run.net.buffers(),
-            *(p.grad for p in run.net.parameters()),
-        )
-    ]
-    inner = getattr(run.optimizer, "inner", list)()
-    held = [
-        copy_of(value)
-        for one in (run.optimizer, *inner)
-        for of in one.state.values()
-        for value in of.values()
-    ]
+    own = [*run.net.parameters(), *run.net.buffers(), *(p.grad for p in run.net.parameters())]
+    optimizers = (run.optimizer, *getattr(run.optimizer, "inner", list)())
+    held = [value for one in optimizers for of in one.state.values() for value in of.values()]
     numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return own, held, [module.training for module in run.net.modules()], numbers
+    return (
+        [*map(copy_of, own), *map(copy_of, held)],
+        [m.training for m in run.net.modules()],
+        numbers,
+    )
+
+
+def made(attribute: str) -> Any:
+    return functools.partial(Made, attribute=attribute)
+
+
+def master(kind: str) -> Any:
+    return functools.partial(hdet.FusedAdamW, master_weights=kind)
 
 
 KINDS: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     **{name: getattr(hdet, name) for name in ("FusedAdamW", "FusedLion", "FusedSGD")},
-    **{
-        masters: functools.partial(hdet.FusedAdamW, master_weights=masters)
-        for masters in ("fp32", "split")
-    },
-    **{
-        attribute: functools.partial(Made, attribute=attribute)
-        for attribute in ("parts", "base_optimizer", "optim")
-    },
+    **{kind: master(kind) for kind in ("fp32", "split")},
+    **{attribute: made(attribute) for attribute in ("parts", "base_optimizer")},
     "moments of a tensor subclass": WrappedMoments,
     "weights of a tensor subclass": WrappedMoments,
     "a closure that calls backward": torch.optim.AdamW,
@@ -153,26 +146,18 @@ def backward_inside(losses: Any, data: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_run_is_the_one_without_a_trial_to_the_bit(name: str, shadow: bool) -> None:
     """To the end of a trial, if what is found is not done; else to its last step but one."""
+    is_narrow, is_subclass = name in ("fp32", "split"), name.startswith("weights")
+    settings: dict[str, Any] = {
+        "optimizer": lambda parameters, lr, weight_decay: KINDS[name](parameters, lr=lr),
+        "dtype": torch.bfloat16 if is_narrow else None,
+        "every": 100 if is_subclass else 20,
+        # as an optimizer that rounds stochastically does
+        "of": {"before_step": lambda: torch.rand(3)},
+    }
     found = []
     for controlled in (True, False):
-        net = (
-            wrapped()
-            if name.startswith("weights")
-            else model()
-            if name in ("fp32", "split")
-            else noisy()
-        )
-        settings = {
-            "dtype": torch.bfloat16 if name in ("fp32", "split") else None,
-            "every": 100 if name.startswith("weights") else 20,
-        }
-        make = lambda parameters, lr, weight_decay: KINDS[name](parameters, lr=lr)
-        draw = {
-            "before_step": lambda: torch.rand(3)
-        }  # as an optimizer that rounds stochastically does
-        run = auto_run(
-            1e-3, net=net, optimizer=make, controlled=controlled, shadow=shadow, of=draw, **settings
-        )
+        net = wrapped() if is_subclass else model() if is_narrow else noisy()
+        run = auto_run(1e-3, net=net, controlled=controlled, shadow=shadow, **settings)
         if name == "a closure that calls backward":
             run.closure = functools.partial(backward_inside, run.losses)
         random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
@@ -189,9 +174,8 @@ def test_gradients_that_the_loop_keeps_are_still_there() -> None:
         values = [copy_of(gradient) for gradient in before]
         run.optimizer.step()
         run.ensemble.step(1.0, closure=lambda: run.losses(taught(0)))
-        assert all(p.grad is g for p, g in zip(run.net.parameters(), before, strict=True)) and same(
-            before, values
-        )
+        assert all(p.grad is g for p, g in zip(run.net.parameters(), before, strict=True))
+        assert same(before, values)
 
 
 def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None:
@@ -226,46 +210,41 @@ def with_closure(act: Callable[[Run], object], at: int = 3, call: int = 4, **set
     return run
 
 
-def of_the_run(weights: Any, steps: int, lr: float = 0.03) -> bool:
+def is_of_the_run(weights: Any, steps: int, lr: float = 0.03) -> bool:
     return same(weights, auto_run(lr, controlled=False).steps(steps).weights())
 
 
 def test_a_handler_that_saves_gets_the_runs_weights() -> None:
     saved: list[Any] = []
-    handler, before = (
-        (lambda *_: saved.append(run.net.state_dict() and run.weights())),
-        signal.getsignal(signal.SIGUSR1),
-    )
+    handler = lambda *_: saved.append(run.net.state_dict() and run.weights())
+    before = signal.signal(signal.SIGUSR1, handler)
     run = with_closure(lambda run: signal.raise_signal(signal.SIGUSR1))
-    signal.signal(signal.SIGUSR1, handler)
     try:
         run.steps(4)
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(saved) == 1 and of_the_run(saved[0], 4)
+    assert len(saved) == 1 and is_of_the_run(saved[0], 4)
 
 
 def test_another_thread_that_saves_waits_for_the_run() -> None:
     saved: list[Any] = []
     thread = threading.Thread(target=lambda: saved.append(run.net.state_dict() and run.weights()))
-    run = with_closure(
-        lambda run: [thread.start(), thread.join(0.1), saved.append(thread.is_alive())]
-    )
+    act = lambda run: [thread.start(), thread.join(0.1), saved.append(thread.is_alive())]
+    run = with_closure(act)
     run.steps(4)
     thread.join()
-    assert saved[0] is True and of_the_run(saved[1], 4)
+    assert saved[0] is True and is_of_the_run(saved[1], 4)
 
 
 def test_ctrl_c_leaves_the_run(request: pytest.FixtureRequest) -> None:
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     run = with_closure(lambda run: signal.raise_signal(signal.SIGINT)).steps(3)
     with pytest.raises(KeyboardInterrupt):
         run.step()
-    assert of_the_run(run.weights(), 4)
+    assert is_of_the_run(run.weights(), 4)
 
 
 REFUSED: dict[str, Callable[[Run], object]] = {
@@ -283,14 +262,16 @@ REFUSED: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_only_be_done_to_the_run_is_refused_by_name(name: str, at: int) -> None:
     run = with_closure(REFUSED[name], at=at, call=0).steps(at)
-    with pytest.raises(
-        RuntimeError,
-        match=re.escape(name) + " was called while a trial's copy is in the place of the run",
-    ):
+    message = re.escape(name) + " was called while a trial's copy is in the place of the run"
+    with pytest.raises(RuntimeError, match=message):
         run.step()
-    assert (
-        of_the_run(run.weights(), at + 1) and run.net.state_dict() and run.ensemble.close() is None
-    )
+    assert is_of_the_run(run.weights(), at + 1)
+    assert run.net.state_dict() and run.ensemble.close() is None
+
+
+def test_a_copy_of_the_model_may_be_saved_by_the_closure() -> None:
+    run = with_closure(lambda run: copy.deepcopy(run.net).state_dict())
+    assert is_of_the_run(run.steps(4).weights(), 4)
 
 
 @pytest.mark.parametrize("at", [3, STEPS + 1])
@@ -300,23 +281,28 @@ def test_modes_that_the_closure_sets_are_taken_back(at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "call", "stops"),
-    [(3, 4, True), (3, 2, True), (3, 1, False), (3, 0, False), (0, 4, False)],
+    ("at", "call", "stops"), [(3, 4, True), (3, 2, True), (3, 1, False), (0, 4, False)]
 )
 def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loops(
     at: int, call: int, stops: bool
 ) -> None:
     run = with_closure(lambda run: 1 / 0, at=at, call=call, lr=1e-4).steps(at)
     if stops:
-        with pytest.warns(
-            UserWarning, match="counts as a rate that breaks: the closure raised ZeroDivisionError"
-        ):
+        breaks = "counts as a rate that breaks: the closure raised ZeroDivisionError"
+        with pytest.warns(UserWarning, match=breaks):
             arms = run.steps(ALL - at).controller.interval.trial.arms
         assert [not arm.losses for arm in arms] == [number == call for number in range(5)]
     else:
         with pytest.raises(ZeroDivisionError):
             run.step()
-        assert of_the_run(run.weights(), at + 1, 1e-4)
+        assert is_of_the_run(run.weights(), at + 1, 1e-4)
+
+
+def test_a_closure_that_cannot_be_scored_gives_the_trial_up() -> None:
+    """As detection models do, which return no losses in eval mode."""
+    run = with_closure(lambda run: 1 / 0, at=STEPS, call=0, lr=1e-4).steps(ALL)
+    given_up = "the trial was given up: in eval mode the closure raised ZeroDivisionError"
+    assert f"stays ({given_up}" in run.ensemble.report() and is_of_the_run(run.weights(), ALL, 1e-4)
 
 
 @pytest.mark.parametrize("lr", [0.03, 3.0])
@@ -324,58 +310,23 @@ def test_a_module_that_the_loop_adds_in_the_middle_stays(lr: float) -> None:
     """Also where the run goes back to its first weights."""
     run, added = auto_run(lr).steps(10), nn.BatchNorm1d(1)
     run.net.add_module("extra", added)
-    while not run.controller.done:
-        run.step()
-    assert (run.ensemble.corrections["lr"] < 1) == (
-        lr == 3.0
-    ) and added.state_dict().keys() == nn.BatchNorm1d(1).state_dict().keys()
+    assert (searched(run).ensemble.corrections["lr"] < 1) == (lr == 3.0)
+    assert added.state_dict().keys() == nn.BatchNorm1d(1).state_dict().keys()
 
 
-def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
-    """What is equal with a trial and without; how often the communication hook was called."""
-    found = []
-    for controlled in (True, False):
-        net = Either() if branches else noisy()
-        ddp = DistributedDataParallel(
-            net, gradient_as_bucket_view=view, find_unused_parameters=branches
-        )
-        held: dict[str, Any] = {"calls": 0, "error": torch.zeros(4096)}
+class Rounding:
+    """A communication hook that rounds, and keeps what is left for the next step."""
 
-        def hook(held, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-            """Rounds, and keeps what is left for the next step."""
-            held["calls"] += 1
-            whole = bucket.buffer() + held["error"][: bucket.buffer().numel()]
-            rounded = (whole * 64).round() / 64
-            held["error"][: whole.numel()] = whole - rounded
-            return (
-                torch.distributed.all_reduce(rounded, async_op=True)
-                .get_future()
-                .then(lambda done: done.value()[0] / world)
-            )
+    def __init__(self) -> None:
+        self.calls, self.error = 0, torch.zeros(4096)
 
-        if not branches:  # then DDP reduces an arm's gradients, too
-            ddp.register_comm_hook(held, hook)
-
-        def losses_at(step: int, net: Any = net, ddp: Any = ddp) -> torch.Tensor:
-            net.branch = step % 2
-            return losses_of(ddp, taught(100 * step + rank))
-
-        controller = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
-        torch.manual_seed(7 + rank)
-        *_, ensemble = training(
-            net, losses_at, ALL + 4, controller=controller, plain=not controlled
-        )
-        assert not controlled or ensemble.engine.controller.search.interval.trial.first_losses
-        found.append(
-            [
-                net.state_dict(),
-                [p.grad for p in net.parameters()],
-                held["calls"],
-                held["error"],
-                torch.get_rng_state(),
-            ]
-        )
-    return [same(*pair) for pair in zip(*found, strict=True)], held["calls"]
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+        self.calls += 1
+        whole = bucket.buffer() + self.error[: bucket.buffer().numel()]
+        rounded = (whole * 64).round() / 64
+        self.error[: whole.numel()] = whole - rounded
+        summed = torch.distributed.all_reduce(rounded, async_op=True).get_future()
+        return summed.then(lambda done: done.value()[0] / 2)
 
 
 class Either(nn.Module):
@@ -389,6 +340,29 @@ class Either(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.branches[self.branch](x)
+
+
+def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
+    """What is equal with a trial and without; how often the communication hook was called."""
+    found, settings = [], {"gradient_as_bucket_view": view, "find_unused_parameters": branches}
+    for controlled in (True, False):
+        net, rounding = Either() if branches else noisy(), Rounding()
+        ddp = DistributedDataParallel(net, **settings)
+        if not branches:  # then DDP reduces an arm's gradients, too
+            ddp.register_comm_hook(None, rounding.hook)
+
+        def losses_at(step: int, net: Any = net, ddp: Any = ddp) -> torch.Tensor:
+            net.branch = step % 2
+            return losses_of(ddp, taught(100 * step + rank))
+
+        controller = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
+        torch.manual_seed(7 + rank)
+        [*_] = training(net, losses_at, ALL + 4, controller=controller, plain=not controlled)
+        assert controller is None or controller.search.interval.trial.first_losses
+        gradients = [p.grad for p in net.parameters()]
+        hooked = rounding.calls, rounding.error
+        found.append([net.state_dict(), gradients, *hooked, torch.get_rng_state()])
+    return [same(*pair) for pair in zip(*found, strict=True)], rounding.calls
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")

@@ -35,17 +35,13 @@ def moved(rate: float, **settings: Any) -> Trial:
     return Trial(rate, (Arm(1.0, (), 0.1), Arm(10.0, (), 1.0)), **settings)
 
 
+ACROSS = (Arm(1.0, (), 0.002), Arm(100.0, (), 0.2), Arm(1e4, (), 200.0))
+FAR = (Arm(1.0, WORSE, 3.0), Arm(100.0, BEST, 300.0))
+
 CASES: dict[str, tuple[Trial, float, float]] = {
-    "ends lie where the loss crosses three standard errors": (
-        by_losses(WORSE, BEST, WORSE),
-        10.0,
-        1000.0,
-    ),
+    "ends lie where the loss crosses three errors": (by_losses(WORSE, BEST, WORSE), 10.0, 1000.0),
     "of several that tie, at the outermost": (
-        by_losses(WORSE, BEST, TIED, WORSE),
-        10.0,
-        1e6 * 0.01**0.8,
-    ),
+        by_losses(WORSE, BEST, TIED, WORSE), 10.0, 1e6 * 0.01**0.8),
     "open where the lowest ties": (by_losses(TIED, BEST, WORSE), 0.0, 1000.0),
     "open where the highest ties": (by_losses(WORSE, BEST, TIED), 10.0, math.inf),
     "both open": (by_losses(BEST, TIED, TIED), 0.0, math.inf),
@@ -55,19 +51,11 @@ CASES: dict[str, tuple[Trial, float, float]] = {
     "one has": (by_losses(WORSE, BEST, WORSE, first=1.21), 10.0, 1000.0),
     "arms on parts of a batch": (by_losses(WORSE, BEST, WORSE, ceiling=8.0), 10.0, 8000.0),
     "displacement beyond the arms, in proportion": (moved(1.0), 0.1, 20.0),
-    "between them, in logarithms": (
-        Trial(1.0, (Arm(1.0, (), 0.002), Arm(100.0, (), 0.2), Arm(1e4, (), 200.0))),
-        5.0,
-        100 * 100 ** (1 / 3),
-    ),
+    "between them, in logarithms": (Trial(1.0, ACROSS), 5.0, 100 * 100 ** (1 / 3)),
     "an uncertain one raises the high end alone": (moved(1.0, uncertainty=2.0), 0.1, 40.0),
     "trained weights may hardly move": (moved(1e-6, pretrained=True), 0.0, 20.0),
-    "of two that contradict the upper one holds": (
-        Trial(1.0, (Arm(1.0, WORSE, 3.0), Arm(100.0, BEST, 300.0)), (3.0, 3.0)),
-        0.0,
-        2 / 3,
-    ),
-}
+    "of two that contradict the upper one holds": (Trial(1.0, FAR, (3.0, 3.0)), 0.0, 2 / 3),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,35 +74,28 @@ def test_only_the_low_end_falls_with_the_length_of_the_run() -> None:
     )
 
 
+INSIDE, NO_MOVE = "inside the interval", "hardly moves the weights"
+FAR_UP = "moves the weights too far"
+ABOVE, BELOW = "learned less than higher rates", "learned less than lower rates"
+
+
 @pytest.mark.parametrize(
     ("trial", "to", "reason"),
     [
-        (moved(0.099), 0.5, ("hardly moves the weights")),
-        (moved(0.101), 0.101, ("inside the interval")),
-        (moved(19.9), 19.9, "inside the interval"),
-        (moved(20.1), 2.7, "moves the weights too far"),
-        (moved(41.0, uncertainty=2.0), 2.7, ("moves the weights too far")),
-        (moved(30.0, pretrained=True), 0.5, ("moves the weights too far")),
-        (
-            by_losses(WORSE, BEST, rate=1.0, moves=0.001, pretrained=True),
-            10.0,
-            ("learned less than higher rates"),
-        ),
+        (moved(0.099), 0.5, NO_MOVE),
+        (moved(0.101), 0.101, INSIDE),
+        (moved(19.9), 19.9, INSIDE),
+        (moved(20.1), 2.7, FAR_UP),
+        (moved(41.0, uncertainty=2.0), 2.7, FAR_UP),
+        (moved(30.0, pretrained=True), 0.5, FAR_UP),
+        (by_losses(WORSE, BEST, rate=1.0, moves=0.001, pretrained=True), 10.0, ABOVE),
         # To move the weights by 0.05 takes a rate of 5, below the interval; by 0.27, one of 2 700,
         # above it.
-        (
-            by_losses(WORSE, BEST, WORSE, rate=1.0, moves=0.01),
-            10.0,
-            ("learned less than higher rates"),
-        ),
-        (
-            by_losses(WORSE, BEST, WORSE, rate=5000.0, moves=1e-4, uncertainty=100.0),
-            1000.0,
-            ("learned less than lower rates"),
-        ),
+        (by_losses(WORSE, BEST, WORSE, rate=1.0, moves=0.01), 10.0, ABOVE),
+        (by_losses(WORSE, BEST, WORSE, rate=5e3, moves=1e-4, uncertainty=100.0), 1000.0, BELOW),
         (by_losses((), (), rate=1.0), 1 / 64, "every rate that was tried broke"),
         (by_losses((), (), rate=1.0, given_up="why"), 1.0, "why"),
-        (by_losses((), rate=1.0), 1.0, ("inside the interval")),
+        (by_losses((), rate=1.0), 1.0, INSIDE),
     ],
 )
 def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_well(
@@ -122,19 +103,14 @@ def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_wel
 ) -> None:
     """But not out of the interval again."""
     found = trial.interval(28)
-    assert (
-        found.suggestion == pytest.approx(to)
-        and found.reason == reason
-        and found.moves == (trial.rate != to)
-    )
+    assert found.suggestion == pytest.approx(to) and found.reason == reason
+    assert found.moves == (trial.rate != to)
     assert trial.broke == trial.needs_repeat == (reason == "every rate that was tried broke")
 
 
 def test_a_displacement_off_the_scale_is_measured_again_at_a_lower_rate() -> None:
-    assert (
-        Trial(1.0, (Arm(1.0, (), 64.0),)).needs_repeat
-        and not Trial(1.0, (Arm(1.0, (), 63.0),)).needs_repeat
-    )
+    far = [Trial(1.0, (Arm(1.0, (), distance),)).needs_repeat for distance in (64.0, 63.0)]
+    assert far == [True, False]
 
 
 @pytest.mark.parametrize("ends", [(WORSE, BEST, WORSE), (BEST, TIED, ())])
@@ -149,10 +125,10 @@ def test_an_arms_rate_rises_in_5_of_28_steps_and_falls_to_nothing() -> None:
 
 
 def test_it_says_what_to_do() -> None:
-    assert str(moved(0.05).interval(1000)) == (
-        "learning rate: 0.05 -> 0.5 (hardly moves the weights)\ngood rates for 1000 steps: 0.1 "
-        "to 20"
-    )
+    assert str(moved(0.05).interval(1000)).splitlines() == [
+        "learning rate: 0.05 -> 0.5 (hardly moves the weights)",
+        "good rates for 1000 steps: 0.1 to 20",
+    ]
     assert str(by_losses(BEST, TIED, first=1.1).interval(28)).splitlines() == [
         "learning rate: 1e+02 stays (inside the interval)",
         ("good rates for 28 steps: any lower rate to any higher rate"),
@@ -161,16 +137,10 @@ def test_it_says_what_to_do() -> None:
     ]
 
 
-def test_curve_and_plot_show_the_arms() -> None:
-    found = replace(
-        by_losses(WORSE, BEST, (), rate=1.0),
-        arms=(Arm(1.0, WORSE, 0.1), Arm(100.0, BEST), Arm(1e4)),
-    ).interval(28)
-    assert found.curve["losses"] == pytest.approx([1.4, 1.0, None]) and found.curve[
-        "displacements"
-    ] == [0.1, None, None]
+def test_a_plot_shows_the_arms() -> None:
+    arms = (Arm(1.0, WORSE, 0.1), Arm(100.0, BEST), Arm(1e4))
+    found = replace(by_losses(WORSE, BEST, (), rate=1.0), arms=arms).interval(28)
     pytest.importorskip("matplotlib").use("Agg")
     axes = found.plot()
-    assert axes.get_xscale() == "log" and f"now: {found.suggestion:.2g}" in [
-        text.get_text() for text in axes.get_legend().get_texts()
-    ]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert axes.get_xscale() == "log" and f"now: {found.suggestion:.2g}" in labels
