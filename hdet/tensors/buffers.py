@@ -45,14 +45,12 @@ class ReplicaTensors(Sequence[torch.Tensor]):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        listed = self.fixed[len(self.parameters) :]
-        if self.model is None:
-            return listed
+        listed, own = self.fixed[len(self.parameters) :], self._of_model()
         # Wide enough for arithmetic: weights in 8 bits are quantised, and stand still.
-        return [
-            *listed,
-            *(b for b in self.model.buffers() if b.is_floating_point() and b.element_size() > 1),
-        ]
+        return [*listed, *(b for b in own if b.is_floating_point() and b.element_size() > 1)]
+
+    def _of_model(self) -> list[torch.Tensor]:
+        return [] if self.model is None else list(self.model.buffers())
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.parameters
@@ -67,7 +65,7 @@ class ReplicaTensors(Sequence[torch.Tensor]):
     def marks(self) -> list[tuple[torch.Tensor, int]]:
         """The buffers and their versions: for `unwritten`. All of a model's: BatchNorm counts its
         batches in place, and writes its running statistics without raising their version."""
-        buffers = [*self.buffers, *([] if self.model is None else self.model.buffers())]
+        buffers = [*self.buffers, *self._of_model()]
         return [(b, 0 if b.is_inference() else b._version) for b in buffers]
 
     def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:
@@ -90,27 +88,15 @@ class Copy:
     def __init__(self, tensor: torch.Tensor, on_host: bool = False, before: Any = None) -> None:
         own = local_parts([tensor])[0]
         self.device, self._layout = own.device, tensor if is_sharded(tensor) else None
-        room: torch.Tensor | None = before.values if isinstance(before, Copy) else None
-        if (
-            room is None
-            or room.shape != own.shape
-            or room.dtype != own.dtype
-            or (room.device != own.device and not on_host)
-        ):
-            elsewhere = on_host and own.device.type != "cpu"
-            if type(own) not in (
-                torch.Tensor,
-                nn.Parameter,
-            ):  # a subclass knows how to copy itself, and may have no empty_like
-                room = own.detach().to("cpu", copy=True) if elsewhere else own.detach().clone()
-            else:
-                # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are
-                # neighbours in memory
-                room = (
-                    torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
-                    if elsewhere
-                    else torch.empty_like(own)
-                )
+        room = before.values if isinstance(before, Copy) else None
+        target = torch.device("cpu") if on_host else own.device
+        now = (own.shape, own.dtype, target)
+        if room is None or (room.shape, room.dtype, room.device) != now:
+            # As it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours.
+            if type(own) is torch.Tensor:
+                room = torch.empty_like(own, device=target, pin_memory=on_host and own.is_cuda)
+            else:  # a subclass knows how to copy itself, and may have no empty_like
+                room = own.clone() if target == own.device else own.to(target, copy=True)
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 
@@ -142,13 +128,13 @@ def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
         old = before if isinstance(before, dict) else {}
         return {key: keep(held, on_host, old.get(key)) for key, held in value.items()}
     if type(value) in (list, tuple):
-        olds = (
-            list(before)
-            if type(before) is type(value) and len(before) == len(value)
-            else [None] * len(value)
-        )
+        olds = before if _matches(before, value) else [None] * len(value)
         return type(value)(keep(held, on_host, old) for held, old in zip(value, olds, strict=True))
     return value
+
+
+def _matches(one: Any, other: Sequence[Any]) -> bool:
+    return type(one) is type(other) and len(one) == len(other)
 
 
 def put(current: Any, kept: Any) -> Any:
@@ -163,11 +149,7 @@ def put(current: Any, kept: Any) -> Any:
         values.update({key: put(values.get(key), held) for key, held in kept.items()})
         return values
     if type(kept) in (list, tuple):
-        olds = (
-            current
-            if type(current) is type(kept) and len(current) == len(kept)
-            else [None] * len(kept)
-        )
+        olds = current if _matches(current, kept) else [None] * len(kept)
         made = [put(old, held) for old, held in zip(olds, kept, strict=True)]
         if type(current) is list and type(kept) is list:
             current[:] = made

@@ -8,7 +8,7 @@ already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     dense = [g for g in gradients if g.numel()]
     if not dense:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(
-        [norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]
-    ).norm()
+    norms = [norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]
+    return torch.stack(norms).norm()
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -66,19 +65,14 @@ def like(shard: Tensor, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     given: Any = tensor
-    shard = shard.detach()
-    if shard.device.type == given.device_mesh.device_type:
+    shard, mesh = shard.detach(), given.device_mesh
+    if shard.device.type == mesh.device_type:
         return DTensor.from_local(
-            shard,
-            given.device_mesh,
-            given.placements,
-            run_check=False,
-            shape=tensor.shape,
+            shard, mesh, given.placements, run_check=False, shape=tensor.shape,
             stride=tensor.stride(),
-        )
-    made = torch.empty_like(
-        given, dtype=shard.dtype
-    )  # offloaded: from_local would move it to the mesh's device
+        )  # fmt: skip
+    # offloaded: from_local would move it to the mesh's device
+    made = torch.empty_like(given, dtype=shard.dtype)
     local(made).copy_(shard)
     return made
 
@@ -92,17 +86,16 @@ def reshard(model: nn.Module) -> None:
             given.reshard()
 
 
-def is_partial(tensor: object) -> bool:
+def is_partial(tensor: Any) -> bool:
     """Is it a DTensor whose value is a sum that has not been taken?"""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
+    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
-def alike(tensor: object, other: object) -> bool:
+def alike(tensor: Any, other: Any) -> bool:
     """Are both plain, or both laid over the same mesh with the same placements?"""
     if not is_sharded(tensor) or not is_sharded(other):
         return is_sharded(tensor) == is_sharded(other)
-    one, two = tensor, other
-    pairs = ((one.placements, two.placements), (one.device_mesh, two.device_mesh))  # type: ignore[attr-defined]
+    pairs = ((tensor.placements, other.placements), (tensor.device_mesh, other.device_mesh))
     return all(mine is its or mine == its for mine, its in pairs)
 
 
@@ -115,11 +108,9 @@ def check_alike(tensor: Tensor, param: Tensor, name: str, remedy: str) -> None:
 
 
 def described(tensor: Any) -> str:
-    return (
-        f"a DTensor with {list(tensor.placements)} on {tensor.device_mesh}"
-        if is_sharded(tensor)
-        else "a plain tensor"
-    )
+    if not is_sharded(tensor):
+        return "a plain tensor"
+    return f"a DTensor with {list(tensor.placements)} on {tensor.device_mesh}"
 
 
 def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -161,11 +152,11 @@ def gradient_on(gradient: Tensor, param: Tensor, name: str) -> Tensor:
     """
     if alike(gradient, param):
         return local(gradient)
-    given: Any = gradient
-    if is_sharded(gradient) and is_sharded(param) and given.device_mesh == param.device_mesh:  # type: ignore[attr-defined]
-        pairs = list(zip(given.placements, param.placements, strict=True))  # type: ignore[attr-defined]
+    given, own = cast(Any, gradient), cast(Any, param)
+    if is_sharded(given) and is_sharded(own) and given.device_mesh == own.device_mesh:
+        pairs = zip(given.placements, own.placements, strict=True)
         if all(one == other or one.is_partial() for one, other in pairs):
-            return local(given.redistribute(placements=param.placements))  # type: ignore[attr-defined]
+            return local(given.redistribute(placements=own.placements))
     raise ValueError(
         f"{name} is {described(gradient)}, the parameter {described(param)}: a gradient must be "
         "laid out as its parameter; use gradient.redistribute(mesh, placements), or parallelize "
@@ -203,10 +194,9 @@ class FullSums:
                 torch.tensor(places, device=values.device) for places in self._together.values()
             ]
         for (mesh, *over), places in zip(self._together, self._places, strict=True):
-            part = values[places]
-            summed = (
-                part if mesh is None else part.to(mesh.device_type)
-            )  # of shards that are offloaded
+            summed = values[places]
+            if mesh is not None:  # shards may be offloaded
+                summed = summed.to(mesh.device_type)
             for dim in over:
                 dist.all_reduce(summed, group=dim if mesh is None else mesh.get_group(dim))
             values = values.index_copy(0, places, summed.to(values.device))
@@ -233,12 +223,10 @@ def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
     """
     if not is_sharded(tensor):
         return ()
-    given: Any = tensor
     if is_partial(tensor):
         raise ValueError(
             f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to "
             "Replicate() or Shard() first"
         )
-    return tuple(
-        dim for dim, placement in enumerate(given.placements) if not placement.is_replicate()
-    )
+    placements = cast(Any, tensor).placements
+    return tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())

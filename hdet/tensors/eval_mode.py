@@ -20,10 +20,8 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
     Python's ``random`` and, if it is loaded, of numpy are what they were."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python_state, numpy_state = (
-        random.getstate(),
-        numpy_random.get_state() if numpy_random else None,
-    )
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    python_state = random.getstate()
     try:
         with torch.random.fork_rng(devices=devices):
             yield

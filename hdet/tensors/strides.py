@@ -48,11 +48,8 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     def change(value: Any) -> Any:
         if isinstance(value, list):
             return [change(item) for item in value]
-        return (
-            laid(value, order)
-            if isinstance(value, Tensor) and value.shape == param.shape
-            else value
-        )
+        is_like = isinstance(value, Tensor) and value.shape == param.shape
+        return laid(value, order) if is_like else value
 
     return dict(state) if order is None else {key: change(value) for key, value in state.items()}
 
@@ -62,14 +59,8 @@ def alike(tensor: Tensor, like: Tensor) -> bool:
     order?"""
     if tensor.shape != like.shape:
         return tensor.is_contiguous()
-    return (
-        all(
-            a == b
-            for size, a, b in zip(like.shape, tensor.stride(), like.stride(), strict=True)
-            if size != 1
-        )
-        or not like.numel()
-    )
+    steps = zip(like.shape, tensor.stride(), like.stride(), strict=True)
+    return not like.numel() or all(size == 1 or a == b for size, a, b in steps)
 
 
 def like(tensor: Tensor, param: Tensor) -> Tensor:
@@ -78,9 +69,5 @@ def like(tensor: Tensor, param: Tensor) -> Tensor:
         return tensor
     if tensor.shape != param.shape:
         return tensor.contiguous()
-    return torch.empty_like(
-        param.detach(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        memory_format=torch.preserve_format,
-    ).copy_(tensor)
+    made = torch.empty_like(param.detach(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

@@ -20,18 +20,21 @@ from tests.harness import Scripted
 Params = list[dict[str, Any]]
 
 
+def with_tensors(params: Params) -> Params:
+    return [{**group, "lr": torch.tensor(0.5)} for group in params]
+
+
 def sgd(params: Params) -> Optimizer:
     return SGD(params, lr=0.5, momentum=0.9)
 
 
 def sgd_tensor_lr(params: Params) -> Optimizer:
-    return SGD([{**group, "lr": torch.tensor(0.5)} for group in params], lr=0.5, momentum=0.9)
+    return sgd(with_tensors(params))
 
 
 def sgd_shared_tensor_lr(params: Params) -> Optimizer:
-    return SGD(
-        params, lr=torch.tensor(0.5), momentum=0.9
-    )  # torch puts this one tensor into every group
+    """torch puts this one tensor into every group."""
+    return SGD(params, lr=torch.tensor(0.5), momentum=0.9)
 
 
 def adam(params: Params) -> Optimizer:
@@ -43,7 +46,7 @@ def adamw(params: Params) -> Optimizer:
 
 
 def adamw_tensor_lr(params: Params) -> Optimizer:
-    return AdamW([{**group, "lr": torch.tensor(0.5)} for group in params], lr=0.5, foreach=False)
+    return AdamW(with_tensors(params), lr=0.5, foreach=False)
 
 
 def fused(params: Params) -> Optimizer:
@@ -61,66 +64,43 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return (
-            self.arguments.get("total_steps")
-            or self.arguments["epochs"] * self.arguments["steps_per_epoch"]
-        )
+        a = self.arguments
+        return a.get("total_steps") or a["epochs"] * a["steps_per_epoch"]
 
 
-def _case(name: str, optimizer: Callable[[Params], Optimizer], **arguments: Any) -> Case:
-    if "epochs" not in arguments:
-        arguments.setdefault("total_steps", 20)
-    return Case(name, optimizer, {"max_lr": 0.05, **arguments})
+def _case(name: str, optimizer: Callable[[Params], Optimizer] = sgd, **arguments: Any) -> Case:
+    length = {} if "epochs" in arguments else {"total_steps": 20}
+    return Case(name, optimizer, {"max_lr": 0.05, **length, **arguments})
 
 
+EACH = {"base_momentum": [0.8, 0.7], "max_momentum": [0.9, 0.95]}
 CASES = [
-    _case("cosine, momentum cycled", sgd),
-    _case("linear, momentum cycled", sgd, anneal_strategy="linear"),
-    _case("cosine, three phases", sgd, three_phase=True),
-    _case("linear, three phases", sgd, three_phase=True, anneal_strategy="linear", pct_start=0.4),
-    _case("max_lr per group", sgd, max_lr=[0.01, 0.1]),
-    _case(
-        "max_lr, momenta per group",
-        sgd,
-        max_lr=[0.01, 0.1],
-        base_momentum=[0.8, 0.7],
-        max_momentum=[0.9, 0.95],
-    ),
+    _case("cosine, momentum cycled"),
+    _case("linear, momentum cycled", anneal_strategy="linear"),
+    _case("cosine, three phases", three_phase=True),
+    _case("linear, three phases", three_phase=True, anneal_strategy="linear", pct_start=0.4),
+    _case("max_lr per group", max_lr=[0.01, 0.1]),
+    _case("max_lr, momenta per group", max_lr=[0.01, 0.1], **EACH),
     _case("betas cycled, Adam", adam, max_lr=0.01),
-    _case(
-        "betas cycled, AdamW with decay, linear",
-        adamw,
-        max_lr=[0.01, 0.02],
-        anneal_strategy="linear",
-    ),
-    _case(
-        "betas per group, AdamW, three phases",
-        adamw,
-        base_momentum=[0.8, 0.7],
-        max_momentum=[0.9, 0.95],
-        three_phase=True,
-    ),
+    _case("betas cycled, AdamW, linear", adamw, max_lr=[0.01, 0.02], anneal_strategy="linear"),
+    _case("betas per group, AdamW, three phases", adamw, three_phase=True, **EACH),
     _case("betas cycled, FusedAdamW", fused, max_lr=0.01),
-    _case("momentum left alone", sgd, cycle_momentum=False),
+    _case("momentum left alone", cycle_momentum=False),
     _case("betas left alone", adamw, cycle_momentum=False, max_lr=0.01),
     _case("tensor lr", sgd_tensor_lr),
-    _case(
-        "tensor lr, max_lr per group, three phases",
-        sgd_tensor_lr,
-        max_lr=[0.01, 0.1],
-        three_phase=True,
-    ),
+    _case("tensor lr, per group, three phases", sgd_tensor_lr, max_lr=[0.01, 0.1],
+          three_phase=True),
     _case("one tensor lr for all groups", sgd_shared_tensor_lr),
     _case("tensor lr, tensor max_lr", sgd_tensor_lr, max_lr=torch.tensor(0.05)),
     _case("tensor lr, AdamW", adamw_tensor_lr, max_lr=0.01),
-    _case("epochs and steps_per_epoch", sgd, epochs=4, steps_per_epoch=5),
-    _case("total_steps wins over epochs", sgd, total_steps=12, epochs=99, steps_per_epoch=99),
-    _case("pct_start 0.0, as torch takes it", sgd, pct_start=0.0),
-    _case("peak in the last step", sgd, pct_start=0.99, total_steps=10, anneal_strategy="linear"),
-    _case("factors of 1", sgd, div_factor=1.0, final_div_factor=1.0),
-    _case("large factors", sgd, div_factor=100.0, final_div_factor=1e6),
-    _case("two steps", sgd, total_steps=2, pct_start=0.9),
-]
+    _case("epochs and steps_per_epoch", epochs=4, steps_per_epoch=5),
+    _case("total_steps wins over epochs", total_steps=12, epochs=99, steps_per_epoch=99),
+    _case("pct_start 0.0, as torch takes it", pct_start=0.0),
+    _case("peak in the last step", pct_start=0.99, total_steps=10, anneal_strategy="linear"),
+    _case("factors of 1", div_factor=1.0, final_div_factor=1.0),
+    _case("large factors", div_factor=100.0, final_div_factor=1e6),
+    _case("two steps", total_steps=2, pct_start=0.9),
+]  # fmt: skip
 
 
 class Net(nn.Module):
@@ -141,10 +121,7 @@ class Toy:
 
     def __init__(self, optimizer: Callable[[Params], Optimizer], rank: int = 0) -> None:
         generator = torch.Generator().manual_seed(4 + rank)
-        self.inputs, self.targets = (
-            torch.randn(8, 5, generator=generator),
-            torch.randn(8, 1, generator=generator),
-        )
+        self.inputs, self.targets = (torch.randn(8, n, generator=generator) for n in (5, 1))
         self.net = Net()
         self.model = DistributedDataParallel(self.net) if dist.is_initialized() else self.net
         self.optimizer = optimizer([{"params": [self.net.first]}, {"params": [self.net.second]}])
@@ -170,7 +147,7 @@ def pair(build: Any, case: Case, rank: int = 0, **more: Any) -> tuple[Toy, Any]:
     """(toy, scheduler) of a case, with torch's class or with ours."""
     toy = Toy(case.optimizer, rank)
     ours = {"model_sync_interval": 4} if build is hdet.OneCycleAutoLR else {}
-    return toy, build(toy.optimizer, **copy.deepcopy(case.arguments), **ours, **more)
+    return toy, build(toy.optimizer, **{**copy.deepcopy(case.arguments), **ours, **more})
 
 
 def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
@@ -184,16 +161,9 @@ def rates(optimizer: Optimizer) -> list[float]:
 
 
 HYPERPARAMETERS = (
-    "lr",
-    "momentum",
-    "betas",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
+    "lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
     "weight_decay",
-)
+)  # fmt: skip
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

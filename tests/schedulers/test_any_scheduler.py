@@ -15,18 +15,9 @@ from torch.optim import lr_scheduler as torchs
 
 import hdet
 from tests.harness import Scripted, TwoReplicas, policies
-from tests.schedulers.cases import (
-    Toy,
-    adamw,
-    adamw_tensor_lr,
-    exact,
-    hyperparameters,
-    played,
-    rates,
-    sgd,
-    sgd_shared_tensor_lr,
-    sgd_tensor_lr,
-)  # fmt: skip
+
+from . import cases
+from .cases import Toy, exact, hyperparameters, played, rates, sgd, sgd_tensor_lr
 
 STEPS = 24
 
@@ -60,33 +51,25 @@ SCHEDULERS = {
 }
 
 
-def ensemble_on(toy, build, factors=None, rho=1.0, **arguments):
-    knobs = (
-        [hdet.LearningRate(0.3, groups="each")]
-        if factors is None or len(factors) > 1
-        else [hdet.LearningRate(0.3)]
-    )
+def ensemble_on(toy, build, factors=(), rho=1.0):
     return hdet.Ensemble(
         toy.optimizer,
         build(toy.optimizer),
-        knobs=knobs,
-        controller=played(rho, factors or ()),
-        **policies(every=3, **arguments),
+        knobs=[hdet.LearningRate(0.3, groups="each")],
+        controller=played(rho, factors),
+        sync=hdet.Sync(3),
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The epoch parameter in"
-)  # torch's SequentialLR calls step(0) itself
+# torch's SequentialLR calls step(0) itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
 @pytest.mark.parametrize("rho", [1.0, 1.3])
-@pytest.mark.parametrize("optimizer", [sgd, adamw, sgd_tensor_lr, adamw_tensor_lr])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "sgd_tensor_lr", "adamw_tensor_lr"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rho):
-    plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = (
-        SCHEDULERS[name](plain.optimizer),
-        ensemble_on(ours, SCHEDULERS[name], rho=rho),
-    )
+def test_neutral_controller_leaves_the_schedulers_own_values(name, kind, rho):
+    plain, ours = Toy(getattr(cases, kind)), Toy(getattr(cases, kind))
+    scheduler = SCHEDULERS[name](plain.optimizer)
+    ensemble = ensemble_on(ours, SCHEDULERS[name], rho=rho)
     for step in range(STEPS):
         assert hyperparameters(ours.optimizer) == hyperparameters(plain.optimizer), step
         plain.step()
@@ -103,32 +86,25 @@ def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
     """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and
     1/4 (group 1) times the scheduler's."""
     plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = (
-        SCHEDULERS[name](plain.optimizer),
-        ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho),
-    )
-    tensors = [group["lr"] for group in ours.optimizer.param_groups if torch.is_tensor(group["lr"])]
+    scheduler = SCHEDULERS[name](plain.optimizer)
+    ensemble = ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho)
+    groups, before = ours.optimizer.param_groups, [g["lr"] for g in ours.optimizer.param_groups]
     for step in range(STEPS):
         factors = [1.0, 1.0] if step < 6 else [2.0, 0.25]  # decided at the end of cycle 1
-        for mine, own, factor in zip(
-            ours.optimizer.param_groups, plain.optimizer.param_groups, factors, strict=True
-        ):
-            assert exact(mine["lr"]) == exact(own["lr"] * factor if factor != 1 else own["lr"]), (
-                step
-            )
+        for mine, own, factor in zip(groups, plain.optimizer.param_groups, factors, strict=True):
+            expected = own["lr"] * factor if factor != 1 else own["lr"]
+            assert exact(mine["lr"]) == exact(expected), step
         plain.step()
         scheduler.step()
         ensemble.step(ours.step())
     assert list(ensemble.corrections.values()) == [2.0, 0.25]
     # Compiled optimizers hold on to the tensor: it is written in place, never replaced.
-    assert all(
-        group["lr"] is rate
-        for group, rate in zip(ours.optimizer.param_groups, tensors, strict=False)
-    )
+    pairs = zip(groups, before, strict=True)
+    assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
 
 
 def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
-    toy = Toy(adamw)
+    toy = Toy(cases.adamw)
     ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Scripted([1.0, 2.0]))
     found = []
     for _ in range(8):
@@ -149,17 +125,12 @@ def test_multiplier_exists_only_inside_the_step(fails):
             raise RuntimeError("the step fails")
 
     toy.optimizer.register_step_pre_hook(hook)
-    ensemble = hdet.Ensemble(
-        toy.optimizer,
-        knobs=[hdet.LearningRate(0.3, groups=[1])],
-        sync=hdet.Sync(5),
-        controller=played(1.3, [1.0]),
-    )
-    if fails:
-        with pytest.raises(RuntimeError, match="the step fails"):
-            toy.step()
-    else:
-        ensemble.step(toy.step())
+    knobs = [hdet.LearningRate(0.3, groups=[1])]
+    hdet.Ensemble(toy.optimizer, knobs=knobs, controller=played(1.3, [1.0]))
+    try:
+        toy.step()
+    except RuntimeError:
+        assert fails
     assert seen == [[0.5, 0.5 * 1.3]]
     assert rates(toy.optimizer) == [0.5, 0.5]
 
@@ -167,13 +138,11 @@ def test_multiplier_exists_only_inside_the_step(fails):
 def test_groups_that_share_one_tensor_rate_are_refused():
     """torch puts a tensor lr of the constructor into every group: such groups cannot have
     multipliers of their own."""
-    toy = Toy(sgd_shared_tensor_lr)
-    pair = hdet.Replicas(0, 2, None)
-    with pytest.raises(ValueError, match="tensor"):
+    toy, pair = Toy(cases.sgd_shared_tensor_lr), hdet.Replicas(0, 2, None)
+    with pytest.raises(ValueError, match="share one tensor"):
         hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups="each")], replicas=pair)
-    ensemble = hdet.Ensemble(
-        toy.optimizer, knobs=[hdet.LearningRate(0.3)], replicas=pair
-    )  # one knob for both groups is fine
+    # One knob for both groups is fine.
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3)], replicas=pair)
     seen = []
     toy.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(rates(optimizer)))
     toy.step()
@@ -199,76 +168,41 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
     """No division by it and no decision from it: training goes on, with finite rates and the
     groups' ratio as it was."""
     toy = Toy(sgd)
+    # so low that the printed gamma, which multiplies it by 400, does not diverge
     for group, rate in zip(toy.optimizer.param_groups, (5e-4, 2.5e-4), strict=True):
-        group["lr"] = (
-            rate  # so low that the printed gamma, which multiplies it by 400, does not diverge
-        )
+        group["lr"] = rate
+    settings = policies(every=3, warmup_steps=warmup, total_steps=STEPS, replicas=TwoReplicas())
     controller = hdet.SoftmaxController(decay=decay)
-    arguments = {
-        "every": 3,
-        "warmup_steps": warmup,
-        "total_steps": STEPS,
-        "replicas": TwoReplicas(),
-    }
-    ensemble = hdet.Ensemble(
-        toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **policies(**arguments)
-    )
+    scheduler = ZEROS[name](toy.optimizer)
+    ensemble = hdet.Ensemble(toy.optimizer, scheduler, controller=controller, **settings)
     for step in range(STEPS):
         first, second = rates(toy.optimizer)
         assert first >= 0
         assert second == pytest.approx(first if "last step" in name else first / 2), step
         ensemble.step(toy.step())
-    assert ensemble.cycle == STEPS // 3  # also where the first six steps move nothing
-    assert (
-        ensemble.engine.step == STEPS
-    )  # steps at a rate of 0, which is the schedule's own, among them
+    # also where the first six steps, at a rate of 0 that is the schedule's own, move nothing
+    assert (ensemble.cycle, ensemble.engine.step) == (STEPS // 3, STEPS)
 
 
 def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
+    """The same where a framework steps it, or wraps it."""
     toy = Toy(sgd)
-    noam = torchs.LambdaLR(
-        toy.optimizer, lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5)
-    )
-    ensemble = hdet.Ensemble(toy.optimizer, noam, total_steps=200)
-    assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
-    ensemble.close()
-    # The same where a framework steps it, or wraps it.
-    ensemble = hdet.Ensemble(toy.optimizer, None, total_steps=200)
-    ensemble.schedule.stepped_elsewhere.append(noam)
-    assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
-    ensemble.close()
-    methods = {
-        "step": noam.step,
-        "state_dict": noam.state_dict,
-        "load_state_dict": noam.load_state_dict,
-    }
-    assert hdet.Ensemble(
-        toy.optimizer, SimpleNamespace(scheduler=noam, **methods), total_steps=200
-    ).schedule.peaks() == [[pytest.approx(0.008)] * 2]
+    factor = lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5)
+    noam = torchs.LambdaLR(toy.optimizer, factor)
+    methods = {name: getattr(noam, name) for name in ("step", "state_dict", "load_state_dict")}
+    for scheduler in (noam, None, SimpleNamespace(scheduler=noam, **methods)):
+        ensemble = hdet.Ensemble(toy.optimizer, scheduler, total_steps=200)
+        if scheduler is None:
+            ensemble.schedule.stepped_elsewhere.append(noam)
+        assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
+        ensemble.close()
 
 
-def test_a_decay_that_cannot_work_is_refused_at_once():
+@pytest.mark.parametrize(("decay", "total"), [("floor", STEPS), ("printed", None)])
+def test_a_decay_that_cannot_work_is_refused_at_once(decay, total):
     """Not at the first decision, which may be 100 000 steps later."""
-    toy = Toy(sgd)
-    step_lr = torchs.StepLR(toy.optimizer, 5)
-    with pytest.raises(ValueError, match="floor"):
-        hdet.Ensemble(
-            toy.optimizer,
-            step_lr,
-            controller=hdet.SoftmaxController(decay="floor"),
-            total_steps=STEPS,
-            replicas=TwoReplicas(),
-        )
-    with pytest.raises(ValueError, match="total_steps"):
-        hdet.Ensemble(
-            toy.optimizer,
-            step_lr,
-            controller=hdet.SoftmaxController(decay="printed"),
-            replicas=TwoReplicas(),
-        )
-    hdet.Ensemble(
-        toy.optimizer,
-        step_lr,
-        controller=hdet.SoftmaxController(decay=None),
-        replicas=TwoReplicas(),
-    )
+    optimizer = Toy(sgd).optimizer
+    settings = {"replicas": TwoReplicas(), "total_steps": total}
+    controller = hdet.SoftmaxController(decay=decay)
+    with pytest.raises(ValueError, match="floor" if total else "total_steps"):
+        hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 5), controller=controller, **settings)
