@@ -90,7 +90,8 @@ class Silent:
         self.flags = flags
 
     def bind(self, optimizer: torch.optim.Optimizer) -> list[Bound]:
-        return [Bound("silent", 0.3, [item_cell({"x": 1.0}, "x")], acts="forward", **self.flags)]
+        cells = [item_cell({"x": 1.0}, "x")]
+        return [Bound("silent", 0.3, cells, acts="forward", **self.flags)]
 
 
 @pytest.mark.parametrize("name", KNOBS)
@@ -126,12 +127,6 @@ def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
     net, knob, settings = knob_of(name)
     run = ensemble(net, [knob], controller=hdet.SoftmaxController(decay=None), **settings)
     assert title(name) in run.multipliers
-
-
-@pytest.mark.parametrize("held_out", [1, "yes", None])
-def test_held_out_is_said_plainly(held_out: Any) -> None:
-    with pytest.raises(ValueError, match="held_out must be True or False"):
-        probe_of(Net(), held_out=held_out)
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -239,7 +234,7 @@ def test_the_drop_in_keeps_permutations() -> None:
 @pytest.mark.parametrize(("knob", "message"), [
     (X, "needs get and set"),
     (lambda: X(get=lambda: 1.0), "needs get and set"),
-    (lambda: X(value=1.0, scale="cubic"), "scale must be one of"),
+    (lambda: X(value=1.0, scale="cubic"), "scale must be"),
     (lambda: X(value=1.0, scale="linear"), "unit of 'x' is None"),
     (lambda: X(value=1.0, unit=2.0), "the log scale has none"),
     (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),

@@ -79,12 +79,6 @@ def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
     assert settings_of(optimizer) == before
 
 
-@pytest.mark.parametrize("groups", ["each", ["first"]])
-def test_decay_is_a_knob_of_each_group_that_has_one(groups: Any) -> None:
-    run = ensemble(Net(), [hdet.WeightDecay(groups=groups)])
-    assert list(run.multipliers) == ["weight_decay/first"]
-
-
 def product(kind: Any, *multipliers: float, **settings: Any) -> tuple[Net, Any, hdet.Ensemble]:
     """Under multipliers of rate and decay."""
     net = Net()
@@ -111,19 +105,6 @@ def test_the_product_of_rate_and_decay_moves_by_the_decays_multiplier_alone(
     acts = inside["weight_decay"] * base["lr"] * rate
     assert acts == pytest.approx(0.1 * 0.01 * 0.5 * decay)
     assert (base["lr"], base["weight_decay"]) == pytest.approx((0.03, 0.1 * 0.5 / 3.0))
-
-
-@both
-@pytest.mark.parametrize("rho", [0.7, 1.3])
-def test_a_replica_shrinks_weights_by_the_product_alone(kind: Any, rho: float) -> None:
-    """Gradients of zero: AdamW's step is the decay, whatever the rate's multiplier is."""
-    net, optimizer, _ = product(kind, rho, 1.5)
-    for p in net.parameters():
-        p.grad = torch.zeros_like(p)
-    before = net.first.weight.detach().clone()
-    optimizer.step()
-    shrunk = (net.first.weight.detach() / before).mean().item()
-    assert shrunk == pytest.approx(1 - 0.01 * 0.1 * 1.5, abs=1e-7)
 
 
 def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
@@ -250,10 +231,3 @@ def test_any_number_of_the_groups_is_a_knob() -> None:
     (bound,) = hdet.GroupValue("dampening", bounds=(0.1, 0.5)).bind(optimizer)
     with bound.fanned_out(1.5):
         assert optimizer.param_groups[0]["dampening"] == pytest.approx(0.3)
-
-
-def test_a_value_of_a_module_is_a_scalar() -> None:
-    net = Net()
-    value = hdet.ModuleValue("temperature", lambda: net.temperature, net.__setattr__, 0.2)
-    (knob,) = value.bind(torch.optim.SGD(net.parameters(), lr=0.1))
-    assert knob.name == "temperature" and knob.spread == 0.2 and knob.value() == 2.0
