@@ -6,16 +6,9 @@ A module is loaded when it is asked for, and says so where its framework is not 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __all__ = ["accelerate", "lightning", "megatron", "torchtitan", "transformers"]
-
-if TYPE_CHECKING:
-    from . import accelerate as accelerate
-    from . import lightning as lightning
-    from . import megatron as megatron
-    from . import torchtitan as torchtitan
-    from . import transformers as transformers
 
 
 def __getattr__(name: str) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import Adapter, require, wants_trial
+from .common import Adapter, StandIn, find_trial, require
 
 __all__ = ["Prepared", "prepare"]
 
@@ -54,12 +54,8 @@ def prepare(
             shape (examples,) or one number.
 
     Raises:
-        TypeError: no Ensemble; or ``losses`` without a ``model``.
-        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with local
-            gradients and a prepared scheduler.
+        ValueError: the Accelerator has not prepared the Ensemble's optimizer.
     """
-    if not isinstance(ensemble, Ensemble):
-        raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
     # accelerate has no public list of what it has prepared.
     prepared = [of for of in accelerator._optimizers if torch_optimizer(of) is ensemble.optimizer]
     if not prepared:
@@ -67,21 +63,11 @@ def prepare(
             "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare "
             "before, and make the Ensemble then"
         )
-    if losses is not None and model is None:
-        raise TypeError(
-            "losses computes the losses of a model: pass prepare(accelerator, ensemble, model, "
-            "losses)"
-        )
-    if wants_trial(ensemble.engine.controller):
-        search: Any = ensemble.engine.controller.search  # type: ignore[union-attr]
-        search.scaler = search.scaler or accelerator.scaler
-        own = search.before_step
-        search.before_step = own and partial(call_unscaled, accelerator, own)
     refresh_step(prepared[0])
     return Prepared(accelerator, ensemble, model, losses)
 
 
-class Prepared(Adapter):
+class Prepared(Adapter, StandIn):
     """An Ensemble that knows its Accelerator; made by `prepare`. What is not here is the
     Ensemble's own.
 
@@ -92,30 +78,20 @@ class Prepared(Adapter):
     def __init__(
         self, accelerator: Any, ensemble: Ensemble, model: Any, losses: _Losses | None
     ) -> None:
-        super().__init__()
+        log = accelerate.logging.get_logger("accelerate.hdet")
+        super().__init__(partial(log.info, main_process_only=True))
         self.accelerator, self.model, self.losses = accelerator, model, losses
-        self._batches: list[Any] = []
+        self.ensembles, self.inner, self.scaler = [ensemble], ensemble, accelerator.scaler
+        self.without_sync = partial(accelerator.no_sync, model)
         self._is_local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
-        if (
-            self._is_local
-            and accelerator.scaler is not None
-            and _is_prepared(ensemble.schedule.scheduler)
-        ):
-            raise ValueError(
-                "the scheduler is a prepared one, which stands still where the GradScaler skips a "
-                "step, and gradients are 'local', so that it skips them replica by replica: "
-                "schedules would drift apart. Give the Ensemble torch's scheduler, which "
-                "accelerator.prepare has not had"
-            )
-        self.ensembles = [ensemble]
+        trial = find_trial(ensemble.engine.controller)
+        if trial is not None:
+            trial.scaler = trial.scaler or self.scaler
+            self._clip, trial.before_step = trial.before_step, self.clip_gradients
         self._user_log = ensemble.log
-        self._log = accelerate.logging.get_logger("accelerate.hdet")
         ensemble.tell, ensemble.log = self.tell, self._log_record
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["ensembles"][0], name)
 
     def step(
         self,
@@ -130,66 +106,44 @@ class Prepared(Adapter):
             TypeError: no ``batch``, where ``losses`` was given.
             Also what `Ensemble.step` raises.
         """
-        if self.losses is not None and batch is None:
-            raise TypeError("losses was given, and has to know of what: call step(loss, batch)")
+        if self.losses is not None:
+            if batch is None:
+                raise TypeError("losses was given, and has to know of what: call step(loss, batch)")
+            self.parts.append(batch)
         self.observe(loss.detach() if isinstance(loss, torch.Tensor) else loss, weight)
-        self._batches.append(batch)
-        if self.accelerator.sync_gradients:
-            batches, self._batches = self._batches, []
-            # A scaler may skip the step of one local replica alone: they stay in step only if each
-            # counts each.
-            if self._is_local or not self.accelerator.optimizer_step_was_skipped:
-                can_compute = self.losses is not None
-                self.end_step(partial(self.compute_again, batches) if can_compute else None)
-
-    # -- what accelerate does ----------------------------------------------------------------------
-
-    def tell(self, line: str) -> None:
-        self._log.info(line, main_process_only=True)
+        if not self.accelerator.sync_gradients:
+            return
+        # A scaler may skip the step of one local replica alone: they stay in step only if each
+        # counts each.
+        if self._is_local or not self.accelerator.optimizer_step_was_skipped:
+            self.end_step()
+        self.parts = []
 
     def compute_loss(self, part: Any) -> torch.Tensor:
         assert self.losses is not None
-        steps = self.accelerator.gradient_accumulation_steps
-        return self.losses(self.model, part).mean() / steps
+        return self.losses(self.model, part).mean() / self.accelerator.gradient_accumulation_steps
 
-    def backward(self, loss: torch.Tensor) -> None:
-        scaler = self.accelerator.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
-    def without_sync(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
-        return context
+    def clip_gradients(self) -> None:
+        if self._clip is not None:
+            with leave_scaled(self.accelerator):
+                self._clip()
 
     # -- where others look -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Ensemble.state_dict`; and on how many processes it was saved."""
-        [state] = self.save_states()
-        return {**state, "processes": self.accelerator.num_processes}
+        """See `Ensemble.state_dict`."""
+        return self.save_states()[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Ensemble.load_state_dict`. Warns where a prepared scheduler has counted the steps
-        of another number of processes."""
-        self._batches = []
-        [ensemble] = self.ensembles
-        ensemble.load_state_dict(state)
-        before, now = state.get("processes"), self.accelerator.num_processes
-        scheduler: Any = ensemble.schedule.scheduler
-        if before not in (None, now) and _is_prepared(scheduler) and not scheduler.split_batches:
-            warnings.warn(
-                f"the checkpoint was saved on {before} processes, and this run has {now}: "
-                "accelerate steps a prepared scheduler once for each process, so its schedule "
-                f"stands at {before} times the steps done, and ends at another step than planned. "
-                "Give the Ensemble torch's scheduler, which accelerator.prepare has not had, in "
-                "both runs: it counts steps of the optimizer",
-                stacklevel=2,
-            )
+        """See `Ensemble.load_state_dict`."""
+        self.parts = []
+        self.load_states([state])
 
     def _before_save(self, models: Any, weights: Any, folder: str) -> None:
         # The weights are there already, and are the parameters themselves, which this averages;
         # but for FSDP, of which a copy is written.
         is_fsdp = self.accelerator.distributed_type == accelerate.DistributedType.FSDP
-        if is_fsdp and not self.ensembles[0].in_sync:
+        if is_fsdp and not self.inner.in_sync:
             raise ValueError(
                 "under FSDP weights are written before hdet is asked: call ensemble.converge() "
                 "before accelerator.save_state()"
@@ -203,10 +157,6 @@ class Prepared(Adapter):
             self._user_log(record, step)
 
 
-def _is_prepared(scheduler: object) -> bool:
-    return isinstance(scheduler, accelerate.scheduler.AcceleratedScheduler)
-
-
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Give the one inside accelerate's wrappers."""
     while isinstance(optimizer, accelerate.optimizer.AcceleratedOptimizer):
@@ -215,14 +165,10 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def call_unscaled(accelerator: Any, call: Callable[[], object]) -> None:
-    """Call what may clip gradients that the GradScaler scales no more, as those of an arm:
+def leave_scaled(accelerator: Any) -> AbstractContextManager[Any]:
+    """Around what may clip gradients that the GradScaler scales no more, as those of an arm:
     accelerate's clipping would unscale them, and has no setting against it."""
-    accelerator.unscale_gradients = lambda optimizer=None: None
-    try:
-        call()
-    finally:
-        del accelerator.unscale_gradients
+    return mock.patch.object(accelerator, "unscale_gradients")
 
 
 def refresh_step(prepared: Any) -> None:

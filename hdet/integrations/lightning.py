@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..converge import average_tensors
-from .common import Adapter, attributes_kept, check_settings, require
+from .common import Adapter, StandIn, complete_settings, require
 
 __all__ = ["HdetCallback"]
 
@@ -21,17 +21,11 @@ except ImportError:
     pytorch = require("pytorch_lightning")
 _Callback: Any = pytorch.Callback
 _signatures: Any = require(f"{pytorch.__name__}.utilities.signature_utils")
-_AVERAGING = tuple(
-    getattr(pytorch.callbacks, name)
-    for name in ("WeightAveraging", "StochasticWeightAveraging")
-    if hasattr(pytorch.callbacks, name)  # the first is new in 2.6
-)
-"""Callbacks that keep an average of the weights."""
-_RESCHEDULING = {
-    pytorch.callbacks.BaseFinetuning: "finetune_function",
-    pytorch.callbacks.StochasticWeightAveraging: "on_train_epoch_start",
-}
-"""Callbacks that write rates, and the method in which they do."""
+_StochasticAverage: Any = pytorch.callbacks.StochasticWeightAveraging
+_AVERAGING = (getattr(pytorch.callbacks, "WeightAveraging", _StochasticAverage), _StochasticAverage)
+"""Callbacks that keep an average of the weights; the first is new in 2.6."""
+_WRITING_RATES = (pytorch.callbacks.BaseFinetuning, _StochasticAverage)
+"""Callbacks that write rates when an epoch starts."""
 
 
 class HdetCallback(Adapter, _Callback):
@@ -45,7 +39,7 @@ class HdetCallback(Adapter, _Callback):
     and when training ends, and so are the averages that callbacks such as EMAWeightAveraging keep.
     The state of the Ensembles is in Lightning's checkpoints. A parameter group that is added in
     mid-run, as by BackboneFinetuning, gets an Ensemble with it, which goes on where the old one
-    was.
+    was. The callback stands before all others, which see what it leaves.
 
     Args:
         losses: ``losses(module, batch)`` -> the losses of a batch, computed again with a graph,
@@ -60,44 +54,33 @@ class HdetCallback(Adapter, _Callback):
     Raises:
         TypeError: a setting that an Ensemble does not have.
         ValueError: when training begins: DeepSpeed or another strategy without replicas; with the
-            trial of an AutoLR: several optimizers, manual optimization without ``losses``,
-            ReduceLROnPlateau.
+            trial of an AutoLR: several optimizers, manual optimization without ``losses``.
     """
 
     def __init__(
         self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any
     ) -> None:
-        super().__init__()
-        check_settings(settings)
-        self.losses, self.settings = losses, settings
+        super().__init__(pytorch.utilities.rank_zero_info)
+        self.losses, self.settings = losses, complete_settings(settings)
         self._states: list[Mapping[str, Any]] = []
-        self._batches: list[tuple[Any, int]] = []
-        self._exploring: ExitStack | None = None
-        """Open within a batch."""
-        self._rescheduled: ExitStack | None = None
-        """Open while another callback writes rates."""
-        self._taken_over = ExitStack()
-        """Gives back what stands in the place of something else."""
+        self._context = ""
+        """The name of what is entered: `Adapter.enter`."""
+        self._entered, self._taken_over = ExitStack(), ExitStack()
+        """That, and what stands in the place of something else."""
 
     # -- begin and end -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stand before callbacks that average: they see weights after ours, and copy their average
-        into the module when training ends, by which time it is the replicas' mean."""
+        """Stand first: callbacks that average see weights after ours, and copy their average into
+        the module when training ends, by which time it is the replicas' mean."""
         others = [callback for callback in trainer.callbacks if callback is not self]
-        places = [i for i, callback in enumerate(others) if isinstance(callback, _AVERAGING)]
-        if places and places[0] < trainer.callbacks.index(self):
-            trainer.callbacks = [*others[: places[0]], self, *others[places[0] :]]
+        trainer.callbacks = [self, *others]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if "deepspeed" in type(trainer.strategy).__name__.lower():
-            raise ValueError(
-                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for "
-                "all ranks: there are no replicas. Use 'ddp'"
-            )
         self.trainer, self.module = trainer, pl_module
-        steps = trainer.estimated_stepping_batches
-        several = len(trainer.optimizers)
+        self.owner, self.scaler = pl_module, getattr(trainer.precision_plugin, "scaler", None)
+        self.without_sync = getattr(trainer.strategy, "block_backward_sync", nullcontext)
+        steps, several = trainer.estimated_stepping_batches, len(trainer.optimizers)
         if several > 1 and trainer.max_steps > 0:  # Lightning counts the steps of each
             steps = min(steps, -(-trainer.max_steps // several))
         length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
@@ -108,7 +91,7 @@ class HdetCallback(Adapter, _Callback):
             logs=trainer.is_global_zero,
             states=self._states,
         )
-        self._states, self._batches, self._steps = [], [], trainer.global_step
+        self._states, self.parts, self._steps = [], [], trainer.global_step
         self._take_over()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -119,7 +102,7 @@ class HdetCallback(Adapter, _Callback):
         self._release()
 
     def _release(self) -> None:
-        self._end_exploring()
+        self._switch("")
         self._taken_over.close()
 
     # -- in the place of others --------------------------------------------------------------------
@@ -129,20 +112,26 @@ class HdetCallback(Adapter, _Callback):
         # where weights alone are saved.
         self._replace(self.trainer, "save_checkpoint", self._save_converged)
         for callback in self.trainer.callbacks:
-            for kind, name in _RESCHEDULING.items():
-                if isinstance(callback, kind):
-                    self._replace(callback, name, self._call_rescheduling)
-        for number in range(len(self.ensembles)):
-            self._catch_groups(number)
-        self._stand_in_for_schedulers()
+            if isinstance(callback, _WRITING_RATES):
+                self._replace(callback, "on_train_epoch_start", self._call_rescheduling)
+        self._follow_optimizers()
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        inner, own = getattr(owner, name), vars(owner).get(name)
-        setattr(owner, name, wraps(inner)(partial(method, inner)))
-        if own is None:
-            self._taken_over.callback(delattr, owner, name)
-        else:
-            self._taken_over.callback(setattr, owner, name, own)
+        replaced = partial(method, getattr(owner, name))
+        self._taken_over.enter_context(mock.patch.object(owner, name, replaced))
+
+    def _follow_optimizers(self) -> None:
+        """Stand in for their schedulers, and take the groups that somebody adds."""
+        for number, ensemble in enumerate(self.ensembles):
+            # The Ensemble refuses groups by this name, and takes it back when it is closed.
+            ensemble.optimizer.add_param_group = partial(self._add_group, number)  # type: ignore[method-assign]
+            configs = self.trainer.lr_scheduler_configs
+            configs = [of for of in configs if of.scheduler.optimizer is ensemble.optimizer]
+            for config in configs:
+                if not isinstance(config.scheduler, _Rescheduled):
+                    stand_in = _Rescheduled(config.scheduler, self, number)
+                    self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
+            ensemble.schedule.stepped_elsewhere = [config.scheduler for config in configs]
 
     def _save_converged(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.converge()
@@ -150,132 +139,82 @@ class HdetCallback(Adapter, _Callback):
 
     def _call_rescheduling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Inside, values are the schedule's own, may be written, and groups may be added."""
-        with ExitStack() as stack:
-            stack.enter_context(self.rescheduling())
-            self._rescheduled = stack
-            try:
-                call(*args, **kwargs)
-            finally:
-                self._rescheduled = None
-        self._stand_in_for_schedulers()  # there may be another one by now
-
-    def _catch_groups(self, number: int) -> None:
-        ensemble = self.ensembles[number]
-        # The Ensemble refuses groups by this name, and takes it back when it is closed.
-        ensemble.optimizer.add_param_group = partial(self._add_group, number)  # type: ignore[method-assign]
-        for config in self.trainer.lr_scheduler_configs:
-            if config.scheduler.optimizer is ensemble.optimizer:
-                inner = getattr(config.scheduler, "hdet_inner", config.scheduler)
-                ensemble.schedule.stepped_elsewhere.append(inner)
+        self._switch("rescheduling")
+        try:
+            call(*args, **kwargs)
+        finally:
+            self._switch("")
+        self._follow_optimizers()  # there may be another scheduler by now
 
     def _add_group(self, number: int, group: dict[str, Any]) -> None:
-        if self._rescheduled is not None:
-            self._rescheduled.close()
-        elif "lr" in group:  # computed from base values, or meant as one
+        before = self._switch("")
+        if before != "rescheduling" and "lr" in group:  # computed from base values, or one itself
             correction = self.ensembles[number].corrections.get("lr", 1.0)
             group = {**group, "lr": group["lr"] / correction}
-        was_exploring = self._end_exploring()
         self.add_group(number, group)
-        self._catch_groups(number)
-        if was_exploring:
-            self._begin_exploring()
-        if self._rescheduled is not None:
-            self._rescheduled.enter_context(self.rescheduling())
+        self._follow_optimizers()
+        self._switch(before)
 
-    def _stand_in_for_schedulers(self) -> None:
-        for config in self.trainer.lr_scheduler_configs:
-            for number, ensemble in enumerate(self.ensembles):
-                inner = config.scheduler
-                if ensemble.optimizer is inner.optimizer and not isinstance(inner, _Rescheduled):
-                    config.scheduler = _Rescheduled(inner, self, number)
-                    self._taken_over.callback(setattr, config, "scheduler", inner)
+    def _switch(self, context: str) -> str:
+        """Leave what is entered, and enter this, of `Adapter.enter`; "": nothing. Returns what was
+        entered."""
+        before, self._context = self._context, context
+        self._entered.close()
+        if context:
+            self._entered = self.enter(context)
+        return before
 
     # -- a step ------------------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_exploring()  # the module's own hook may have skipped the rest of an epoch
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
-            self._batches = []  # of a step not finished, whose gradients Lightning clears here
-        self._begin_exploring()
+            self.parts = []  # of a step not finished, whose gradients Lightning clears here
+        self._switch("explore")  # anew, where the module's own hook has skipped a batch
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end_exploring()
+        self._switch("")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_exploring()
+        self._switch("")
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
             self.observe(loss.detach() * trainer.accumulate_grad_batches)
         if batch is not None:
-            self._batches.append((batch, batch_idx))
+            self.parts.append((batch, batch_idx))
         if trainer.global_step == self._steps:  # it accumulates
             return
         self._steps = trainer.global_step
-        batches, self._batches = self._batches, []
-        self.end_step(partial(self.compute_again, batches))
-        for name, value in self.metrics(with_values=True).items():
+        self.end_step()
+        for name, value in self.metrics().items():
             in_bar = "/corrections/" in name
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar)
 
-    def _begin_exploring(self) -> None:
-        self._exploring = ExitStack()
-        self._exploring.enter_context(self.explore())
-
-    def _end_exploring(self) -> bool:
-        """Returns whether it was explored."""
-        exploring, self._exploring = self._exploring, None
-        if exploring is not None:
-            exploring.close()
-        return exploring is not None
-
     # -- what Lightning does -----------------------------------------------------------------------
-
-    @property
-    def scaler(self) -> Any:
-        return getattr(self.trainer.precision_plugin, "scaler", None)
-
-    def tell(self, line: str) -> None:
-        pytorch.utilities.rank_zero_info(line)
 
     def find_obstacle(self) -> str | None:
         if self.losses is None and not self.module.automatic_optimization:
             return "scores batches, and a training_step that optimizes by hand cannot: pass losses="
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
-            return (
-                "trains copies of the run to the end of their schedule, and ReduceLROnPlateau has "
-                "none, but steps by a metric: use a schedule of steps"
-            )
         return None
 
-    def compute_again(self, parts: Any) -> torch.Tensor | None:
-        with attributes_kept(self.module), _silent(self.module):
-            return super().compute_again(parts)
-
     def compute_loss(self, part: tuple[Any, int]) -> torch.Tensor | None:
-        trainer, module, batch = self.trainer, self.module, part[0]
+        trainer, module = self.trainer, self.module
         if self.losses is not None:
             with trainer.precision_plugin.train_step_context():
-                return self.losses(module, batch).mean() / trainer.accumulate_grad_batches
+                return self.losses(module, part[0]).mean() / trainer.accumulate_grad_batches
         takes_index = _signatures.is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
-        output = trainer.strategy.training_step(*(part if takes_index else [batch]))
+        with mock.patch.object(module, "log"):
+            output = trainer.strategy.training_step(*(part if takes_index else part[:1]))
         loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         return None if loss is None else loss / trainer.accumulate_grad_batches
 
     def backward(self, loss: torch.Tensor) -> None:
         self.module.backward(loss if self.scaler is None else self.scaler.scale(loss))
-
-    def without_sync(self) -> AbstractContextManager[Any]:
-        block: Callable[[], AbstractContextManager[Any]] = getattr(
-            self.trainer.strategy, "block_backward_sync", nullcontext
-        )
-        return block()
 
     def clip_gradients(self) -> None:
         trainer = self.trainer
@@ -288,13 +227,11 @@ class HdetCallback(Adapter, _Callback):
     def converge(self) -> None:
         """See `Adapter.converge`; of averages that other callbacks keep, too."""
         super().converge()
-        if not self.ensembles:
-            return
-        ensemble = self.ensembles[0]
-        if any(knob.spread > 0 for knob in ensemble.knobs) or ensemble.sync.gradients == "local":
+        for ensemble in self.ensembles[:1]:
+            if ensemble.sync.gradients != "local" and not any(k.spread > 0 for k in ensemble.knobs):
+                continue  # replicas never differ
             for callback in self.trainer.callbacks:
-                has_begun = getattr(callback, "n_averaged", 0) is not None
-                if isinstance(callback, _AVERAGING) and has_begun:
+                if isinstance(callback, _AVERAGING):
                     module = callback._average_model  # Lightning has no public name for it
                     tensors = (*module.parameters(), *module.buffers())
                     floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
@@ -310,27 +247,12 @@ class HdetCallback(Adapter, _Callback):
         self._states = list(state_dict["ensembles"])
 
 
-class _Rescheduled:
+class _Rescheduled(StandIn):
     """In the place of a scheduler that Lightning, or a module that optimizes by hand, steps."""
 
     def __init__(self, inner: Any, callback: HdetCallback, number: int) -> None:
-        self.hdet_inner, self._callback, self._number = inner, callback, number
+        self.inner, self._callback, self._number = inner, callback, number
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         with self._callback.ensembles[self._number].rescheduling():
-            self.hdet_inner.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "hdet_inner":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.hdet_inner, name)
-
-
-@contextmanager
-def _silent(module: Any) -> Iterator[None]:
-    """Inside, what the module logs goes nowhere."""
-    vars(module)["log"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del vars(module)["log"]
+            self.inner.step(*args, **kwargs)

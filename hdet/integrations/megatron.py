@@ -14,17 +14,12 @@ from torch import nn
 
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import Adapter, check_settings, require, with_controller
+from .common import Adapter, StandIn, complete_settings, require
 
 __all__ = ["Wrapped", "wrap"]
 
-try:
-    _core = require("megatron.core")
-except ImportError as error:  # the package has another name
-    reason = str(error).partition(": pip install")[0]
-    raise ImportError(f"{reason}: pip install megatron-core") from error
+_parallel_state = require("megatron.core", "megatron-core").parallel_state
 _optimizers = require("megatron.core.optimizer.optimizer")
-_parallel_state = _core.parallel_state
 _random = require("megatron.core.tensor_parallel.random")
 _groups = require("megatron.core.process_groups_config").ProcessGroupCollection
 _log_once = require("megatron.core.utils").log_single_rank
@@ -57,54 +52,32 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
             the model. ``log`` is called on rank 0 only.
 
     Raises:
-        TypeError: a setting that an Ensemble does not have; an optimizer that is none of
-            Megatron's.
+        TypeError: a setting that an Ensemble does not have.
         ValueError: a distributed optimizer, or another one that hdet does not know; no parameters
-            on this rank; an OptimizerConfig without min_lr, where the rate decays; one controller
-            for several optimizers; with an AutoLR: several optimizers, float16.
+            on this rank; one controller for several optimizers; with an AutoLR: several
+            optimizers, float16.
     """
-    check_settings(settings)
-    members = _check_members(optimizer)
-    decays = scheduler.lr_decay_style != "constant"
-    if decays and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
-        raise ValueError(
-            "the parameter groups have no min_lr, towards which the scheduler is to decay: "
-            "Megatron would fail in its first step after the warm-up. Set min_lr in the "
-            "OptimizerConfig, such as min_lr=0.0"
-        )
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    return Wrapped(optimizer, scheduler, chunks, members, settings)
+    return Wrapped(optimizer, scheduler, list(model), complete_settings(settings))
 
 
-class Wrapped(Adapter):
+class Wrapped(Adapter, StandIn):
     """Ensembles that know Megatron's optimizer and scheduler; made by `wrap`. What is not here is
     the scheduler's own."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        scheduler: Any,
-        chunks: list[Any],
-        members: list[Any],
-        settings: Mapping[str, Any],
+        self, optimizer: Any, scheduler: Any, chunks: list[Any], settings: Mapping[str, Any]
     ) -> None:
-        super().__init__()
-        self.optimizer, self.scheduler, self.chunks = optimizer, scheduler, chunks
-        self.members = members
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        settings = with_controller(settings)  # before there is a sync, which is not the user's
+        super().__init__(partial(_log_once, _LOG, logging.INFO))
+        self.inner, self.chunks = scheduler, chunks
+        self.members = _find_members(optimizer)
+        self._has_stale_copies = False
         self.begin(
-            [member.optimizer for member in members],
-            [_settings_of(member, chunks, settings) for member in members],
+            [member.optimizer for member in self.members],
+            [_settings_of(member, chunks, settings) for member in self.members],
             chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
             logs=dist.get_rank() == 0,
         )
         self._first_states = self.save_states()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
 
     def step(
         self,
@@ -127,24 +100,28 @@ class Wrapped(Adapter):
         Raises:
             What `Ensemble.step` raises.
         """
-        with self.rescheduling():
-            self.scheduler.step(increment)
+        with self.enter("rescheduling"):
+            self.inner.step(increment)
         for loss, weight in _weigh(losses):
             self.observe(loss, weight)
-        try:
-            self.end_step(None if closure is None else partial(self.compute_step, closure))
-        finally:
-            self._restore_run()
+        self.parts = [closure] if closure is not None else []
+        self.end_step()
+        if self._has_stale_copies:  # of the masters of an arm
+            _copy_masters(self.members[0])
+            self._has_stale_copies = False
 
-    def compute_step(self, closure: Callable[[], Losses]) -> torch.Tensor | None:
-        """Compute the step's losses again, of the weights that are there now; where gradients are
-        on, with them, reduced and clipped as Megatron's step takes them."""
-        (member,) = self.members
-        if self._gradients is None:
-            parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-            self._gradients = [
-                (p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")
-            ]
+    # -- what Megatron does ------------------------------------------------------------------------
+
+    def find_obstacle(self) -> str | None:
+        if self.members[0].config.fp16:
+            return "trains copies of the run, whose gradients no loss scale looks after: use bf16"
+        return None
+
+    def compute_loss(self, part: Callable[[], Losses]) -> torch.Tensor | None:
+        """Of the whole step, with the weights that are there now; where gradients are on, with
+        them, reduced as Megatron's step takes them."""
+        [member] = self.members
+        self._has_stale_copies = True
         _copy_masters(member)
         tracker = _random.get_cuda_rng_tracker()
         states = tracker.get_states()
@@ -153,95 +130,63 @@ class Wrapped(Adapter):
                 for chunk in self.chunks:
                     chunk.zero_grad_buffer()
                 member.zero_grad()
-            weighed = _weigh(closure())
+            weighed = _weigh(part())
         finally:
             tracker.set_states(states)
         if torch.is_grad_enabled():
             member.prepare_grads()
-            if member.config.clip_grad > 0.0:
-                member.clip_grad_norm(member.config.clip_grad)
         if not weighed:
             return None
         total = sum(loss.float() * weight for loss, weight in weighed)
         return torch.as_tensor(total / sum(weight for _, weight in weighed))
 
-    def _restore_run(self) -> None:
-        """Put the run's own gradients back, and weights where the model has copies of them."""
-        if self._gradients is not None:
-            for gradient, own in self._gradients:
-                gradient.copy_(own)
-            for member in self.members:
-                _copy_masters(member)
-            self._gradients = None
-
-    # -- what Megatron does ------------------------------------------------------------------------
-
-    def tell(self, line: str) -> None:
-        _log_once(_LOG, logging.INFO, line)
-
-    def find_obstacle(self) -> str | None:
-        if self.members[0].config.fp16:
-            return "trains copies of the run, whose gradients no loss scale looks after: use bf16"
-        return None
+    def clip_gradients(self) -> None:
+        [member] = self.members
+        if member.config.clip_grad > 0.0:
+            member.clip_grad_norm(member.config.clip_grad)
 
     # -- where others look -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Give the scheduler's own, and the Ensembles' beside it. After `converge`."""
-        return {**self.scheduler.state_dict(), "hdet": self.save_states()}
+        return {**self.inner.state_dict(), "hdet": self.save_states()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load also one of the scheduler alone. See `Ensemble.load_state_dict`."""
         # First: the optimizer may have been loaded, and its groups hold rates that it was saved
         # with.
-        self.load_states(state.get("hdet", self._first_states))
-        with self.rescheduling():
-            self.scheduler.num_steps = 0  # Megatron's adds to it
-            own = {key: value for key, value in state.items() if key != "hdet"}
-            self.scheduler.load_state_dict(own)
+        own = dict(state)
+        self.load_states(own.pop("hdet", self._first_states))
+        with self.enter("rescheduling"):
+            self.inner.num_steps = 0  # Megatron's adds to it
+            self.inner.load_state_dict(own)
 
 
-# -- what is wrapped -------------------------------------------------------------------------------
-
-
-def _check_members(optimizer: Any) -> list[Any]:
-    """Give the optimizers of a chain, or the only one. Raises TypeError or ValueError for what is
+def _find_members(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain, or the only one. Raises ValueError for what has no replicas, or is
     not known."""
-    chained = _optimizers.ChainedOptimizer
-    if not isinstance(optimizer, (_optimizers.MegatronOptimizer, chained)):
-        raise TypeError(
-            f"optimizer must be what get_megatron_optimizer gives, got {type(optimizer).__name__}"
-        )
-    is_chain = isinstance(optimizer, chained)
-    members = list(optimizer.chained_optimizers) if is_chain else [optimizer]
-    for member in members:
-        _check_member(member)
+    members = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     if not members or any(member.is_stub_optimizer for member in members):
         raise ValueError(
             "this rank has no parameters to train: lay the frozen parts out so that each rank has "
             "some"
         )
+    for member in members:
+        kind = type(member).__name__
+        if member.config.use_distributed_optimizer or "Distributed" in kind:
+            raise ValueError(
+                f"{kind} keeps one copy of the optimizer's state for all data parallel ranks, so "
+                "there are no replicas: set use_distributed_optimizer=False, in the "
+                "OptimizerConfig and in the DistributedDataParallelConfig"
+            )
+        is_known = isinstance(member, _optimizers.FP32Optimizer) or _has_masters(member)
+        if not is_known or type(member.optimizer).__module__.startswith("megatron."):
+            raise ValueError(
+                f"the optimizer is a {kind} of {type(member.optimizer).__name__}, which hdet does "
+                "not know: use 'adam' or 'sgd' in the OptimizerConfig, without "
+                "optimizer_cpu_offload"
+            )
     return members
-
-
-def _check_member(member: Any) -> None:
-    kind = type(member).__name__
-    if getattr(member.config, "use_distributed_optimizer", False) or "Distributed" in kind:
-        raise ValueError(
-            f"{kind} keeps one copy of the optimizer's state for all data parallel ranks, so there "
-            "are no replicas: set use_distributed_optimizer=False, in the OptimizerConfig and in "
-            "the DistributedDataParallelConfig"
-        )
-    if not isinstance(member, _optimizers.FP32Optimizer) and not _has_masters(member):
-        raise ValueError(
-            f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the "
-            "OptimizerConfig"
-        )
-    if type(member.optimizer).__module__.startswith("megatron."):
-        raise ValueError(
-            f"{type(member.optimizer).__name__} steps parts of the parameters in several "
-            "optimizers: leave optimizer_cpu_offload out"
-        )
 
 
 def _has_masters(member: Any) -> bool:
@@ -252,14 +197,15 @@ def _settings_of(member: Any, chunks: list[Any], settings: Mapping[str, Any]) ->
     """Of the Ensemble of one optimizer."""
     sync = settings.get("sync") or Sync()
     extra: dict[str, Any] = {}
-    if sync.refresh is None and _has_masters(member):
+    if sync.refresh is None:
         extra["refresh"] = partial(_copy_masters, member)
     if not sync.tied:
         extra["tied"] = _find_tied(member, chunks)
-    given: dict[str, Any] = {**settings, "sync": dataclasses.replace(sync, **extra)}
-    if "replicas" not in settings:
-        given["replicas"] = Replicas.from_megatron(_groups.use_mpu_process_groups())
-    return given
+    return {
+        "replicas": lambda model: Replicas.from_megatron(_groups.use_mpu_process_groups()),
+        **settings,
+        "sync": dataclasses.replace(sync, **extra),
+    }
 
 
 def _copy_masters(member: Any) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..ensemble import Ensemble
 from ..replicas import Replicas
-from .common import Adapter, attributes_kept, check_settings, require
+from .common import Adapter, StandIn, complete_settings, require, skip_backward
 
 __all__ = ["wrap"]
 
@@ -51,21 +48,14 @@ def wrap(config: Any, **settings: Any) -> Any:
             rank 0 only.
 
     Raises:
-        TypeError: another kind of configuration; a setting that an Ensemble does not have.
+        TypeError: a setting that an Ensemble does not have.
         ValueError: when the trainer is built: pipeline parallel. When training begins: one
-            controller for several optimizers; with an AutoLR: several optimizers, CUDA graphs, a
-            Trainer that has its own way through a batch.
+            controller for several optimizers; with an AutoLR: several optimizers, CUDA graphs.
     """
-    check_settings(settings)
-    if not isinstance(config, _trainer.Trainer.Config):
-        raise TypeError(
-            f"config must be a torchtitan Trainer.Config, as a function of the config_registry "
-            f"returns, got {type(config).__name__}"
-        )
     given: Any = type(config)
 
     class Driven(HdetTrainer, given._owner):
-        hdet_settings, hdet_owner = settings, given._owner
+        hdet_settings = complete_settings(settings)
 
         @dataclass(kw_only=True, slots=True)
         class Config(given):  # by its class torchtitan knows what build() makes
@@ -79,8 +69,6 @@ class HdetTrainer(_Any):
     """In front of a Trainer class; made by `wrap`."""
 
     hdet_settings: Mapping[str, Any]
-    hdet_owner: type
-    """The Trainer class behind it."""
     lr_schedulers: Any  # the Trainer's
 
     def __init__(self, config: Any) -> None:
@@ -112,28 +100,15 @@ class HdetTrainer(_Any):
         # torchtitan has no public name for whether it is going to save.
         is_last = self.step == self.config.training.steps
         saves = self.checkpointer.enable and self.checkpointer._should_save(self.step, is_last)
-        validates = self.config.validator.enable and self.validator.should_validate(self.step)
-        if saves or validates:
+        if saves or (self.config.validator.enable and self.validator.should_validate(self.step)):
             self.hdet.converge()
         return result
 
-    def forward_backward_step(
-        self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor, **others: Any
-    ) -> torch.Tensor:
+    def forward_backward_step(self, **part: Any) -> torch.Tensor:
         """Go through one micro-batch."""
-        with self.hdet.micro_batch(input_dict, labels, global_valid_tokens) as observe:
-            loss = self.hdet_pass(
-                input_dict=input_dict,
-                labels=labels,
-                global_valid_tokens=global_valid_tokens,
-                **others,
-            )
-            observe(loss)
-        return loss
-
-    def hdet_pass(self, **inputs: Any) -> torch.Tensor:
-        """Go through one as the Trainer does: nothing is observed."""
-        loss: torch.Tensor = super().forward_backward_step(**inputs)
+        with self.hdet.enter("explore"):
+            loss: torch.Tensor = super().forward_backward_step(**part)
+        self.hdet.end_part(loss, part)
         return loss
 
     def train(self) -> None:
@@ -143,41 +118,36 @@ class HdetTrainer(_Any):
         self.hdet.converge()
 
     def close(self) -> None:
-        if hasattr(self, "hdet"):  # __init__ may have failed
-            self.hdet.close()
+        self.hdet.close()
         super().close()
 
 
-class _Driver(Adapter):
+class _Driver(Adapter, StandIn):
     """In the place of torchtitan's LRSchedulersContainer, whose step() follows the optimizers';
     and the state in a checkpoint."""
 
     def __init__(self, trainer: Any, schedulers: Any) -> None:
-        super().__init__()
-        self.trainer, self.inner = trainer, schedulers
+        super().__init__(_LOG.info)
+        self.owner = self.trainer = trainer
+        self.inner = schedulers
         self._state = b""
-        self._parts: list[tuple[Any, Any, torch.Tensor]] = []
 
     def begin_run(self) -> None:
         """Before the first step: a checkpoint has been loaded, for which torchtitan makes a step
         of rate 0 that is none of ours."""
         if self.ensembles:
             return
-        trainer, settings = self.trainer, self.trainer.hdet_settings
-        given = {"total_steps": trainer.config.training.steps}
-        if "replicas" not in settings:
-            given["replicas"] = self._find_replicas()
-        parts = trainer.model_parts
-        states = json.loads(self._state) if self._state else ()
+        trainer = self.trainer
+        given = {"replicas": self._find_replicas, "total_steps": trainer.config.training.steps}
         self.begin(
             list(trainer.optimizers),
-            [{"scheduler": of, **given, **settings} for of in self.inner.schedulers],
-            parts[0] if len(parts) == 1 else nn.ModuleList(parts),
+            [{"scheduler": of, **given, **trainer.hdet_settings} for of in self.inner.schedulers],
+            trainer.model_parts[0],
             logs=dist.get_rank() == 0,
-            states=states,
+            states=json.loads(self._state) if self._state else (),
         )
 
-    def _find_replicas(self) -> Replicas:
+    def _find_replicas(self, model: Any) -> Replicas:
         """All ranks with one place along dp_replicate are one."""
         dims = self.trainer.parallel_dims
         if dims.dp_replicate_enabled:
@@ -186,74 +156,35 @@ class _Driver(Adapter):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def micro_batch(
-        self, inputs: Any, labels: Any, tokens: torch.Tensor
-    ) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Surround the Trainer's work with one; gives what takes its loss."""
-        self._parts.append((inputs, labels, tokens))
-        degree = self.trainer.parallel_dims.cp
-
-        def observe(loss: torch.Tensor) -> None:
-            # A rank's loss is the sum over its tokens, divided by the tokens of all ranks; each of
-            # the ranks that share a sequence reports its part.
-            weight = (labels != _loss.IGNORE_INDEX).sum() / degree
-            self.observe(_local(loss.detach()) * tokens / weight.clamp(min=1e-9), weight)
-
-        with self.explore():
-            yield observe
+    def end_part(self, loss: torch.Tensor, part: Mapping[str, Any]) -> None:
+        # A rank's loss is the sum over its tokens, divided by the tokens of all ranks; each of the
+        # ranks that share a sequence reports its part.
+        weight = (part["labels"] != _loss.IGNORE_INDEX).sum() / self.trainer.parallel_dims.cp
+        mean = _local(loss.detach()) * part["global_valid_tokens"] / weight.clamp(min=1e-9)
+        self.observe(mean, weight)
+        self.parts.append(part)
 
     def step(self) -> None:
-        parts, self._parts = self._parts, []
-        self.end_step(partial(self.compute_again, parts))
+        self.end_step()
 
     # -- what torchtitan does ----------------------------------------------------------------------
 
-    def tell(self, line: str) -> None:
-        _LOG.info(line)
-
     def find_obstacle(self) -> str | None:
-        trainer, owner = self.trainer, self.trainer.hdet_owner
-        ways = ("forward_backward_step", "_forward_backward_body")
-        own = [way for way in ways if getattr(owner, way) is not getattr(_trainer.Trainer, way)]
-        if own:
-            return (
-                f"asks for a batch's losses without gradients, and {owner.__name__}."
-                f"{', '.join(own)} is not the Trainer's, which hdet knows: use a controller that "
-                "compares replicas, such as hdet.SoftmaxController"
-            )
-        if trainer.fwd_bwd_fn != trainer._forward_backward_body:
-            return (
-                "trains copies of the run, whose gradients a captured CUDA graph does not "
-                "reach: set training.disable_cuda_graphs"
-            )
-        return None
+        if self.trainer.config.training.disable_cuda_graphs:
+            return None
+        return (
+            "trains copies of the run, whose gradients a captured CUDA graph does not reach: set "
+            "training.disable_cuda_graphs"
+        )
 
-    def compute_again(self, parts: Any) -> torch.Tensor | None:
-        dims = self.trainer.parallel_dims
-        with attributes_kept(self.trainer):
-            total = super().compute_again(parts)
-        # Ranks' means are averaged, and these are parts of a sum.
-        return None if total is None else total * (dims.dp_replicate * dims.dp_shard * dims.cp)
-
-    def compute_loss(self, part: tuple[Any, Any, torch.Tensor]) -> torch.Tensor:
+    def compute_loss(self, part: Mapping[str, Any]) -> torch.Tensor:
         """Where gradients are on, with them: torchtitan reduces those of each micro-batch."""
-        trainer, (inputs, labels, tokens) = self.trainer, part
-        if torch.is_grad_enabled():
-            return _local(
-                trainer.hdet_pass(
-                    input_dict=inputs, labels=labels, global_valid_tokens=tokens
-                ).detach()
-            )
-        inputs, labels, others = trainer.post_dataloading_process(inputs, labels)
-        with trainer.train_context():  # as _forward_backward_body, which always calls backward()
-            positions = {key: value for key, value in others.items() if key == "positions"}
-            output = trainer.model_parts[0](inputs, **others)
-            loss, _ = trainer.loss_fn(output, labels, tokens, **positions)
-        return _local(loss)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """`compute_loss` has done it."""
+        dims = self.trainer.parallel_dims
+        with skip_backward():
+            step = super(HdetTrainer, self.trainer).forward_backward_step  # type: ignore[misc]
+            loss = _local(step(**part).detach())
+        # Ranks' means are averaged, and these are parts of a sum.
+        return loss * (dims.dp_replicate * dims.dp_shard * dims.cp)
 
     def clip_gradients(self) -> None:
         trainer = self.trainer
@@ -267,33 +198,21 @@ class _Driver(Adapter):
     # -- where others look -------------------------------------------------------------------------
 
     def get_metrics(self) -> dict[str, float]:
-        """Give torchtitan's, by its names, of the base rates in force; and what they are corrected
-        and multiplied by."""
-        own = [scheduler._last_lr for scheduler in self.inner.schedulers]
-        try:
-            for scheduler in self.inner.schedulers:
-                scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
-            rates: dict[str, float] = self.inner.get_metrics()
-        finally:
-            for scheduler, last in zip(self.inner.schedulers, own, strict=True):
-                scheduler._last_lr = last
-        return {**rates, **self.metrics()}
+        """Give torchtitan's, by its names, of the base rates in force; and hdet's."""
+        for scheduler in self.inner.schedulers:  # each knows its own values only
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+        return {**self.inner.get_metrics(), **self.metrics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Give one value for torchtitan's checkpoints: it has other parts in another run, and a
         checkpoint is read by the names of the parts."""
-        if not self.ensembles:
-            return {"state": self._state}
-        return {"state": json.dumps(self.save_states()).encode()}
+        if self.ensembles:
+            self._state = json.dumps(self.save_states()).encode()
+        return {"state": self._state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep it until the Ensembles are made."""
         self._state = state_dict["state"]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
 
 def _local(loss: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from .accelerate import call_unscaled, refresh_step, torch_optimizer
-from .common import Adapter, attributes_kept, check_settings, require
+from .accelerate import leave_scaled, refresh_step, torch_optimizer
+from .common import Adapter, StandIn, complete_settings, require, skip_backward
 
 __all__ = ["HdetMixin", "HdetTrainer"]
 
@@ -55,7 +55,8 @@ class HdetMixin(_Any):
     Raises:
         TypeError: a setting that an Ensemble does not have; a class with HdetMixin behind the
             Trainer.
-        ValueError: DeepSpeed, or another set-up without replicas; a scheduler that needs a metric.
+        ValueError: when training begins: DeepSpeed, or another set-up without replicas; a
+            scheduler that needs a metric.
     """
 
     lr_scheduler: Any  # the Trainer's
@@ -64,93 +65,72 @@ class HdetMixin(_Any):
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if _Trainer in order and order.index(_Trainer) < order.index(HdetMixin):
-            bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
-                f"HdetMixin stands behind the Trainer in class {cls.__name__}({bases}), where its "
-                f"methods are not asked: write class {cls.__name__}(HdetMixin, ...)"
+                f"HdetMixin stands behind the Trainer in class {cls.__name__}, where its methods "
+                f"are not asked: write class {cls.__name__}(HdetMixin, ...)"
             )
 
     def __init__(
         self, *args: Any, ensemble: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._hdet_settings = {} if ensemble is None else ensemble
-        check_settings(self._hdet_settings)
-        self._hdet: _Driver | None = None
+        self._hdet = _Driver(self, complete_settings(ensemble or {}))
         super().__init__(*args, **kwargs)
-        if self.is_deepspeed_enabled:
-            raise ValueError(
-                "the Trainer runs DeepSpeed, which keeps one copy of the optimizer's state for all "
-                "ranks, so there are no replicas: leave deepspeed out of the TrainingArguments, "
-                "for DDP"
-            )
 
     @property
     def ensemble(self) -> Ensemble | None:
         """The Ensemble that drives this run; None before the first step."""
-        return None if self._hdet is None else self._hdet.ensemble
+        return self._hdet.ensemble
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """Make the Trainer's, behind a stand-in whose ``step()`` is the Ensemble's."""
-        if isinstance(self.lr_scheduler, _Driver):  # train() is called again
-            return self.lr_scheduler
-        if self._hdet is not None:
+        if self.lr_scheduler is not self._hdet:  # else train() is called again
+            prepared = self.optimizer if optimizer is None else optimizer
+            inner = super().create_scheduler(num_training_steps, torch_optimizer(prepared))
             self._hdet.close()
-        prepared = self.optimizer if optimizer is None else optimizer
-        inner = super().create_scheduler(num_training_steps, torch_optimizer(prepared))
-        if type(inner).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
-            raise ValueError(
-                f"the scheduler is {type(inner).__name__}, which steps by a metric: use a "
-                "schedule of steps, such as 'cosine'"
-            )
-        self._hdet = self.lr_scheduler = _Driver(self, inner, num_training_steps)
+            self._hdet = _Driver(self, self._hdet.settings, inner, num_training_steps)
+            self.lr_scheduler = self._hdet
         return self.lr_scheduler
 
     def training_step(
         self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        assert self._hdet is not None, "create_scheduler comes first"
-        items = args[0] if args else kwargs.get("num_items_in_batch")
-        with self._hdet.micro_batch(model, items):
-            loss = super().training_step(model, inputs, *args, **kwargs)
-        self._hdet.loss = self._hdet.loss + loss  # of a step, because each is its part already
+        self._hdet.begin_part(model)
+        with self._hdet.enter("explore"):
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self._hdet.end_part(loss, args, kwargs)
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Not compute_loss, which is public: a subclass may change the inputs before it calls it.
         prepared = super()._prepare_inputs(inputs)
-        if self._hdet is not None:
-            self._hdet.record_inputs(prepared)
+        self._hdet.inputs = copy.copy(prepared)  # compute_loss may write to them
         return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged model."""
-        self._hdet_converge()
+        self._hdet.converge()
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the averaged model. Where training has stopped within a cycle every process must
         call it, as the Trainer does."""
-        self._hdet_converge()
+        self._hdet.converge()
         super().save_model(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; replicas are equal afterwards, also if a callback has stopped
         it within a cycle."""
         result = super().train(*args, **kwargs)
-        self._hdet_converge()
+        self._hdet.converge()
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the corrections and multipliers in force beside the learning rate."""
-        if self._hdet is not None and "learning_rate" in logs:
+        """Log base values, corrections and multipliers in force beside the learning rate."""
+        if "learning_rate" in logs:
             logs.update(self._hdet.metrics())
         super().log(logs, *args, **kwargs)
-
-    def _hdet_converge(self) -> None:
-        if self._hdet is not None:
-            self._hdet.converge()
 
 
 class HdetTrainer(HdetMixin, _Trainer):
@@ -163,24 +143,46 @@ class HdetTrainer(HdetMixin, _Trainer):
     """
 
 
-class _Driver(Adapter):
+class _Driver(Adapter, StandIn):
     """In the place of the Trainer's scheduler, which calls it after each optimizer step, saves and
     loads it."""
 
-    def __init__(self, trainer: Any, scheduler: Any, total_steps: int) -> None:
-        super().__init__()
-        self.trainer, self.scheduler, self.total_steps = trainer, scheduler, total_steps
-        self.loss: torch.Tensor | float = 0.0
-        self._parts: list[tuple[Any, Any]] = []
+    def __init__(
+        self, trainer: Any, settings: Mapping[str, Any], scheduler: Any = None, total_steps: int = 0
+    ) -> None:
+        super().__init__(_LOG.info)
+        self.owner = self.trainer = trainer
+        self.settings, self.inner, self.total_steps = settings, scheduler, total_steps
+        self.inputs: Any = None
+        self._loss: torch.Tensor | float = 0.0
+        self._step = -1
         self._states: list[Mapping[str, Any]] = []
-        self._is_recording = self._has_ended = False
+
+    def begin_part(self, model: nn.Module) -> None:
+        """Before a micro-batch. In the first one model and optimizer are as they will be, and
+        loaded."""
+        trainer = self.trainer
+        if not self.ensembles:
+            self.model, self.scaler = model, trainer.accelerator.scaler
+            self.without_sync = partial(trainer.accelerator.no_sync, model=model)
+            given = {"scheduler": self.inner, "total_steps": self.total_steps, **self.settings}
+            optimizer = torch_optimizer(trainer.optimizer)
+            is_first = trainer.is_world_process_zero()
+            self.begin([optimizer], [given], model, logs=is_first, states=self._states)
+            refresh_step(trainer.optimizer)
+        if trainer.state.global_step != self._step:  # a scaler may have skipped the one before
+            self._step, self._loss, self.parts = trainer.state.global_step, 0.0, []
+
+    def end_part(self, loss: torch.Tensor, *others: Any) -> None:
+        """``others``: arguments of training_step, beside the inputs."""
+        self._loss = self._loss + loss  # of a step, because each is its part already
+        self.parts.append((self.inputs, *others))
 
     # -- a scheduler -------------------------------------------------------------------------------
 
     def step(self) -> None:
-        assert self.ensembles, "training_step comes first"
-        self.observe(self.loss)
-        self.end_step(partial(self.compute_again, self._parts))
+        self.observe(self._loss)
+        self.end_step()
 
     def get_last_lr(self) -> list[Any]:
         """Give the base rates in force."""
@@ -188,88 +190,28 @@ class _Driver(Adapter):
 
     def state_dict(self) -> dict[str, Any]:
         """Give the scheduler's own, and the Ensemble's beside it."""
-        own: dict[str, Any] = self.scheduler.state_dict()
+        own: dict[str, Any] = self.inner.state_dict()
         return {**own, "hdet": self.save_states()[0]} if self.ensembles else own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep it until the Ensemble is made; a plain Trainer's is loaded at once."""
-        if state.get("hdet") is None:
-            own = {key: value for key, value in state.items() if key != "hdet"}
-            self.scheduler.load_state_dict(own)
-        else:
-            self._states = [state["hdet"]]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-    # -- the batches of a step ---------------------------------------------------------------------
-
-    @contextmanager
-    def micro_batch(self, model: nn.Module, items: Any) -> Iterator[None]:
-        """Surround the Trainer's work with one. In the first one model and optimizer are as they
-        will be, and loaded."""
-        trainer = self.trainer
-        if not self.ensembles:
-            given = {"scheduler": self.scheduler, "total_steps": self.total_steps}
-            self.begin(
-                [torch_optimizer(trainer.optimizer)],
-                [{**given, **trainer._hdet_settings}],
-                model,
-                logs=trainer.is_world_process_zero(),
-                states=self._states,
-            )
-            refresh_step(trainer.optimizer)
-        if self._has_ended:
-            self.loss, self._parts, self._has_ended = 0.0, [], False
-        self.model, self._items = model, items
-        self._is_recording = True
-        try:
-            with self.explore():
-                yield
-        finally:
-            self._is_recording, self._has_ended = False, trainer.accelerator.sync_gradients
-
-    def record_inputs(self, inputs: Any) -> None:
-        """Of the running micro-batch, as they go into `compute_loss`, which may write to them."""
-        if self._is_recording:
-            self._parts.append((copy.copy(inputs), self._items))
+        """Load also a plain Trainer's. The Ensemble's is kept until there is one."""
+        own = dict(state)
+        ours = own.pop("hdet", None)
+        self._states = [] if ours is None else [ours]
+        self.inner.load_state_dict(own)
 
     # -- what the Trainer does ---------------------------------------------------------------------
 
-    @property
-    def scaler(self) -> Any:
-        return getattr(self.trainer.accelerator, "scaler", None)
-
-    def tell(self, line: str) -> None:
-        _LOG.info(line)
-
-    def compute_again(self, parts: Any) -> torch.Tensor | None:
-        with attributes_kept(self.trainer):
-            return super().compute_again(parts)
-
-    def compute_loss(self, part: tuple[Any, Any]) -> torch.Tensor:
-        """Scaled as `Trainer.training_step` does."""
-        trainer, (inputs, items) = self.trainer, part
-        with trainer.compute_loss_context_manager():
-            loss: torch.Tensor = trainer.compute_loss(
-                self.model, copy.copy(inputs), num_items_in_batch=items
-            )
-        is_scaled = trainer.loss_is_scaled_for_ga
-        if is_scaled is None:
-            counts_items = trainer.model_accepts_loss_kwargs and items is not None
-            is_scaled = counts_items or trainer.compute_loss_func is not None
-        return loss.mean() if is_scaled else loss.mean() / len(self._parts)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.trainer.accelerator.backward(loss)
-
-    def without_sync(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.trainer.accelerator.no_sync(model=self.model)
-        return context
+    def compute_loss(self, part: tuple[Any, Any, Any]) -> torch.Tensor:
+        """As the Trainer's training_step does, with the inputs that it has prepared."""
+        inputs, args, kwargs = part
+        prepared = mock.patch.object(self.trainer, "_prepare_inputs", lambda _: copy.copy(inputs))
+        with prepared, skip_backward():
+            step = super(HdetMixin, self.trainer).training_step  # type: ignore[misc]
+            loss: torch.Tensor = step(self.model, inputs, *args, **kwargs)
+        return loss
 
     def clip_gradients(self) -> None:
-        trainer = self.trainer
-        if trainer.args.max_grad_norm > 0:  # the Trainer has no public name for its clipping
-            call_unscaled(trainer.accelerator, lambda: trainer._clip_grad_norm(self.model))
+        if self.trainer.args.max_grad_norm > 0:
+            with leave_scaled(self.trainer.accelerator):
+                self.trainer._clip_grad_norm(self.model)  # which has no public name

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,12 +40,8 @@ def needs(*names: str) -> None:
     """At the top of a module of tests: skips it where one of these frameworks is not installed, but
     where all have to be."""
     for name in () if os.environ.get("HDET_FRAMEWORKS") else names:
-        pytest.importorskip(
-            name,
-            reason=(
-                f"{name} is not installed: make test-frameworks has an environment with all of them"
-            ),
-        )
+        reason = f"{name} is not installed: make test-frameworks has an environment with all"
+        pytest.importorskip(name, reason=reason)
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -70,15 +67,11 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
-    )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_size=16,
+        intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def example(name: str) -> Any:
@@ -103,51 +96,22 @@ def correction_in(text: str) -> float:
     return float(found[1])
 
 
+def flat(tensors: Any) -> torch.Tensor:
+    """All of them; of sharded ones this rank's parts."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return torch.cat([x.detach().flatten() for x in local]).clone()
+
+
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """All of them; of a sharded model this rank's."""
-    own = [p.detach() for p in model.parameters()]
-    return torch.cat(
-        [(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in own]
-    ).clone()
+    return flat(model.parameters())
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    return flat(p.grad for p in model.parameters() if p.grad is not None)
 
 
 def equal(found: list[Any]) -> bool:
     return all(torch.equal(found[0], other) for other in found[1:])
-
-
-def check_same_run(plain: list[Any], ours: list[Any], steps: int = STEPS) -> None:
-    """Of each rank (weights, what is logged in each step, ...)."""
-    for (a, lines, *others), (b, same, *also) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and lines == same and len(lines) >= steps and others == also
-
-
-def check_looked_at(
-    run: Callable[[dict[str, Any] | None, float], list[Any]], good: float, low: float
-) -> None:
-    """``run(ensemble, rate)``: of each rank (weights, what is logged, `looked_at` or nothing).
-
-    By default the first steps are looked at.
-    """
-    plain, ours = run(None, good), run({}, good)
-    check_same_run([of[:2] for of in plain], [of[:2] for of in ours], 1)
-    assert all(found == NO_TRACE for *_, found in ours)
-    assert all(found[0] > 10 for *_, found in run({}, low))
-
-
-def check_skipped(run: Callable[..., Any], world: int, *folder: str) -> None:
-    """Under float16 ``run(*folder, kind)`` gives ((weights, skipped, logged, counted), ...)."""
-    runs = (on_ranks(run, world, *folder, kind) for kind in ("plain", "still"))
-    for (plain, _), (still, _) in zip(*runs, strict=True):
-        _check_skipped(plain, still)
-
-
-def _check_skipped(plain: Any, still: Any) -> None:
-    (last, skipped, log, _), (same, also, again, counted) = plain, still
-    assert (
-        torch.equal(last, same) and skipped == also and repr(log) == repr(again)
-    )  # a norm that overflows is no number
-    assert skipped[0] and any(skipped[3:])
-    assert counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
 
 
 class Halved(hdet.Controller):
@@ -161,12 +125,9 @@ class Halved(hdet.Controller):
         return hdet.Plan()
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        return [
-            hdet.Decision(
-                factor=0.5 if evidence.cycle == 0 else 1.0, note="halved" * (evidence.cycle == 0)
-            )
-            for _ in evidence.knobs
-        ]
+        is_first = evidence.cycle == 0
+        decision = hdet.Decision(factor=0.5 if is_first else 1.0, note="halved" * is_first)
+        return [decision] * len(evidence.knobs)
 
     def report(self) -> str:
         return "halves once"
@@ -182,51 +143,9 @@ def told(model: Any) -> hdet.Controller:
     return hdet.Shadow(trial(model))
 
 
-NO_TRACE = (1.0, 0.0, [()], None)
-"""What `looked_at` gives where nothing was moved and nothing was tried."""
-
-
-def looked_at(ensemble: Any) -> tuple[float, float, list[tuple[float, ...]], Any]:
-    """The correction that an AutoLR has made, what it has cost, the losses of its arms (of the
-    run's own steps there are none), and its scaler."""
-    auto = ensemble.engine.controller
-    return (
-        ensemble.corrections["lr"],
-        auto.cost,
-        [arm.losses for arm in auto.interval.trial.arms],
-        auto.scaler,
-    )
-
-
-FLOAT16: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "still": STILL,
-    "spread": SPREAD,
-    "outer": OUTER,
-    "trial": {"controller": trial},
-    "told": {"controller": told},
-}
-
-
-class Moved(Halved):
-    """Halves the rate at the first cycle's end without a word."""
-
-    name = "moved"
-
-    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        return [hdet.Decision(factor=1.0 if evidence.cycle else 0.5) for _ in evidence.knobs]
-
-    def report(self) -> str:
-        return ""
-
-
 def halved(model: Any) -> hdet.Controller:
     """For several optimizers, or several runs."""
     return Halved()
-
-
-MOVED = "lr: times 0.5, base value {value:.4g}, correction 0.5"
-"""What is told of it, after the step."""
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -245,21 +164,35 @@ def launched(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
 def _launched(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
     place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-    }
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in place.items()})
-    try:
-        with accelerate_reset():
-            return function(*args)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
+    }  # fmt: skip
+    place = {name: str(value) for name, value in place.items()}
+    with mock.patch.dict(os.environ, place), accelerate_reset():
+        return function(*args)
+
+
+@contextmanager
+def closures() -> Iterator[list[Any]]:
+    """Those that Ensembles are stepped with meanwhile."""
+    kept: list[Any] = []
+    step = hdet.Ensemble.step
+
+    def keep(self: Any, loss: Any = None, closure: Any = None) -> None:
+        kept.append(closure)
+        step(self, loss, closure)
+
+    with mock.patch.object(hdet.Ensemble, "step", keep):
+        yield kept
+
+
+def computed_again(adapter: Any, model: Any, closure: Any) -> tuple[Any, Any, torch.Tensor]:
+    """(loss, the same without gradients, the clipped gradients) of a step's closure."""
+    loss = closure()
+    adapter.clip_gradients()
+    gradient = gradients(model)
+    with torch.no_grad():
+        return loss, closure(), gradient
 
 
 @contextmanager

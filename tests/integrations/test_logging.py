@@ -28,38 +28,23 @@ def records(log: Any) -> list[dict[str, Any]]:
 
 def expected(record: dict[str, Any]) -> dict[str, float]:
     """Written out by hand."""
-    losses = {f"hdet/losses/{r}": loss for r, loss in enumerate(record["losses"])}
-    multipliers = {
-        f"hdet/multipliers/lr/{r}": rho for r, rho in enumerate(record["multipliers"]["lr"])
-    }
-    by_knob = {
-        f"hdet/{key}/lr": record[key]["lr"] for key in ("values", "scheduled", "corrections")
-    }
-    alone = {
-        f"hdet/{key}": record[key]
-        for key in (
-            "cycle",
-            "rolled_back",
-            "rollbacks",
-            "diverged_total",
-            "converge_ms",
-            "probe_ms",
-        )
-    }
-    return {**losses, **multipliers, **by_knob, **alone, "hdet/left_out": 0, "hdet/searching": 0}
+    found = {f"hdet/losses/{r}": loss for r, loss in enumerate(record["losses"])}
+    for r, rho in enumerate(record["multipliers"]["lr"]):
+        found[f"hdet/multipliers/lr/{r}"] = rho
+    for key in ("values", "scheduled", "corrections"):
+        found[f"hdet/{key}/lr"] = record[key]["lr"]
+    alone = ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")
+    found |= {f"hdet/{key}": record[key] for key in alone}
+    return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
 
 def test_a_records_numbers_have_its_own_keys() -> None:
     for record in records(lambda record, step: None):
         found = hdet.logging.scalars(record)
-        assert (
-            found == expected(record)
-            and all(isinstance(value, float) for value in found.values())
-            and len(found) == 15
-        )
-    assert hdet.logging.scalars(
-        {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}, "mine"
-    ) == {"mine/probe/0": 0.5}
+        assert found == expected(record) and len(found) == 15
+        assert all(isinstance(value, float) for value in found.values())
+    others = {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}
+    assert hdet.logging.scalars(others, "mine") == {"mine/probe/0": 0.5}
 
 
 class Writer:

@@ -24,34 +24,22 @@ PAGE = next(page for page in PAGES if page.name == "frameworks.md")
 BLOCKS = blocks(PAGE)
 
 
+QUIET = {"max_steps": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+
+
 def _trainer(folder: str) -> dict[str, Any]:
     from transformers import TrainingArguments
 
-    args = TrainingArguments(
-        folder, max_steps=3, use_cpu=True, report_to="none", save_strategy="no"
-    )
+    args = TrainingArguments(folder, **QUIET)
     return {"model": llama(), "args": args, "train_dataset": Text(), "eval_dataset": Text(8)}
 
 
 def _trl(folder: str) -> dict[str, Any]:
     from trl import SFTConfig
 
-    lora = example("trl_lora")
-    args = SFTConfig(
-        folder,
-        max_steps=3,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        max_length=12,
-    )
-    return {
-        "model": llama(),
-        "args": args,
-        "train_dataset": lora.sentences(40),
-        "tokenizer": lora.tokenizer(),
-    }
+    lora, args = example("trl_lora"), SFTConfig(folder, bf16=False, max_length=12, **QUIET)
+    toys = {"train_dataset": lora.sentences(40), "tokenizer": lora.tokenizer()}
+    return {"model": llama(), "args": args, **toys}
 
 
 def _accelerate(folder: str) -> dict[str, Any]:
@@ -77,19 +65,11 @@ def _lightning(folder: str) -> dict[str, Any]:
     class Short(pl.Trainer):
         def __init__(self, **settings: Any) -> None:
             quiet = dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "logger"], False)
-            super().__init__(
-                **{
-                    **settings,
-                    **quiet,
-                    "max_steps": 3,
-                    "accelerator": "cpu",
-                    "default_root_dir": folder,
-                }
-            )
+            short = {"max_steps": 3, "accelerator": "cpu", "default_root_dir": folder}
+            super().__init__(**{**settings, **quiet, **short})
 
-    loader = torch.utils.data.DataLoader(
-        [(torch.randn(4), torch.randn(1)) for _ in range(40)], batch_size=4
-    )  # type: ignore[arg-type]
+    data: Any = [(torch.randn(4), torch.randn(1)) for _ in range(40)]
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
     return {"module": Net(), "short": Short, "loader": loader}
 
 
@@ -114,26 +94,18 @@ def _megatron(folder: str) -> dict[str, Any]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0), model
     )
-    rates = {
-        "init_lr": 0.0,
-        "max_lr": 1e-3,
-        "min_lr": 0.0,
-        "lr_warmup_steps": 2,
-        "lr_decay_steps": 20_000,
-        "lr_decay_style": "cosine",
-    }
-    decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1e-3, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=20_000,
+        lr_decay_style="cosine", start_wd=0.0, end_wd=0.0, wd_incr_steps=1,
+        wd_incr_style="constant",
+    )  # fmt: skip
     sizes = {"num_microbatches": 2, "seq_length": tiny.LENGTH, "micro_batch_size": tiny.BATCH}
-    return {
-        "optimizer": optimizer,
-        "model": model,
-        "scheduler": OptimizerParamScheduler(optimizer, **rates, **decay),
-        "loader": [[tiny.batch(2 * step), tiny.batch(2 * step + 1)] for step in range(3)],
-        "increment": 1,
-        "forward_backward": partial(
-            get_forward_backward_func(), forward_step_func=tiny.forward_step, **sizes
-        ),
-    }
+    forward_backward = partial(
+        get_forward_backward_func(), forward_step_func=tiny.forward_step, **sizes
+    )
+    batches = [[tiny.batch(2 * step), tiny.batch(2 * step + 1)] for step in range(3)]
+    made = {"optimizer": optimizer, "model": model, "scheduler": scheduler, "increment": 1}
+    return {**made, "loader": batches, "forward_backward": forward_backward}
 
 
 TOYS: list[Callable[[str], dict[str, Any]]] = [
@@ -142,18 +114,11 @@ TOYS: list[Callable[[str], dict[str, Any]]] = [
 
 
 def test_the_page_shows_the_examples() -> None:
-    shown = re.findall(
-        r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert shown == [
-        "hf_trainer",
-        "trl_lora",
-        "accelerate_loop",
-        "lightning_module",
-        "timm_scheduler",
-        "torchtitan_llama",
-        "megatron_gpt",
-    ]
+    text = PAGE.read_text(encoding="utf-8")
+    assert re.findall(r'^--8<-- "examples/(\w+)\.py"$', text, re.MULTILINE) == [
+        "hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "timm_scheduler",
+        "torchtitan_llama", "megatron_gpt",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

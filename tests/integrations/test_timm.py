@@ -8,6 +8,7 @@ import importlib.util
 import math
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,24 @@ from .frameworks import correction_in, example
 
 
 class Cosine:
-    """The part of timm's CosineLRScheduler that the example uses."""
+    """The part of timm's CosineLRScheduler that the example uses, in updates."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        t_initial: int,
-        warmup_t: int,
-        warmup_lr_init: float,
-        t_in_epochs: bool,
+        self, optimizer: Any, t_initial: int, warmup_t: int, warmup_lr_init: float, **others: Any
     ) -> None:
-        self.optimizer, self.length, self.warmup, self.low, self.by_epoch = (
-            optimizer,
-            t_initial,
-            warmup_t,
-            warmup_lr_init,
-            t_in_epochs,
-        )
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.write(0)
-
-    def write(self, t: int) -> None:
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = (
-                self.low + t * (peak - self.low) / self.warmup
-                if t < self.warmup
-                else peak * (1 + math.cos(math.pi * t / self.length)) / 2
-            )
+        self.groups, self.length = optimizer.param_groups, t_initial
+        self.warmup, self.low = warmup_t, warmup_lr_init
+        self.peaks = [group["lr"] for group in self.groups]
+        self.step_update(0)
 
     def step(self, epoch: int, metric: Any = None) -> None:
-        if self.by_epoch:
-            self.write(epoch)
+        pass
 
     def step_update(self, num_updates: int, metric: Any = None) -> None:
-        if not self.by_epoch:
-            self.write(num_updates)
+        for group, peak in zip(self.groups, self.peaks, strict=True):
+            group["lr"] = peak * (1 + math.cos(math.pi * num_updates / self.length)) / 2
+            if num_updates < self.warmup:
+                group["lr"] = self.low + num_updates * (peak - self.low) / self.warmup
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -86,29 +70,26 @@ def test_the_example_raises_its_rate(cosine: Any, capsys: pytest.CaptureFixture[
     assert correction_in(capsys.readouterr().out) >= 2
 
 
+SETTINGS = {"t_initial": 20, "warmup_t": 4, "warmup_lr_init": 0.01, "t_in_epochs": False}
+
+
 def trained(cosine: Any, knobs: Any) -> tuple[torch.Tensor, list[float]]:
     """None: without hdet."""
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scheduler = cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False)
-    ensemble = (
-        None
-        if knobs is None
-        else hdet.Ensemble(optimizer, total_steps=20, knobs=knobs, sync=hdet.Sync(5))
-    )
-    rates = []
+    scheduler, ensemble, rates = cosine(optimizer, **SETTINGS), None, []
+    if knobs is not None:
+        ensemble = hdet.Ensemble(optimizer, total_steps=20, knobs=knobs, sync=hdet.Sync(5))
     for step in range(20):
         optimizer.zero_grad()
         loss = net(torch.randn(8, 4)).square().mean()
         loss.backward()
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        if ensemble is None:
+        with nullcontext() if ensemble is None else ensemble.rescheduling():
             scheduler.step_update(step + 1)
-        else:
-            with ensemble.rescheduling():
-                scheduler.step_update(step + 1)
+        if ensemble is not None:
             ensemble.step(loss)
     return torch.cat([p.detach().flatten() for p in net.parameters()]), rates
 
@@ -120,13 +101,7 @@ def test_spread_0_is_the_plain_run_bit_for_bit(cosine: Any) -> None:
 
 def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out(cosine: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False)
-    with pytest.raises(
-        ValueError,
-        match=(
-            "scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, "
-            ".*rescheduling"
-        ),
-    ):
-        hdet.Ensemble(optimizer, scheduler)
+    message = "scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, .*reschedul"
+    with pytest.raises(ValueError, match=message):
+        hdet.Ensemble(optimizer, cosine(optimizer, **SETTINGS))
     assert not hasattr(optimizer, "_hdet_fan_out")
