@@ -31,28 +31,8 @@ class Experts(nn.Module):
         return torch.cat([expert(torch.tanh(self.dense(rows))) for expert, rows in pairs])
 
 
-class Tied(nn.Module):
-    """A matrix used at both ends, as an embedding; of 96 rows, so that gloo cuts its sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bias, self.matrix = nn.Parameter(torch.randn(96)), nn.Parameter(torch.randn(96, 6) / 6)
-        self.scale = nn.Parameter(torch.ones(5))
-        self.double()
-
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.matrix.T + self.bias)
-
-    def last(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.matrix).mean(1, keepdim=True) * self.scale.sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
-
-
 Observe = Callable[..., None]
-Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Observe], None], dict[str, Any]]
+Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Observe], None]]
 """Each gives its parameters and a backward pass."""
 
 
@@ -75,7 +55,7 @@ def context_parallel(rank: int) -> Part:
             dist.all_reduce(p.grad, group=inside)
         observe(loss, weight=weight)
 
-    return replicas, list(net.parameters()), backward, {}
+    return replicas, list(net.parameters()), backward
 
 
 def expert_parallel(rank: int) -> Part:
@@ -91,34 +71,7 @@ def expert_parallel(rank: int) -> Part:
             dist.all_reduce(p.grad, group=inside)
         observe(loss, weight=4)
 
-    return replicas, [*net.dense.parameters(), *net.experts[own].parameters()], backward, {}
-
-
-def pipeline(rank: int) -> Part:
-    """Only the last stage sees a loss; the tied matrix stands at another place on each."""
-    replicas = hdet.Replicas.from_layout(pp=2)
-    inside, other = subgroup(replicas), replicas.ranks[replicas.index][1 - replicas.member]
-    net = Tied()
-    parameters = [net.bias, net.matrix] if replicas.member == 0 else [net.matrix, net.scale]
-
-    def backward(step: int, observe: Observe) -> None:
-        x, y = batch(step, replicas.index)
-        if replicas.member == 0:
-            hidden = net.first(x)
-            gradient = torch.empty_like(hidden)
-            dist.send(hidden.detach(), other)
-            dist.recv(gradient, other)
-            hidden.backward(gradient)
-        else:
-            hidden = torch.empty(8, 96, dtype=x.dtype)
-            dist.recv(hidden, other)
-            loss = loss_of(net.last, (hidden.requires_grad_(), y))
-            loss.backward()
-            dist.send(hidden.grad, other)
-            observe(loss)
-        dist.all_reduce(net.matrix.grad, group=inside)
-
-    return replicas, parameters, backward, {"tied": [(net.matrix, inside)]}
+    return replicas, [*net.dense.parameters(), *net.experts[own].parameters()], backward
 
 
 def groups(rank: int) -> Part:
@@ -131,12 +84,10 @@ def groups(rank: int) -> Part:
         loss.backward()
         observe(loss)
 
-    return hdet.Replicas.from_group([[0, 1], [2, 3]]), list(net.parameters()), backward, {}
+    return hdet.Replicas.from_group([[0, 1], [2, 3]]), list(net.parameters()), backward
 
 
-CASES = {
-    "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups,
-}  # fmt: skip
+CASES = {"context": context_parallel, "expert": expert_parallel, "groups": groups}
 
 
 class Seen(NamedTuple):
@@ -151,7 +102,7 @@ class Seen(NamedTuple):
 
 
 def run(rank: int, case: str) -> Seen:
-    replicas, parameters, backward, settings = CASES[case](rank)
+    replicas, parameters, backward = CASES[case](rank)
 
     def shared(step: int, observe: Observe) -> None:
         backward(step, observe)
@@ -159,22 +110,18 @@ def run(rank: int, case: str) -> Seen:
             dist.all_reduce(p.grad, group=replicas.peer_group)
             p.grad /= replicas.count
 
-    trace = train(parameters, adamw(parameters), shared, STEPS, replicas=replicas, **settings)
+    trace = train(parameters, adamw(parameters), shared, STEPS, replicas=replicas)
     return Seen([list(ranks) for ranks in replicas.ranks], trace, [p.shape for p in parameters])
 
 
-def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Seen]:
-    return {case: run(rank, case) for case in cases}
-
-
-def ranks_of(world: int, *cases: str) -> dict[str, list[Seen]]:
-    runs = run_ranks(train_all, world, list(cases))
-    return {case: [run[case] for run in runs] for case in cases}
+def train_all(rank: int, world: int) -> dict[str, Seen]:
+    return {case: run(rank, case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[Seen]]:
-    return ranks_of(4, "context", "expert", "groups")
+    ranks = run_ranks(train_all, 4)
+    return {case: [run[case] for run in ranks] for case in CASES}
 
 
 def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any) -> None:
@@ -198,10 +145,6 @@ def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any
                 assert torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1)
 
 
-def after(seen: Seen, i: int) -> list[torch.Tensor]:
-    return seen.parts(seen.trace.weights(i))
-
-
 @pytest.mark.parametrize(("case", "shards"), [("context", 1), ("groups", 2)])
 def test_one_sample_on_two_ranks_of_cp(runs: Any, case: str, shards: int) -> None:
     """Or groups of replicas that share a rate: what is inside of one stays equal."""
@@ -216,15 +159,6 @@ def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -
     """And what both ranks have stays equal on them."""
     ranks = runs["expert"]
     check_parts(ranks, lambda a, b: [*a, *b[2:]], make=Experts)
-    one, two = (after(ranks[member], STEPS - 1) for member in (0, 1))
+    one, two = (seen.parts(seen.trace.weights(STEPS - 1)) for seen in ranks[:2])
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
     assert not torch.equal(one[2], two[2])
-
-
-def test_stages_and_a_matrix_on_two_of_them() -> None:
-    """Three replicas: of two, any order of a sum is the same to the bit."""
-    ranks = ranks_of(6, "pipeline")["pipeline"]
-    check_parts(ranks, lambda a, b: [a[0], a[1], b[1]], make=Tied)
-    for first, last in ranks[0].table:
-        for i in range(STEPS):  # two copies of one matrix, bit for bit
-            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0])

@@ -44,26 +44,21 @@ def one_dimension(rank: int, world: int) -> list[str]:
     single, auto = hdet.Replicas.single(), {"controller": hdet.AutoLR(model), "total_steps": 100}
     return [
         refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()),
-        refusal(optimizer, single, divergence=hdet.Divergence(rollback="device")),
         refusal(optimizer, single, **auto), refusal(optimizer, single),
         refusal(optimizer, None, **auto),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_one_dimensional_fsdp_is_one_replica(world: int) -> None:
-    ranks = f"ranks 0-{world - 1}"
-    for several, said, *own, single, auto in run_ranks(one_dimension, world):
-        assert several.startswith(f"{ranks} are one replica")
-        assert "AutoLR(model) needs one replica only" in several
+def test_one_dimensional_fsdp_is_one_replica() -> None:
+    for several, said, own, single, auto in run_ranks(one_dimension, 2):
+        assert several.startswith("ranks 0-1 are one replica")
+        assert "AutoLR(model), which needs one replica only" in several
         for part in (
-            f"(0.weight) is sharded (S(0)) over {ranks} by 'dp' of the mesh (dp={world})",
+            "(0.weight) is sharded (S(0)) over ranks 0-1 by 'dp' of the mesh (dp=2)",
             "('dp_replicate', 'dp_shard')", "fully_shard", "leave replicas out",
         ):  # fmt: skip
             assert part in said
-        for text in own:
-            assert "decide about its shards by its own loss" in text
-            assert "from_mesh(mesh, replicate=())" in text
+        assert "decide about its shards by its own loss" in own
         assert single == auto == ""
 
 
@@ -147,22 +142,18 @@ def named(name: str, module: str, *bases: type) -> Any:
 TORCH, OF_MEGATRON = torch.optim.Optimizer, "megatron.core.optimizer."
 MEGATRON = type("MegatronOptimizer", (), {"__module__": f"{OF_MEGATRON}optimizer"})
 MIXED = type("MixedPrecisionOptimizer", (MEGATRON,), {"__module__": f"{OF_MEGATRON}optimizer"})
-APEX = "apex.contrib.optimizers.distributed_fused_adam"
 
 
 @pytest.mark.parametrize(("optimizer", "message"), [
     (named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"),
         "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2"),
-    (named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module), "Engine is DeepSpeed's"),
     (named("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"), "is DeepSpeed's"),
     (named("AcceleratedOptimizer", "accelerate.optimizer", TORCH),
         "accelerate's wrapper.*its .optimizer"),
     (named("DistributedOptimizer", f"{OF_MEGATRON}distrib_optimizer", MIXED),
         "pass .*optimizer.optimizer.*from_megatron"),
-    (named("FP32Optimizer", f"{OF_MEGATRON}optimizer", MEGATRON), "pass .*optimizer.optimizer"),
     (named("ChainedOptimizer", f"{OF_MEGATRON}optimizer", MEGATRON),
         "chained_optimizers\\[0\\].optimizer"),
-    (named("DistributedFusedAdam", APEX, TORCH), "on one rank for all"),
     (named("OSS", "fairscale.optim.oss", TORCH), "on one rank for all"),
 ])  # fmt: skip
 def test_other_peoples_optimizers(optimizer: Any, message: str) -> None:
@@ -173,8 +164,6 @@ def test_other_peoples_optimizers(optimizer: Any, message: str) -> None:
 @pytest.mark.parametrize("optimizer", [
     named("FusedAdam", "deepspeed.ops.adam.fused_adam", TORCH),
     named("HybridDeviceOptimizer", f"{OF_MEGATRON}cpu_offloading", TORCH),
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
-    hdet.FusedAdamW([torch.zeros(1, requires_grad=True)]),
 ])  # fmt: skip
 def test_plain_optimizers_pass_wherever_they_come_from(optimizer: Any) -> None:
     check_wrapper(optimizer)
