@@ -18,13 +18,7 @@ from .measure.measurement import Watched
 from .policies import Sync
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
-from .run.compatibility import (
-    averaged_tensors,
-    check_controller,
-    check_knobs,
-    check_several,
-    design_of,
-)
+from .run.compatibility import averaged_tensors, check_controller, checked_design
 from .run.cycle_stats import masters_of
 from .run.cycles import Cycles
 from .run.fan_out import FanOut
@@ -68,7 +62,7 @@ class Parts:
         check_tied(sync.tied, self.tensors)
         self.replicas = self._replicas(replicas)
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
-        self.design = self._checked_design(design)
+        self.design = checked_design(design, self.knobs, optimizer, self.replicas, controller, sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         self._make_engine(warmup_steps, seed)
         self.during = Guard(self.replicas, self.engine)
@@ -104,15 +98,6 @@ class Parts:
         gradients = self.sync.gradients
         check_sharding(self.optimizer, self.tensors, replicas, gradients, decides=decides)
         return Replicas.default() if replicas is None else replicas
-
-    def _checked_design(self, given: str | None) -> str:
-        check_several(self.replicas, self.knobs, self.controller)
-        design = design_of(given, self.knobs, self.replicas)
-        check_knobs(
-            self.knobs, self.optimizer, self.replicas, self.controller, design=design,
-            sync=self.sync,
-        )  # fmt: skip
-        return design
 
     def _make_engine(self, warmup_steps: int, seed: int) -> None:
         specs = [

@@ -27,14 +27,7 @@ from ..tensors.dtensor import local_parts
 from .moments import follows_gradients
 from .snapshot import keeps_codes, keeps_weights
 
-__all__ = [
-    "averaged_tensors",
-    "check_arguments",
-    "check_controller",
-    "check_knobs",
-    "check_several",
-    "design_of",
-]
+__all__ = ["averaged_tensors", "check_arguments", "check_controller", "checked_design"]
 
 _KINDS = {
     "replicas": (Replicas, "Replicas.from_group(group) or CoresidentReplicas(model, 4)"),
@@ -158,34 +151,20 @@ def _check_buffers_stay(model: nn.Module) -> None:
             )
 
 
-def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) -> str:
-    """The design that is used, and None's meaning.
-
-    Raises ValueError for one that is unknown, or that has too few replicas.
-    """
-    if design not in (None, "permutation", "orthogonal"):
-        raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
-    enough = len(knobs) <= max(replicas.count - 1, 1)
-    if design == "orthogonal" and not enough:
-        raise ValueError(
-            f"design is 'orthogonal', but {replicas.count} replicas can tell at most "
-            f"{replicas.count - 1} knobs apart, got {len(knobs)}: "
-            "use fewer knobs, more replicas, or design='permutation'"
-        )
-    return design or ("orthogonal" if len(knobs) > 1 and enough else "permutation")
-
-
-def check_knobs(
+def checked_design(
+    design: str | None,
     knobs: Sequence[Bound],
     optimizer: Optimizer,
     replicas: Replicas,
     controller: Controller | None,
-    *,
-    design: str,
     sync: Sync,
-) -> None:
-    """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError
-    names the knob, why not, and the way out."""
+) -> str:
+    """Can these knobs be explored in this run, and judged by this controller? Returns the design
+    that is used, and None's meaning.
+
+    Raises ValueError if not, which names the knob, why not, and the way out.
+    """
+    _check_several(replicas, knobs, controller)
     shared = sync.gradients == "shared"
     for knob in knobs:
         _check_acts(knob, replicas, shared)
@@ -197,8 +176,36 @@ def check_knobs(
                 "that learns from held-out data alone and says judges_held_out = True"
             )
     _check_moments(knobs, optimizer, replicas, sync)
+    found = _design_of(design, len(knobs), replicas.count)
     if sync.converge.needs_rates_only:
-        _check_mean_is_base(knobs, replicas.count, design)
+        _check_mean_is_base(knobs, replicas.count, found)
+    return found
+
+
+def _check_several(
+    replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None
+) -> None:
+    explores = (
+        any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
+    )
+    if explores and replicas.count == 1 and replicas.members > 1:
+        raise ValueError(
+            f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
+            "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
+            "use hdet.AutoLR(model), which needs one replica only"
+        )
+
+
+def _design_of(design: str | None, knobs: int, replicas: int) -> str:
+    enough = knobs <= max(replicas - 1, 1)
+    if design not in (None, "permutation", "orthogonal"):
+        raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
+    if design == "orthogonal" and not enough:
+        raise ValueError(
+            f"design is 'orthogonal', but {replicas} replicas can tell at most {replicas - 1} "
+            f"knobs apart, got {knobs}: use fewer knobs, more replicas, or design='permutation'"
+        )
+    return design or ("orthogonal" if knobs > 1 and enough else "permutation")
 
 
 def _check_acts(knob: Bound, replicas: Replicas, shared: bool) -> None:
@@ -270,22 +277,6 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         )
 
 
-def check_several(
-    replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None
-) -> None:
-    """Raises ValueError for one replica of several ranks where something is to be explored, or a
-    controller needs more of them."""
-    explores = (
-        any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
-    )
-    if explores and replicas.count == 1 and replicas.members > 1:
-        raise ValueError(
-            f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
-            "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
-            "use hdet.AutoLR(model), which needs one replica only"
-        )
-
-
 def check_controller(controller: Controller, run: Run) -> None:
     """Is this run one the controller, which has started, can work in? Raises ValueError if not;
     warns where it can, and next to nothing comes of it."""
@@ -296,7 +287,7 @@ def check_controller(controller: Controller, run: Run) -> None:
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
             f"the controller {controller.name!r} decides where a cycle ends, so it will hardly do "
             f"anything. Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})",
-            stacklevel=3,
+            stacklevel=5,
         )
     if not controller.needs_replicas:
         return
@@ -304,7 +295,7 @@ def check_controller(controller: Controller, run: Run) -> None:
     still = [knob.name for knob in run.knobs if knob.spread == 0]
     if run.replicas == 1:
         warnings.warn(
-            "one replica explores nothing: the controller will never move a value", stacklevel=4
+            "one replica explores nothing: the controller will never move a value", stacklevel=5
         )
     elif controller.regresses and 0 < len(still) < len(knobs):
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +81,6 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
         assert len(replicas) == layout.dp and len(replicas[0]) == layout.tp * layout.cp * layout.pp
 
 
-@settings(max_examples=100, deadline=None)
-@given(layouts())
-def test_groups_of_any_layout(layout: Layout) -> None:
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "dp", "pp", "shard", "ep")}
-    for axis, size in sizes.items():
-        groups = layout.groups(axis)
-        if axis == "ep" and not groups:
-            continue
-        assert sorted(itertools.chain(*groups)) == list(range(layout.world))
-        assert all(len(group) == size and list(group) == sorted(group) for group in groups)
-    # Two groups along different axes have one rank in common at most.
-    for a, b in itertools.combinations(map(layout.groups, ("tp", "cp", "dp", "pp")), 2):
-        assert all(len(set(x) & set(y)) <= 1 for x in a[:4] for y in b)
-    assert prod(sizes[axis] for axis in ("tp", "cp", "dp", "pp")) == layout.world
-
-
 def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
     """Eight tp, four pp and eight dp groups. And shards, which run over dp and cp."""
     layout, shards = Layout(16, tp=2, pp=4), Layout(16, tp=2, cp=2, pp=2, shard=2).groups("shard")
@@ -108,7 +91,6 @@ def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "message"), [
-    ({"world": 0}, "world must be a whole number >= 1, got 0"),
     ({"tp": True}, "tp must be a whole number >= 1, got True"),
     ({"etp": 0}, "etp must be a whole number >= 1, got 0"),
     ({"tp": 3}, "8 ranks are not divisible by tp 3 .* start a multiple"),
@@ -126,16 +108,6 @@ def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
         Layout(**{"world": 8, **sizes})
     with pytest.raises(ValueError, match="axis must be one of"):
         Layout(16).groups("fsdp")
-
-
-@pytest.mark.parametrize("sizes", [
-    {"tp": 2, "ep": 2, "pp": 2}, {"shard": 8},
-    # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
-    {"ep": 2, "shard": 4, "order": "tp-cp-dp-ep-pp"},
-])  # fmt: skip
-def test_all_in_one_replica(sizes: dict[str, Any]) -> None:
-    """Whoever asks for replicas refuses it (from_layout); as a table it is right."""
-    assert lists(Layout(8, **sizes).replicas) == [[*range(8)]]
 
 
 @pytest.mark.parametrize(("world", "sharing", "copies", "message"), [
