@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hdet
+from hdet.run.moments import Moments
 from hdet.run.snapshot import keeps_weights, reset_moments
 from tests.harness import Run, TwoReplicas, model, policies
 
@@ -121,9 +122,46 @@ def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradient
         assert (state == theirs) == equal
 
 
-def test_a_reset_puts_numbers_of_groups_back() -> None:
-    (one, _), (two, _) = run_ranks(trained, 2, "Wandering", "local", "reset")
-    assert one[1][1] == two[1][1] and len(one[1][1]) == 1, "the rate alone"
+class Parts(Stepping):
+    """Made of two others, as many a Muon with an AdamW for what is no matrix."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        own = list(parameters)
+        super().__init__(own, lr)
+        self.parts = [Wandering(own[:2], lr), torch.optim.AdamW(own[2:], lr)]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("kind", [Wandering, Parts])
+def test_a_reset_puts_back_numbers_of_groups_and_what_is_inside(kind: Any) -> None:
+    """Also where a state has been loaded since, which puts other groups in the place of the old."""
+    net = model()
+    optimizer = kind(net.parameters(), 0.1)
+    moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for one in getattr(optimizer, "parts", [optimizer]):
+            one.load_state_dict(one.state_dict())
+    moments.reset()
+    for one in getattr(optimizer, "parts", [optimizer]):
+        assert not one.state
+        assert not {"distance", "radii", "steps"} & one.param_groups[0].keys()
+
+
+def close_numbers(rank: int, world: int) -> list[float]:
+    optimizer = Wandering(model().parameters(), 0.1)
+    optimizer.param_groups[0]["distance"] = 1 + rank * 2.0**-40
+    Moments("average", optimizer, hdet.Replicas.from_group(), 1 << 20).average([0.5, 0.5])
+    return flat_state(optimizer)
+
+
+def test_numbers_are_averaged_as_exactly_as_they_are_kept() -> None:
+    assert run_ranks(close_numbers, 2) == [[0.1, 1 + 2.0**-41]] * 2
 
 
 class Own(torch.optim.AdamW):
