@@ -22,7 +22,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-def cycles(rank: int, world: int, kind: str, way: Outer, weights: Any, apart: bool = False) -> Any:
+def cycles(rank: int, world: int, kind: str, way: Outer, weights: Any) -> Any:
     """[cycle]: (values before the average, values after it, all bits, notes, the buffer)"""
     kinds = [kind] * len(SHAPES)
     tensors, masters = held(drawn(3), kinds)
@@ -31,8 +31,6 @@ def cycles(rank: int, world: int, kind: str, way: Outer, weights: Any, apart: bo
     optimizer.param_groups[0]["params"][:] = parameters
     buffer, given = BUFFER + rank, {"optimizer": optimizer, "gradients": "local"}
     made = way.build(task([*parameters, buffer], [*masters, None], **given))
-    if apart and rank == 1:
-        parameters[1][3] += 0.25
     found = []
     for cycle, shares in enumerate(weights):
         made.on_cycle_start()
@@ -75,38 +73,32 @@ def test_it_is_the_equation(kind: str, way: Outer) -> None:
     assert torch.allclose(ranks[0][0][4], BUFFER + 0.5)
 
 
-def test_replicas_that_began_apart_are_averaged_plainly_and_step_from_then_on() -> None:
-    one, two = run_ranks(cycles, 2, "float32", Outer(), [[0.5, 0.5]] * 2, True)
-    for rank in (one, two):
-        assert "had not begun the cycle alike" in rank[0][3][0]
-        assert rank[1][3] == []
-    means = [[(a + b) / 2 for a, b in zip(one[c][0], two[c][0], strict=True)] for c in (0, 1)]
-    for first, mean in zip(one[0][1], means[0], strict=True):
-        assert torch.allclose(first, mean, rtol=0, atol=1e-6)
-    assert equal(one[1][1], two[1][1])
-    for second, mean in zip(one[1][1], means[1], strict=True):
-        assert not torch.allclose(second, mean, rtol=0, atol=1e-3)
-
-
-def forgetful(rank: int, world: int) -> Any:
-    """In the second of three cycles one rank alone loads its optimizer's state."""
+def parted(rank: int, world: int, what: str) -> Any:
+    """In the second of three cycles one rank alone begins elsewhere, or loads its optimizer's
+    state, and with it forgets the momentum."""
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     made = Outer().build(task([parameter], optimizer=optimizer, gradients="local"))
     found = []
     with torch.no_grad():
         for cycle in range(3):
+            is_apart = cycle == 1 and rank == 1
+            parameter += 0.25 * (is_apart and what == "parameters")
             made.on_cycle_start()
-            if cycle == 1 and rank == 1:
+            if is_apart and what == "momentum":
                 optimizer.load_state_dict(optimizer.state_dict())
             parameter += rank + 1.0
             notes = made.end_cycle([0.5, 0.5])
-            found.append((bool(notes), parameter.tolist(), made.state()[0].tolist()))
+            found.append((notes, parameter.tolist(), made.state()[0].tolist()))
     return found
 
 
-def test_what_one_replica_alone_has_forgotten_parts_neither_parameters_nor_momentum() -> None:
-    first, second = run_ranks(forgetful, 2)
-    assert first == second and [noted for noted, _, _ in first] == [False, True, False]
+@pytest.mark.parametrize("what", ["parameters", "momentum"])
+def test_replicas_that_began_apart_are_averaged_plainly_and_step_from_then_on(what: str) -> None:
+    first, second = run_ranks(parted, 2, what)
+    said = ["plain average instead of an outer step: replicas had not begun the cycle alike"]
+    assert first == second and [notes for notes, _, _ in first] == [[], said, []]
+    moved = first[1][1][0] - first[0][1][0]
+    assert moved == pytest.approx(1.5 + (0.125 if what == "parameters" else 0), rel=1e-6)
     # the momentum begins anew, with a cycle's mean displacement
-    assert first[1][2] == [0.0] * 4 and first[2][2] == [-1.5] * 4
+    assert first[1][2] == [0.0] * 4 and first[2][2] == pytest.approx([-1.5] * 4, rel=1e-6)
