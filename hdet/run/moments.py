@@ -108,9 +108,28 @@ class Moments:
 
     @torch.no_grad()
     def average(self, weights: Sequence[float]) -> None:
-        """Now. All peers alike."""
+        """Now. All peers alike. Numbers that are equal stay bitwise, and whole ones whole."""
         self._buckets.average(self._replicas, weights)
-        self._average_numbers(weights)
+        numbers = [entry for entry in _entries(self._optimizer) if entry.is_number]
+        group = self._replicas.peer_group
+        if not numbers or group is None:
+            return
+        parameter = self._optimizer.param_groups[0]["params"][0]
+        device = reachable(group, local_parts([parameter])[0].device)
+        own = torch.stack(
+            [
+                torch.as_tensor(e.value, dtype=torch.float64, device=device).squeeze()
+                for e in numbers
+            ]
+        )
+        table = own.new_empty(self._replicas.count, len(own))
+        all_gather(table.view(-1), own, group)
+        for entry, column in zip(numbers, table.T.tolist(), strict=True):
+            counted = [(x, w) for x, w in zip(column, weights, strict=True) if w]
+            is_equal = len({x for x, _ in counted}) == 1
+            mean = counted[0][0] if is_equal else sum(x * w for x, w in counted)
+            if mean != column[self._replicas.index]:
+                entry.write(mean)
 
     def reset(self) -> None:
         """As before the first step, also the counters. Masters stay."""
@@ -126,35 +145,6 @@ class Moments:
 
     def _tensors(self) -> list[_Entry]:
         return [entry for entry in _entries(self._optimizer) if not entry.is_number]
-
-    def _numbers(self) -> list[_Entry]:
-        return [entry for entry in _entries(self._optimizer) if entry.is_number]
-
-    def _average_numbers(self, weights: Sequence[float]) -> None:
-        """Those that differ between replicas; what is equal stays bitwise, and whole ones whole."""
-        numbers, group = self._numbers(), self._replicas.peer_group
-        if not numbers or group is None:
-            return
-        parameter = self._optimizer.param_groups[0]["params"][0]
-        device = reachable(group, local_parts([parameter])[0].device)
-        own = torch.stack(
-            [
-                torch.as_tensor(e.value, dtype=torch.float64, device=device).squeeze()
-                for e in numbers
-            ]
-        )
-        table = own.new_empty(self._replicas.count, len(own))
-        all_gather(table.view(-1), own, group)
-        for entry, column in zip(numbers, table.T.tolist(), strict=True):
-            mean = _mean_of(column, weights)
-            if mean != column[self._replicas.index]:
-                entry.write(mean)
-
-
-def _mean_of(numbers: Sequence[float], weights: Sequence[float]) -> float:
-    counted = [(x, w) for x, w in zip(numbers, weights, strict=True) if w]
-    first = counted[0][0]
-    return first if all(x == first for x, _ in counted) else sum(x * w for x, w in counted)
 
 
 class _Entry(NamedTuple):
