@@ -24,11 +24,8 @@ STATE_VERSION = 3
 LARGEST_CORRECTION = 1e6
 """A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
 COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
-IDENTITY = {
-    "version": number(),
-    "knobs": list_of(instance(str, "a name")),
-    "controller": optional(instance(str, "a name")),
-}
+NAME = instance(str, "a name")
+IDENTITY = {"version": number(), "knobs": list_of(NAME), "controller": optional(NAME)}
 REMEDIES = {
     "version": "load it with the hdet that wrote it",
     "knobs": "construct it with the same knobs",
@@ -94,20 +91,16 @@ class Engine:
             )
         self.knobs, self.replicas, self.clock = list(knobs), replicas, clock
         self.controller, self.seed, self.design = controller, seed, design
-        self.cycle = 0
-        self.step = 0
-        self.position = 0
-        """Steps of the running cycle that are done."""
+        self.cycle = self.step = self.position = 0
+        """Cycles and steps that are done, and steps of the running cycle that are."""
         self.corrections = [1.0] * len(knobs)
         self.held: list[float | None] = [None] * len(knobs)
         """[knob]: a base value in the place of schedule times correction."""
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not taken back."""
-        self.rollbacks = 0
-        """Cycles taken back since step 0."""
-        self.rollbacks_in_row = 0
-        self.diverged_total = 0
-        """How often a replica was left out of an average since step 0."""
+        self.rollbacks = self.rollbacks_in_row = self.diverged_total = 0
+        """Cycles taken back since step 0, and in a row; how often a replica was left out of an
+        average."""
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
 
@@ -293,30 +286,24 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Plain data; the same on every rank and for every N, so it loads with another number of
         replicas."""
+        controller = self.controller
         return {
-            **self._identity(),
+            "version": STATE_VERSION,
+            "knobs": [knob.name for knob in self.knobs],
+            "controller": None if controller is None else controller.name,
             **{name: getattr(self, name) for name in COUNTS},
             "seed": self.seed,
             "level": self.level,
             "corrections": list(self.corrections),
             "bases": list(self.held),
-            "controller_state": None if self.controller is None else self.controller.state_dict(),
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """What a state must have alike to be loaded."""
-        name = None if self.controller is None else self.controller.name
-        return {
-            "version": STATE_VERSION,
-            "knobs": [knob.name for knob in self.knobs],
-            "controller": name,
+            "controller_state": None if controller is None else controller.state_dict(),
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
         """The values in it; changes nothing. A run without a controller takes the state of any:
         its corrections stay, and nothing is searched any more. Raises ValueError for a state that
         does not belong to this run, or is damaged."""
-        where, own, of_knobs = "the ensemble's state", self._identity(), len(self.knobs)
+        where, own, of_knobs = "the ensemble's state", self.state_dict(), len(self.knobs)
         for key, saved in read(state, IDENTITY, where).items():
             if saved != own[key] and not (key == "controller" and self.controller is None):
                 raise ValueError(

@@ -21,12 +21,7 @@ def run(
     """Under the controller that ``make(model)`` gives; None: without one."""
     schedule = None if constant else one_cycle(settings.get("lr", 1e-3), settings.get("total", 200))
     defaults = {
-        "total": 200,
-        "every": 10,
-        "lr": 1e-3,
-        "optimizer": hdet.FusedAdamW,
-        "scheduler": schedule,
-        "data": taught,
-        "closure": True,
-    }
+        "total": 200, "every": 10, "lr": 1e-3, "optimizer": hdet.FusedAdamW, "data": taught,
+        "scheduler": schedule, "closure": True,
+    }  # fmt: skip
     return Run(together=together, controller=make, **{**defaults, **settings})

@@ -38,21 +38,12 @@ def made(file: str, **settings: Any) -> hdet.Controller:
 def test_it_is_short_and_uses_public_names_alone(file: str) -> None:
     text = (FOLDER / f"{file}.py").read_text()
     assert len(text.splitlines()) <= 80
-    tree = ast.parse(text)
-    imports = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    ]
-    imports += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert set(imports) <= {"__future__", "hdet", "hdet.measure", "math", "torch", "typing"}
-    used = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "hdet"
-    }
-    assert used <= set(hdet.__all__)
+    nodes = list(ast.walk(ast.parse(text)))
+    imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    assert imported <= {"__future__", "hdet", "hdet.measure", "math", "torch", "typing"}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    assert {n.attr for n in attributes if getattr(n.value, "id", "") == "hdet"} <= set(hdet.__all__)
 
 
 def test_they_are_all_here() -> None:
@@ -64,39 +55,25 @@ def test_the_published_controller_follows_the_replicas_with_lower_losses() -> No
     their differences to count."""
     theirs = run(lambda m: made("softmax", temperature=1e-3), constant=True, lr=1e-4).steps()
     ours = run(lambda m: hdet.SoftmaxController(1e-3, decay=None), constant=True, lr=1e-4).steps()
-    assert theirs.ensemble.corrections["lr"] == pytest.approx(
-        ours.ensemble.corrections["lr"], rel=1e-9
-    )
-    assert theirs.ensemble.corrections["lr"] != 1
+    found, expected = (ran.ensemble.corrections["lr"] for ran in (theirs, ours))
+    assert found == pytest.approx(expected, rel=1e-9) and found != 1
 
 
 @pytest.mark.parametrize(("file", "together"), [("slope", 4), ("hypergradient", 1)])
 def test_a_rate_that_is_far_too_low_is_left(file: str, together: int) -> None:
     ran = run(
-        lambda m: made(file, freeze_after=0.5),
-        together=together,
-        constant=True,
-        lr=1e-4,
-        total=400,
-        spread=0.5,
-        data=lambda key: batch(0),
-    )
+        lambda m: made(file, freeze_after=0.5), together=together, constant=True, lr=1e-4,
+        total=400, spread=0.5, data=lambda key: batch(0),
+    )  # fmt: skip
     assert ran.steps().ensemble.corrections["lr"] > 3 and ran.controller.idle
     ran.ensemble.close()
 
 
 def test_a_plateau_halves_the_rate_and_freezes() -> None:
-    ran = run(
-        lambda m: made("plateau", patience=2, least=0.2, freeze_after=100),
-        together=1,
-        constant=True,
-        lr=1e-3,
-    ).steps()
-    moves = [
-        record["record"]["decisions"][0]["factor"]
-        for record in ran.records
-        if record["record"]["decisions"]
-    ]
+    settings = {"patience": 2, "least": 0.2, "freeze_after": 100}
+    ran = run(lambda m: made("plateau", **settings), together=1, constant=True).steps()
+    decided = [record["record"]["decisions"] for record in ran.records]
+    moves = [decisions[0]["factor"] for decisions in decided if decisions]
     assert moves.count(0.5) >= 2 and ran.ensemble.corrections["lr"] == 0.5 ** moves.count(0.5)
     assert set(moves[10:]) == {1.0}, "nothing moves after step 100"
 
@@ -106,23 +83,13 @@ def two_ranks(
 ) -> tuple[list[float], list[float], float]:
     """Local gradients, so that replicas differ by more than their values: (weights, corrections
     by cycle, loss)."""
-    controller = made(file, **settings)
     ran = run(
-        lambda m: controller,
-        together=1,
-        rank=rank,
-        ddp=False,
-        constant=True,
-        total=120,
-        gradients="local",
-        moments="reset",
-    ).steps()
+        lambda m: made(file, **settings), together=1, rank=rank, ddp=False, constant=True,
+        total=120, gradients="local", moments="reset",
+    ).steps()  # fmt: skip
     ran.ensemble.converge()
-    return (
-        ran.weights().tolist(),
-        [record["corrections"]["lr"] for record in ran.records],
-        ran.validation(),
-    )
+    corrections = [record["corrections"]["lr"] for record in ran.records]
+    return ran.weights().tolist(), corrections, ran.validation()
 
 
 @pytest.mark.parametrize(

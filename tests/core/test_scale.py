@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hdet.core.scale import Scale
 
 LOG, LINEAR, HORIZON = Scale("log"), Scale("linear", unit=0.1), Scale("horizon")
-factors = st.floats(0.05, 20)
+factors, kinds = st.floats(0.05, 20), st.sampled_from(["log", "linear", "horizon"])
 
 
 @given(factors)
@@ -22,12 +22,7 @@ def test_each_scale_by_hand(factor: float) -> None:
     assert HORIZON.corrected(0.9, 2.0) == pytest.approx(0.95)
 
 
-@given(
-    st.sampled_from(["log", "linear", "horizon"]),
-    st.floats(0.2, 0.8),
-    st.floats(0.01, 100),
-    st.floats(0.1, 1.9),
-)
+@given(kinds, st.floats(0.2, 0.8), st.floats(0.01, 100), st.floats(0.1, 1.9))
 def test_no_value_leaves_its_bounds_and_the_multiplier_that_acts_gives_it(
     kind: str, value: float, factor: float, rho: float
 ) -> None:
@@ -46,10 +41,8 @@ def test_corrections_that_matter_end_at_the_bounds(kind: str) -> None:
     scale = Scale(kind, 0.5, low=0.1, high=0.8)
     lowest, highest = scale.corrections(0.4)
     assert 0 < lowest < 1 < highest
-    assert (scale.corrected(0.4, lowest), scale.corrected(0.4, highest)) == (
-        pytest.approx(0.1),
-        pytest.approx(0.8),
-    )
+    at_ends = [scale.corrected(0.4, correction) for correction in (lowest, highest)]
+    assert at_ends == pytest.approx([0.1, 0.8])
     assert Scale(kind).corrections(0.4)[0] < 1e-12 and Scale(kind).corrections(0.4)[1] > 1e12
 
 
@@ -73,13 +66,12 @@ def test_scales_that_are_none_are_refused(settings: dict, message: str) -> None:
         Scale(**settings)
 
 
-@given(st.sampled_from(["log", "linear", "horizon"]), st.floats(0.01, 0.99), st.floats(0.01, 100))
+@given(kinds, st.floats(0.01, 0.99), st.floats(0.01, 100))
 def test_the_correction_that_leads_to_a_value_is_the_one_that_made_it(
     kind: str, value: float, factor: float
 ) -> None:
     scale = Scale(kind, 0.5)
     made = scale.corrected(value, factor)
-    assert scale.corrected(value, scale.correction_to(made, value)) == pytest.approx(
-        made, rel=1e-9, abs=1e-9
-    )
+    again = scale.corrected(value, scale.correction_to(made, value))
+    assert again == pytest.approx(made, rel=1e-9, abs=1e-9)
     assert scale.corrected(value, 1.0) == scale.fanned(value, 1.0) == value  # bitwise
