@@ -77,7 +77,7 @@ class ProbeController(ProbeRule):
             whole(interval, "interval", of="cycles", why="None chooses one")
         self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, place)
         self.measurements = {PROBE: self.losses}
-        self.interval, self.held_out, self.judges_held_out = interval, held_out, held_out
+        self.interval, self.judges_held_out = interval, held_out
 
     def start(self, run: Run) -> None:
         """Raises ValueError for an interval that this run cannot have."""

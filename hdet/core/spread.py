@@ -25,7 +25,6 @@ def multipliers(count: int, spread: float) -> list[float]:
     Symmetric around 1, so their sum is N and the uniform mean of the replicas moves at the base
     rate. ``spread`` (alpha) 0, or a single replica, gives exactly 1.0.
     """
-    check_spread(spread)
     middle = (count - 1) / 2
     unit = max(middle, 0.5)
     return [1.0 + spread * (r - middle) / unit for r in range(count)]

@@ -13,7 +13,7 @@ from hdet.controllers.regression import slopes
 from hdet.core.clock import Clock
 from hdet.core.design import columns, orthogonal
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.spread import assignment, multipliers
+from hdet.core.spread import assignment
 
 KNOBS = [f"knob {k}" for k in range(40)]
 UNKNOWN = {52, 92, 100}
@@ -52,9 +52,9 @@ def test_other_numbers_have_the_least_sums_and_products(
     for count in counts:
         design = columns(count, count - put_aside)
         assert worst(design) == least, count
-        assert all(
-            set(column) == levels and column.count(0) == (0 in levels) for column in design
-        ), count
+        assert {(*sorted(set(column)), column.count(0)) for column in design} == {
+            (*sorted(levels), int(0 in levels))
+        }, count
 
 
 @pytest.mark.parametrize("count", [52, 53, 54, 92])
@@ -105,12 +105,6 @@ def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
 
 
 # -- one knob --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spread", [-0.1, 1.0, 1.5, math.nan, math.inf, "0.1", None, True])
-def test_a_spread_outside_zero_to_one_is_refused(spread: object) -> None:
-    with pytest.raises(ValueError, match=r"spread must be a number in \[0, 1\)"):
-        multipliers(4, spread)  # type: ignore[arg-type]
 
 
 def test_every_order_comes_up_equally_often() -> None:
