@@ -154,7 +154,9 @@ class Controller:
         keys = self.state_keys
         checks = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, plain)
         checks = {"frozen": FLAG, **checks, **dict.fromkeys(self.parts, MAPPING)}
-        values = read(state, checks, f"the {type(self).__name__}'s state")
+        where = f"the {type(self).__name__}'s state"
+        # A controller that writes its state itself may leave it out.
+        values = read({"frozen": False, **MAPPING(state, where)}, checks, where)
         for name, part in self.parts.items():
             part.check_state(values[name])
         return values

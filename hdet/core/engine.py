@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .clock import Clock
@@ -168,8 +168,7 @@ class Engine:
         Args:
             losses: [replica] mean training loss; NaN, infinity and None are left out.
             measured: by name, [replica][number]; rows that are not finite are left out.
-            scheduled: [knob] the untouched schedule's value.
-            seen: more of what `Evidence` has: step, peak, floor, highest, local.
+            scheduled, seen: as in `Evidence`: also step, peak, floor, highest, local.
 
         Raises:
             ValueError: the controller's answer is not one Decision for each knob.
@@ -185,20 +184,17 @@ class Engine:
         if self.controller is not None and self.clock.controls(self.step):
             defaults = {"step": self.step, "peak": scheduled, "floor": [0.0] * len(self.knobs)}
             evidence = Evidence(
-                cycle=self.cycle, total_steps=self.clock.total_steps,
-                warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
-                knobs=[knob.name for knob in self.knobs], multipliers=table, losses=losses,
-                scheduled=scheduled, values=bases, corrections=list(self.corrections),
-                decisions_left=self.clock.decisions_left(self.step), measured=rows,
-                **{**defaults, **seen},
+                cycle=self.cycle, knobs=[knob.name for knob in self.knobs], multipliers=table,
+                losses=losses, scheduled=scheduled, values=bases, measured=rows,
+                corrections=list(self.corrections),
+                decisions_left=self.clock.decisions_left(self.step),
+                **asdict(self.clock), **{**defaults, **seen},
             )  # fmt: skip
             decisions = self._decide(self.controller, evidence)
             for k, decision in enumerate(decisions):
                 notes += self.apply(k, decision, evidence.peak[k])
-        return self._end(
-            multipliers=table, decisions=decisions, left_out=left_out, notes=notes,
-            evidence=evidence,
-        )  # fmt: skip
+        ended = {"multipliers": table, "decisions": decisions, "left_out": left_out}
+        return self._end(**ended, notes=notes, evidence=evidence)
 
     def _effective(self, bases: Sequence[float]) -> list[list[float]]:
         """The multipliers that have really acted, where a bound has held replicas' values."""
