@@ -17,12 +17,10 @@ def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float
     """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``,
     ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``. ``left_out`` is how many replicas were.
     What is None, text, or there for `hdet.replay` alone is missing."""
-    told = {
-        key: len(value) if key == "left_out" else value
-        for key, value in record.items()
-        if key not in ("record", "step")
-    }
-    return dict(_numbers(told, prefix.rstrip("/")))
+    shown = {key: value for key, value in record.items() if key not in ("record", "step")}
+    if "left_out" in shown:
+        shown["left_out"] = len(shown["left_out"])
+    return dict(_numbers(shown, prefix.rstrip("/")))
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
@@ -43,20 +41,17 @@ class TensorBoard:
         writer: a ``SummaryWriter`` of torch.utils.tensorboard or tensorboardX: its ``add_scalar``
             and ``add_text`` are called.
         prefix: of all names.
-
-    Raises:
-        TypeError: no such writer.
     """
 
     def __init__(self, writer: Any, prefix: str = "hdet/") -> None:
-        _check(writer, "writer", "a SummaryWriter", "add_scalar", "add_text")
-        self.writer, self.prefix = writer, prefix
+        self._add_scalar, self._add_text = writer.add_scalar, writer.add_text
+        self.prefix = prefix.rstrip("/")
 
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
         for name, value in scalars(record, self.prefix).items():
-            self.writer.add_scalar(name, value, step)
+            self._add_scalar(name, value, step)
         for note in record["notes"]:
-            self.writer.add_text(f"{self.prefix.rstrip('/')}/notes", note, step)
+            self._add_text(f"{self.prefix}/notes", note, step)
 
 
 class WandB:
@@ -68,25 +63,18 @@ class WandB:
     Args:
         run: what ``wandb.init()`` returns: its ``log`` and ``define_metric`` are called.
         prefix: of all names.
-
-    Raises:
-        TypeError: no such run.
     """
 
     def __init__(self, run: Any, prefix: str = "hdet/") -> None:
-        _check(run, "run", "what wandb.init() returns", "log", "define_metric")
-        self.run, self.prefix = run, prefix
-        self.step = f"{prefix.rstrip('/')}/step"
-        run.define_metric(self.step)
-        run.define_metric(f"{prefix.rstrip('/')}/*", step_metric=self.step)
+        self.run, self.prefix = run, prefix.rstrip("/")
+        run.define_metric(f"{self.prefix}/step")
+        run.define_metric(f"{self.prefix}/*", step_metric=f"{self.prefix}/step")
 
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
-        notes = (
-            {f"{self.prefix.rstrip('/')}/notes": "; ".join(record["notes"])}
-            if record["notes"]
-            else {}
-        )
-        self.run.log({self.step: step, **scalars(record, self.prefix), **notes})
+        logged: dict[str, Any] = {f"{self.prefix}/step": step, **scalars(record, self.prefix)}
+        if record["notes"]:
+            logged[f"{self.prefix}/notes"] = "; ".join(record["notes"])
+        self.run.log(logged)
 
 
 class History:
@@ -155,10 +143,3 @@ def _drop_later_records(path: Path, step: int) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(b"".join(kept))
     os.replace(partial, path)
-
-
-def _check(given: Any, name: str, what: str, *methods: str) -> None:
-    if not all(callable(getattr(given, method, None)) for method in methods):
-        raise TypeError(
-            f"{name} must be {what}, with {' and '.join(methods)}, got {type(given).__name__}"
-        )

@@ -26,23 +26,6 @@ def cycle_record(
 ) -> dict[str, Any]:
     """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/index.md has the keys;
     ``more``: those that the Ensemble knows (losses, trial, searching, converge_ms, probe_ms)."""
-    return {
-        "event": "cycle",
-        "cycle": outcome.cycle,
-        "step": engine.step,
-        **_by_knob(engine, schedule, outcome),
-        "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
-        "left_out": outcome.left_out,
-        "rolled_back": outcome.rolled_back,
-        "rollbacks": engine.rollbacks,
-        "diverged_total": engine.diverged_total,
-        **more,
-        "notes": [*notes, *outcome.notes],
-        "record": record_of(outcome),
-    }
-
-
-def _by_knob(engine: Engine, schedule: Schedule, outcome: CycleOutcome) -> dict[str, Any]:
     columns: dict[str, Iterable[Any]] = {
         "values": schedule.base_values(),
         "scheduled": schedule.values(),
@@ -53,7 +36,20 @@ def _by_knob(engine: Engine, schedule: Schedule, outcome: CycleOutcome) -> dict[
         "multipliers": outcome.multipliers,
     }
     names = [knob.name for knob in schedule.knobs]
-    return {key: dict(zip(names, column, strict=True)) for key, column in columns.items()}
+    return {
+        "event": "cycle",
+        "cycle": outcome.cycle,
+        "step": engine.step,
+        **{key: dict(zip(names, column, strict=True)) for key, column in columns.items()},
+        "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
+        "left_out": outcome.left_out,
+        "rolled_back": outcome.rolled_back,
+        "rollbacks": engine.rollbacks,
+        "diverged_total": engine.diverged_total,
+        **more,
+        "notes": [*notes, *outcome.notes],
+        "record": record_of(outcome),
+    }
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -125,14 +124,6 @@ def test_an_answer_of_an_earlier_start_is_taken_back(store: Any, monkeypatch: An
     assert lose(guard_of([0], [1])).late == (1,)
 
 
-def test_survivors_find_each_other_whatever_they_were_doing(store: Any, monkeypatch: Any) -> None:
-    guards = [guard_of([0], [1], [2]) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        be(patch, 1, store)
-        lose(guards[1], "statistics")
-    assert lose(guards[0], "checkpoint").lost == (2,)
-
-
 def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
     guard = guard_of([0], [1], [2], [3])
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -240,9 +231,3 @@ def test_who_was_not_found_in_time_counts_as_missing(store: Any, monkeypatch: An
 def test_many_missing_are_counted_not_listed(store: Any) -> None:
     text = str(lose(guard_of(*([2 * r] for r in range(1000)))))
     assert "lost ranks 2, 4, 6, 8, 10, 12, 14, 16 and 991 more (replicas 1-999) (" in text
-
-
-def test_it_pickles() -> None:
-    error = ReplicaLost("text", "statistics", 3, 17, [1], [2])
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == "text" and vars(again) == vars(error)

@@ -84,13 +84,10 @@ def test_a_run_of_wandb_gets_them_on_an_axis_of_their_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("TensorBoard", "writer must be a SummaryWriter"), ("WandB", "run must be what wandb.init")],
-)
-def test_what_is_no_writer_is_refused(kind: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        getattr(hdet.logging, kind)(object())
+@pytest.mark.parametrize("kind", [hdet.logging.TensorBoard, hdet.logging.WandB])
+def test_what_is_no_writer_is_refused_at_once(kind: Any) -> None:
+    with pytest.raises(AttributeError):
+        kind("runs/first")
 
 
 def test_the_real_tensorboard_reads_them_back(tmp_path: Path) -> None:
