@@ -84,6 +84,8 @@ class SavedState:
         holders = dict.fromkeys(own.parts, own)
         if run.ensemble.sync.gradients != "local":
             holders["optimizer"] = SavedRank(self.folder, content, member, members)
+        if run.extra is None:
+            holders.pop("extra", None)
         self.ours = Inventory(run)
         self._check_model(own, is_cut_alike=replicas.members == members)
         self.parts = {
@@ -96,7 +98,7 @@ class SavedState:
                 raise ValueError(
                     f"it has no extra[{key!r}]: make the RunState as the saved run did"
                 )
-        self.optimizer = self._numbered(**self.parts["optimizer"])
+        self.optimizer = self._numbered(self.parts["optimizer"])
         run.ensemble.check_state(self.parts["ensemble"])
         rehearse_load(run.optimizer, self.optimizer)
 
@@ -131,11 +133,10 @@ class SavedState:
                     "layout"
                 )
 
-    def _numbered(
-        self, state: dict[Any, Any], groups: list[dict[str, Any]], rest: dict[str, Any], **_: Any
-    ) -> dict[str, Any]:
+    def _numbered(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A state_dict of the optimizer."""
-        theirs, ours = [group["params"] for group in groups], self.ours.groups
+        groups, ours = saved["groups"], self.ours.groups
+        theirs = [group["params"] for group in groups]
         if theirs != ours:
             raise ValueError(
                 f"the saved optimizer has parameter groups of {[*map(len, theirs)]} parameters, "
@@ -149,8 +150,8 @@ class SavedState:
                 if isinstance(value, torch.Tensor) and isinstance(present.get(key), torch.Tensor):
                     # torch moves states to where the parameters are, but not settings
                     group[key] = value.to(present[key].device)
-        states = {number.get(key, key): entries for key, entries in state.items()}
-        return {**rest, "state": states, "param_groups": groups}
+        state = {number.get(key, key): entries for key, entries in saved["state"].items()}
+        return {**saved["rest"], "state": state, "param_groups": groups}
 
     # -- taking over ------------------------------------------------------------------------------
 
