@@ -302,6 +302,12 @@ class TwoReplicas(hdet.Replicas):
         return torch.stack([row, row])
 
 
+class Elsewhere(torch.Tensor):
+    """Takes itself for one on a device, which a read would wait for."""
+
+    is_cpu = False
+
+
 def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
     """Of one parameter, which has a gradient."""
     parameter = nn.Parameter(torch.ones(3))

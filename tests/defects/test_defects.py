@@ -31,6 +31,7 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from tests.defects.common import Watch, drop_in, optimizer_step, parameter, train
 from tests.distributed import run_ranks
+from tests.harness import Elsewhere
 from tests.reference import method
 
 GRID = method.multipliers(4, 0.3)
@@ -237,7 +238,7 @@ def _traffic(rank, world, tensor):
     collectives, host_reads = [], []
     for step in range(15):
         optimizer_step(scheduler.optimizer, step)
-        loss = torch.tensor(1.0 + rank)
+        loss = torch.tensor(1.0 + rank).as_subclass(Elsewhere)
         with Watch() as watch:
             scheduler.observe(loss, weight=2.0)
             scheduler.step(loss)

@@ -81,14 +81,14 @@ def test_a_step_inside_of_use_is_refused_and_changes_nothing(k: int) -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_replicas_are_not_copied(copied: Callable[[Any], Any]) -> None:
     run = Run(together=2)
-    with pytest.raises(TypeError, match="Make new ones of the copied model"):
+    with pytest.raises(TypeError, match="make new ones of the copied model"):
         copied((run.net, run.replicas) if copied is not copy.copy else run.replicas)
 
 
 def test_a_model_that_was_cast_afterwards_is_refused_by_name() -> None:
     run = Run(together=2).steps(1)
     own = list(run.net.bfloat16().parameters())
-    said = r"bfloat16 on cpu now, its copy for replica 1 torch.float32 on cpu"
+    said = r"bfloat16 on cpu now, the other replicas are torch.float32 on cpu"
     with pytest.raises(ValueError, match=said), run.replicas.use(1):
         pass
     assert all(one is other for one, other in zip(run.net.parameters(), own, strict=True))
