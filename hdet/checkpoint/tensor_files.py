@@ -161,8 +161,7 @@ class SavedRank:
         """All chunks of the tensor that the rank held a part of."""
         own = next(chunk for chunk in self._index[name] if self._rank in chunk["holders"])
         ranks = {self._replica[member] for member in own["peers"]} or {self._rank}
-        chunks = [c for c in self._index[name] if c["peers"] == own["peers"]]
-        return [chunk for chunk in chunks if not ranks.isdisjoint(chunk["holders"])]
+        return [chunk for chunk in self._index[name] if not ranks.isdisjoint(chunk["holders"])]
 
     def is_whole(self, name: str) -> bool:
         """Did each member of the replica hold this same tensor, or a shard of it?"""
