@@ -95,7 +95,7 @@ class Agreement:
             "total_steps": clock.total_steps,
             "sync": {name: getattr(self.sync, name) for name in _OF_SYNC},
             "divergence": self.divergence,
-            "knobs": engine.knobs,
+            "knobs": {knob.name: knob for knob in engine.knobs},
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
             "scheduler": self._of_scheduler(of_groups=False),
