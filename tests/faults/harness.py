@@ -10,11 +10,11 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,19 @@ def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
 
 
 def run_faulty(
-    scenario: Any, size: int, folder: Path, *, timeout: float = HANG_S, store: str = "file",
+    scenario: Any, size: int, folder: Path, *, timeout: float = HANG_S, tcp: bool = False,
     **settings: Any,
 ) -> list[Outcome]:  # fmt: skip
     """`scenario(world, **settings)` on ranks of a gloo group; ``timeout``: of its collectives, in
-    seconds; ``store``: "file" or "tcp". Fails if one still runs after `HANG_S`; none is left."""
+    seconds; ``tcp``: rank 0 holds the store. Fails if one still runs after `HANG_S`; none is left.
+    """
     context = multiprocessing.get_context("forkserver")
     # as tests.distributed does
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-    worlds = [World(rank, size, folder, timeout, store) for rank in range(size)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = f"tcp://127.0.0.1:{port}" if tcp else f"file://{folder / 'store'}"
+    worlds = [World(rank, size, folder, timeout, meeting) for rank in range(size)]
     workers = [
         context.Process(target=_main, args=(world, scenario, settings), daemon=True)
         for world in worlds
@@ -72,15 +76,13 @@ def run_faulty(
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + HANG_S
-    left = {worker.sentinel: rank for rank, worker in enumerate(workers)}
-    while left and time.monotonic() < deadline:
-        for sentinel in connection.wait(list(left), max(0.0, deadline - time.monotonic())):
-            left.pop(sentinel)
     for worker in workers:
-        if worker.is_alive():
-            worker.kill()
+        worker.join(max(0.0, deadline - time.monotonic()))
+    running = [worker for worker in workers if worker.is_alive()]
+    for worker in running:
+        worker.kill()
         worker.join()
-    assert not left, f"ranks {sorted(left.values())} still ran after {HANG_S} s"
+    assert not running, f"{len(running)} ranks still ran after {HANG_S} s"
     return [
         Outcome(world.rank, worker.exitcode, *world.read_outcome())
         for world, worker in zip(worlds, workers, strict=True)
@@ -95,7 +97,7 @@ class World:
     size: int
     folder: Path
     timeout: float
-    store: str
+    meeting: str
     ensemble: Any = None
     """Tried after an error, before the process ends."""
 
@@ -116,19 +118,9 @@ class World:
     def meet(self) -> None:
         import torch.distributed as dist
 
-        limit, file = datetime.timedelta(seconds=HANG_S), self.folder / "store"
-        if self.store == "tcp" and self.rank == 0:  # it holds the store, and the file the port
-            store: Any = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-            file.with_suffix(".new").write_text(str(store.port))
-            file.with_suffix(".new").rename(file)
-        elif self.store == "tcp":
-            while not file.is_file():
-                time.sleep(0.01)
-            store = dist.TCPStore("127.0.0.1", int(file.read_text()), None, False, limit)
-        else:
-            store = dist.FileStore(str(file), self.size)
         ranks = {"rank": self.rank, "world_size": self.size}
-        dist.init_process_group("gloo", store=store, **ranks, timeout=limit)
+        limit = datetime.timedelta(seconds=HANG_S)
+        dist.init_process_group("gloo", init_method=self.meeting, **ranks, timeout=limit)
         # Connecting may take its time on a loaded machine; only what comes after is impatient.
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.timeout))
 

@@ -35,7 +35,7 @@ def test_one_is_killed(scenario: Any, ranks: int, settings: Any, when: Any, tmp_
 
 def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
     """Nobody can call a roll without it; but who held it is known."""
-    victim, *left = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path, store="tcp", victim=0)
+    victim, *left = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path, tcp=True, victim=0)
     assert victim.exitcode == -9
     for one in left:
         assert one.where == ("ReplicaLost", "training step", 1, 6, (0,)), one
