@@ -161,24 +161,24 @@ def test_where_everybody_answers_nobody_is_blamed(store: Any) -> None:
 class Frozen:
     """A store whose host neither answers nor closes the connection."""
 
-    def check(self, *_: Any) -> bool:
+    def set(self, *_: Any) -> None:
         time.sleep(HANG_S)
-        return False
 
 
 class Gone:
-    def check(self, *_: Any) -> bool:
+    def set(self, *_: Any) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
 @pytest.mark.parametrize("kind", [Frozen, Gone])
 @pytest.mark.parametrize("agent", [False, True], ids=["a rank's", "torchrun's"])
 def test_a_store_that_is_gone_takes_bounded_time(kind, agent, limit, monkeypatch) -> None:
+    guard = guard_of([0], [1], [2])
     be(monkeypatch, 1, kind())
     if agent:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     began = time.monotonic()
-    error = lose(guard_of([0], [1], [2]))
+    error = lose(guard)
     assert time.monotonic() - began < HANG_S / 10
     held = "lost rank 0 (replica 0), which usually holds it"
     assert ("who is lost is not known" if agent else held) in str(error)
