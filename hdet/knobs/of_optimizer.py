@@ -66,28 +66,30 @@ class _OfGroups:
         return scale_of(self.bounds)
 
     def _bind(
-        self,
-        optimizer: Optimizer,
-        key: str,
-        *,
-        name: str = "",
-        kind: type[GroupKnob] = GroupKnob,
+        self, optimizer: Optimizer, key: str, kind: type[GroupKnob] = GroupKnob, name: str = "",
         **settings: Any,
-    ) -> list[Bound]:
+    ) -> list[Bound]:  # fmt: skip
         """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the
         key."""
-        groups = optimizer.param_groups
+        groups, name = optimizer.param_groups, name or key
         if all(key not in group for group in groups):  # FusedMuon has groups of two kinds
             raise ValueError(
                 f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have "
                 f"no {key!r}: leave the knob out"
             )
         usable = [i for i, group in enumerate(groups) if _can_move(group, key)]
-        chosen = _choose(optimizer, self.groups, name or key, usable)
-        return [
-            kind(label, self.spread, optimizer, key, indices, self._scale(), **settings)
-            for label, indices in chosen
-        ]
+        if not usable:
+            raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
+        make = lambda label, indices: kind(
+            label, self.spread, optimizer, key, indices, self._scale(), **settings
+        )
+        if self.groups is None:
+            return [make(name, usable)]
+        labels = [str(group.get("name", i)) for i, group in enumerate(groups)]
+        chosen = usable
+        if self.groups != "each":
+            chosen = [_chosen(group, labels, usable, name) for group in self.groups]
+        return [make(f"{name}/{labels[i]}", [i]) for i in chosen]
 
 
 def _can_move(group: dict[str, Any], key: str) -> bool:
@@ -99,29 +101,14 @@ def _can_move(group: dict[str, Any], key: str) -> bool:
     return is_number and bool(value > 0)
 
 
-def _choose(
-    optimizer: Optimizer, groups: Groups, name: str, usable: Sequence[int]
-) -> list[tuple[str, list[int]]]:
-    """(name of the knob, indices of its groups).
-
-    Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
-    cannot be used, or if there is none at all that can."""
-    labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
-    if not usable:
-        raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
-    if groups is None:
-        return [(name, list(usable))]
-    chosen = []
-    for group in usable if groups == "each" else groups:
-        index = group if isinstance(group, int) else labels.index(group) if group in labels else -1
-        if not 0 <= index < len(labels):
-            raise ValueError(f"groups names {group!r}, but the optimizer has the groups {labels}")
-        if index not in usable:
-            raise ValueError(
-                f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}"
-            )
-        chosen.append((f"{name}/{labels[index]}", [index]))
-    return chosen
+def _chosen(group: int | str, labels: Sequence[str], usable: Sequence[int], name: str) -> int:
+    """The index of a group that is named, and can be used."""
+    index = group if isinstance(group, int) else labels.index(group) if group in labels else -1
+    if not 0 <= index < len(labels):
+        raise ValueError(f"groups names {group!r}, but the optimizer has the groups {labels}")
+    if index not in usable:
+        raise ValueError(f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}")
+    return index
 
 
 @dataclass(frozen=True)
