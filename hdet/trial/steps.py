@@ -64,10 +64,8 @@ class OwnSteps:
         if distance is not None:
             whole = sum(arm_factor(position) for position in range(1, STEPS + 1))
             distance = min(distance * whole / done, FARTHEST) if done > 0 else None
-        arm, pretrained = (
-            Arm(run.rate, (), distance),
-            self._displacement.is_pretrained(run.replicas),
-        )
+        arm = Arm(run.rate, (), distance)
+        pretrained = self._displacement.is_pretrained(run.replicas)
         return Trial(arm.rate, (arm,), pretrained=pretrained, uncertainty=UNCERTAINTY)
 
 
