@@ -279,7 +279,7 @@ def complete_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def find_trial(controller: Any) -> AutoLR | None:
     """The `AutoLR` in it that may train copies of the run, for which it asks for losses."""
-    search: AutoLR | None = getattr(controller, "search", None)
+    search: AutoLR | None = controller.search if isinstance(controller, Controller) else None
     return search if search is not None and search.budget != 0 else None
 
 
