@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from hdet.controllers.batch_losses import BatchLosses
 from hdet.controllers.probe_rule import PROBE, ProbeRule
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
-from hdet.measure.batch_losses import BatchLosses
 from hdet.run.cycle_stats import CycleStats, parse
 
 from .harness import emit

@@ -30,9 +30,9 @@ _HOMES = {
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights "
         "ModuleValue Scalar Temperature WeightDecay",
-        "noise": "warm_noise_",
+        "replicas.noise": "warm_noise_",
         "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
-        "policies": "Sync",
+        "converge.sync": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",
         "run.faults": "ReplicaLost",
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .controllers.sequential import SequentialController as SequentialController
     from .controllers.sequential import Shadow as Shadow
     from .controllers.softmax import SoftmaxController as SoftmaxController
+    from .converge.sync import Sync as Sync
     from .core.controller import Controller as Controller
     from .core.divergence import Divergence as Divergence
     from .core.evidence import Evidence as Evidence
@@ -76,17 +77,16 @@ if TYPE_CHECKING:
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay
-    from .noise import warm_noise_ as warm_noise_
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW
     from .optim import FusedLion as FusedLion
     from .optim import FusedMuon as FusedMuon
     from .optim import FusedSGD as FusedSGD
     from .optim import hidden_matrices as hidden_matrices
-    from .policies import Sync as Sync
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas
     from .replicas.coresident import CoresidentReplicas as CoresidentReplicas
+    from .replicas.noise import warm_noise_ as warm_noise_
     from .run.faults import ReplicaLost as ReplicaLost
     from .schedulers import OneCycleAutoLR as OneCycleAutoLR
     from .trial.auto import AutoLR as AutoLR

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
 from .core.plan import Decision
 from .knobs import Knob, LearningRate
-from .parts import Parts
-from .policies import Sync
 from .replicas import Replicas
 from .run.compatibility import check_arguments
 from .run.cycles import ReplicasDiverged
+from .run.parts import Parts
 from .run.same_run import check_gradients
 from .schedule import Scheduler
 from .trial.searched import Closure

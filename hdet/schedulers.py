@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from .controllers.softmax import SoftmaxController
+from .converge.sync import Sync
 from .core.controller import Controller
 from .core.schema import ANYTHING, MAPPING, read
 from .core.spread import check_spread
@@ -21,7 +22,6 @@ from .core.validate import whole
 from .ensemble import Ensemble
 from .knobs import LearningRate
 from .knobs.cells import content, put
-from .policies import Sync
 from .replicas import Replicas
 from .schedule import plain
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import hdet
-from hdet.noise import Slice
+from hdet.replicas.noise import Slice
 from tests.distributed import run_ranks
 
 

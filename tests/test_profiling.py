@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hdet.profiling import ON, ranged
+from hdet.tensors.profiling import ON, ranged
 
 STEP = """
 import torch, hdet

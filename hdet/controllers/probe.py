@@ -13,7 +13,7 @@ from torch import nn
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
 from ..core.validate import whole
-from ..measure.batch_losses import BatchLosses
+from .batch_losses import BatchLosses
 from .probe_rule import PROBE, ProbeRule
 
 __all__ = ["ProbeController"]

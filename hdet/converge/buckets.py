@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..core.validate import whole
 from ..kernels.spec.arguments import FLOATS
+from ..optim.snapshot import Masters
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .collectives import start_weighted_sum
@@ -24,10 +25,6 @@ IN_PLACE_BYTES = 4 << 20
 
 So is a large float32 master, from which its parameter is rounded afterwards.
 """
-
-Masters = Callable[[], Sequence[torch.Tensor | None]]
-"""Gives the master of each of some tensors, or None. Asked whenever they are needed, because an
-optimizer makes masters in its first step."""
 
 
 class Part(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..policies import Sync
+from ..converge.sync import Sync
 from ..replicas import Replicas
 from .common import Adapter, StandIn, complete_settings, require
 

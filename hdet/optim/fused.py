@@ -17,9 +17,9 @@ from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
 from hdet.kernels.spec.arguments import UnusualMemory, normalised
 from hdet.kernels.spec.interface import COUPLED
-from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
+from hdet.tensors.profiling import ranged
 
 from . import group_checks as groups
 from . import lists

@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..converge.buckets import check_averageable
+from ..converge.sync import Sync
 from ..core.controller import Controller
 from ..core.design import columns
 from ..core.divergence import Divergence
 from ..core.evidence import Run
 from ..knobs import Bound
-from ..policies import Sync
+from ..optim.snapshot import keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
 from .moments import follows_gradients
-from .snapshot import keeps_codes, keeps_weights
 
 __all__ = ["averaged_tensors", "check_arguments", "check_controller", "checked_design"]
 

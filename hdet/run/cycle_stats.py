@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from ..converge import Masters, all_finite, digest
 from ..core.validate import within
-from ..profiling import ranged
+from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
+from ..tensors.profiling import ranged
 
 __all__ = [
     "CycleStats",
@@ -31,7 +32,6 @@ __all__ = [
     "LossMeter",
     "gather_stats",
     "local_replicas",
-    "masters_of",
     "parse",
 ]
 
@@ -122,15 +122,6 @@ def local_replicas(
         return LocalReplica(lambda: replicas.sets(tensors)[place], masters, LossMeter(device))
 
     return [replica(place) for place in range(len(replicas.local))]
-
-
-def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
-    """For the local replica at that place.
-
-    Only a fused optimizer's are known: what others call a master is not read.
-    """
-    ask = getattr(optimizer, "masters", None)
-    return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
 class CycleStats(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 
 from ..core.divergence import Divergence, Verdict, judge
 from ..core.engine import CycleOutcome, Engine
-from ..profiling import ranged
 from ..schedule import Schedule
+from ..tensors.profiling import ranged
 from .cycle_stats import CycleStats, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard

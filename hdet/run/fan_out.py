@@ -12,10 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..knobs import Bound
+from ..optim.snapshot import without_hooks
 from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
 
-__all__ = ["FanOut", "without_hooks"]
+__all__ = ["FanOut"]
 
 
 class FanOut:
@@ -251,18 +252,6 @@ class FanOut:
             del optimizer.step
             if inner != optimizer.step:  # it was the instance's own
                 optimizer.step = inner
-
-
-@contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, no hook is called before or after a step."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    before = {name: getattr(optimizer, name) for name in names}
-    optimizer.__dict__.update({name: type(hooks)() for name, hooks in before.items()})
-    try:
-        yield
-    finally:
-        optimizer.__dict__.update(before)
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..controllers.measurement import Measurement, Watched
 from ..core.engine import Engine
-from ..measure.measurement import Measurement, Watched
 
 __all__ = ["Panel"]
 

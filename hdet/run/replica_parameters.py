@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from ..controllers.softmax import softmax_weights
 from ..converge import Averager, Task
+from ..converge.sync import Sync, Tied
 from ..core.divergence import Divergence
-from ..policies import Sync, Tied
+from ..optim.snapshot import CycleStarts
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import local_replicas
 from .moments import Moments
-from .snapshot import CycleStarts
 
 __all__ = ["ReplicaWeights", "check_tied"]
 

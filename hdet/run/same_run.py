@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from .. import __version__ as version
 from ..converge import digest as digest_of_tensors
+from ..converge.sync import Sync
 from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine
-from ..policies import Sync
 from ..replicas import Replicas
 from ..replicas.agreement import compare, digest
 from ..schedule import Schedule

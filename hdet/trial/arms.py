@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
-from ..profiling import ranged
-from ..run.snapshot import Snapshot
+from ..optim.snapshot import Snapshot
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
+from ..tensors.profiling import ranged
 from .in_place import InPlace
 from .searched import Closure, Searched, losses_by, mean_of
 

@@ -14,7 +14,7 @@ from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, MAPPING, number, optional, read
 from ..core.validate import within
-from ..run.snapshot import Snapshot
+from ..optim.snapshot import Snapshot
 from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget

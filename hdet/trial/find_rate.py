@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.validate import whole
+from ..optim.snapshot import without_hooks
 from ..replicas import Replicas
-from ..run.fan_out import without_hooks
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
 from .budget import SHORTEST

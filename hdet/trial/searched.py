@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..optim.snapshot import Snapshot, masters_of
 from ..replicas import Replicas
-from ..run.cycle_stats import masters_of
-from ..run.snapshot import Snapshot
 from ..tensors.dtensor import reshard
 from ..tensors.eval_mode import eval_mode
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..profiling import ranged
+from ..tensors.profiling import ranged
 from .arms import Arms
 from .budget import FORWARD
 from .displacement import Displacement, Ratios, medians

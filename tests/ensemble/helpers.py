@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
+from hdet.controllers.batch_losses import BatchLosses
+from hdet.controllers.measurement import Watched
 from hdet.core.clock import Clock
-from hdet.measure.batch_losses import BatchLosses
-from hdet.measure.measurement import Watched
 from tests.harness import batch, loss_of
 
 STOCK = [

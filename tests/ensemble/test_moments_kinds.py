@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hdet
+from hdet.optim.snapshot import keeps_weights, reset_moments
 from hdet.run.moments import Moments
-from hdet.run.snapshot import keeps_weights, reset_moments
 from tests.harness import Run, TwoReplicas, model, policies
 
 from ..distributed import run_ranks

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import hdet
+from hdet.controllers.measurement import Watched
+from hdet.controllers.points import LinePoints, RunningMean
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
-from hdet.measure.measurement import Watched
-from hdet.measure.points import LinePoints, RunningMean
 from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks

@@ -305,7 +305,7 @@ def test_a_skipped_step_changes_nothing(make: Make) -> None:
 
 def test_moments_begin_anew_in_place() -> None:
     """As after a cycle with moments="reset", or one that is taken back to before the first step."""
-    from hdet.run.snapshot import reset_moments
+    from hdet.optim.snapshot import reset_moments
 
     params, optimizer = made(FusedAdamW)
     run(optimizer, params, range(2))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...profiling import ranged
+from ...tensors.profiling import ranged
 from .. import native
 from ..spec.interface import Column, StepTensors
 from ..spec.pairing import PAIRINGS, Pairing

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...profiling import ranged
+from ...tensors.profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
 from ..spec.eight_bit import codebook

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ...profiling import ranged
+from ...tensors.profiling import ranged
 
 captured: list[list[Tensor]] = []
 """the tables of plans that a CUDA graph has captured: it holds their addresses, and may outlive the

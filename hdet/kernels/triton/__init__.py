@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...profiling import ranged
+from ...tensors.profiling import ranged
 from ...triton_kernels import average, norm, pair
 from ...triton_kernels import tables as t
 from ..spec.interface import Column

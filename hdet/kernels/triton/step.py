@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...profiling import ranged
+from ...tensors.profiling import ranged
 from ...triton_kernels import hyper, norm
 from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW

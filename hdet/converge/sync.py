@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .converge import Averaging, Plain
-from .converge.buckets import DEFAULT_BUCKET_BYTES
-from .core.validate import whole
+from ..core.validate import whole
+from .base import Averaging, Plain
+from .buckets import DEFAULT_BUCKET_BYTES
 
 __all__ = ["MOMENTS", "Sync", "Tied"]
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from ..converge import digest
 from ..core.validate import whole
-from ..profiling import ranged
 from ..tensors.buffers import tensors_in
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
+from ..tensors.profiling import ranged
 from .measurement import Measurement, Watched
 from .points import LinePoints, OwnMeans
 

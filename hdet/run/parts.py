@@ -8,26 +8,26 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .core.clock import Clock
-from .core.controller import Controller
-from .core.divergence import Divergence
-from .core.engine import Engine, KnobSpec
-from .core.evidence import Run
-from .knobs import Bound, Knob, bind_all, check_disjoint
-from .measure.measurement import Watched
-from .policies import Sync
-from .replicas import Replicas
-from .replicas.refusals import check_sharding
-from .run.compatibility import averaged_tensors, check_controller, checked_design
-from .run.cycle_stats import masters_of
-from .run.cycles import Cycles
-from .run.fan_out import FanOut
-from .run.faults import Guard
-from .run.measurements import Panel
-from .run.replica_parameters import ReplicaWeights, check_tied
-from .run.same_run import Agreement
-from .schedule import Schedule, Scheduler
-from .trial.searched import Searched
+from ..controllers.measurement import Watched
+from ..converge.sync import Sync
+from ..core.clock import Clock
+from ..core.controller import Controller
+from ..core.divergence import Divergence
+from ..core.engine import Engine, KnobSpec
+from ..core.evidence import Run
+from ..knobs import Bound, Knob, bind_all, check_disjoint
+from ..optim.snapshot import masters_of
+from ..replicas import Replicas
+from ..replicas.refusals import check_sharding
+from ..schedule import Schedule, Scheduler
+from ..trial.searched import Searched
+from .compatibility import averaged_tensors, check_controller, checked_design
+from .cycles import Cycles
+from .fan_out import FanOut
+from .faults import Guard
+from .measurements import Panel
+from .replica_parameters import ReplicaWeights, check_tied
+from .same_run import Agreement
 
 __all__ = ["Parts"]
 

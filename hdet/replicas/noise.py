@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .core.validate import within
-from .replicas import Replicas
-from .tensors import dtensor as shards
+from ..core.validate import within
+from ..tensors import dtensor as shards
+from .topology import Replicas
 
 __all__ = ["Slice", "warm_noise_"]
 

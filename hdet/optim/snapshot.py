@@ -3,33 +3,40 @@ and in a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
-from ..optim.fused import FusedOptimizer
-from ..optim.moment_storage import EIGHT_BIT
-from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, tensors_in
 from ..tensors.dtensor import local_parts
+from .fused import FusedOptimizer
+from .moment_storage import EIGHT_BIT
+from .state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 
 __all__ = [
     "CycleStarts",
     "GroupNumbers",
+    "Masters",
     "Snapshot",
     "inner_optimizer",
     "is_known",
     "keeps_codes",
     "keeps_weights",
     "keys_of_own",
+    "masters_of",
     "optimizers_in",
     "owners_in",
     "reset_moments",
+    "without_hooks",
 ]
 
+Masters = Callable[[], Sequence[torch.Tensor | None]]
+"""Gives the master of each of some tensors, or None. Asked whenever they are needed, because an
+optimizer makes masters in its first step."""
 SETTINGS = {
     "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum",
     "weight_decay", "eps",
@@ -91,6 +98,29 @@ def keeps_codes(optimizer: Optimizer) -> bool:
 
 
 # -- put back --------------------------------------------------------------------------------------
+
+
+def masters_of(
+    optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
+) -> Callable[[], Sequence[torch.Tensor | None]]:
+    """For the local replica at that place.
+
+    Only a fused optimizer's are known: what others call a master is not read.
+    """
+    ask = getattr(optimizer, "masters", None)
+    return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, no hook is called before or after a step."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: getattr(optimizer, name) for name in names}
+    optimizer.__dict__.update({name: type(hooks)() for name, hooks in before.items()})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(before)
 
 
 @torch.no_grad()

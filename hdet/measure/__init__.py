@@ -1,5 +1,0 @@
-"""What controllers learn from beside training losses."""
-
-from .measurement import Measurement, Watched
-
-__all__ = ["Measurement", "Watched"]
