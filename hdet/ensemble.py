@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,19 +13,16 @@ from torch.optim import Optimizer
 from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
-from .core.plan import Decision
 from .knobs import Knob, LearningRate
 from .replicas import Replicas
-from .run.compatibility import check_arguments
+from .run.compatibility import check_arguments, warn_of_no_controller
 from .run.cycles import ReplicasDiverged
+from .run.history import Records
 from .run.parts import Parts
-from .run.same_run import check_gradients
 from .schedule import Scheduler
 from .trial.searched import Closure
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
-
-_LOG = logging.getLogger("hdet")
 
 
 class Ensemble:
@@ -97,22 +93,16 @@ class Ensemble:
             optimizer, scheduler, knobs, controller, replicas, sync, divergence, design,
             warmup_steps, total_steps, seed,
         )  # fmt: skip
-        self.optimizer, self.sync, self.divergence, self.log = optimizer, sync, divergence, log
+        self.optimizer, self.sync, self.divergence = optimizer, sync, divergence
         self.parameters, self.replicas, self.knobs = parts.tensors, parts.replicas, parts.knobs
         self.schedule, self.engine, self.run = parts.schedule, parts.engine, parts.run
         self.during, self.weights = parts.during, parts.weights
-        self.tell: Callable[[str], object] = _LOG.info
-        """Takes what is worth a line in a log: notes of cycles, and what the controller reports. A
-        framework's log may stand here."""
-        self.history: dict[str, Any] | None = None
-        """The last cycle's record, as `log` gets it (`hdet.run.history.cycle_record`). None before
-        the first."""
+        self.records = Records(self.engine, log)
         self._fan_out, self._panel, self._search = parts.fan_out, parts.panel, parts.search
         self._agreement, self._cycles = parts.agreement, parts.cycles
         self._cycles.times_device = log is not None
         # Is the kind of gradients known? Knobs that act on gradients change them.
         self._knows_gradients = any(knob.on_gradients for knob in self.knobs)
-        self._last_report = ""
         parts.attach()
         self._cycles.begin()
 
@@ -161,11 +151,9 @@ class Ensemble:
         """
         cycles, schedule = self._cycles, self.schedule
         if self.replicas.in_use or self._fan_out.explored is not None or self._search is not None:
-            self._check_outside_use("step", "call it once per optimizer step, after all of them")
+            self.check_at_rest("step")
         if self.during.lost is not None:
             self.during.check_whole()
-        if closure is not None:
-            _check_closure(closure)
         schedule.check_unwritten()
         if loss is not None:
             self.weights.local[self.replicas.place(None)].loss_meter.add(loss)
@@ -176,7 +164,7 @@ class Ensemble:
             self._check_gradients()
         try:
             if stepped and self._search is not None:
-                self._search_rate(closure)
+                cycles.search_rate(self._search, closure)
             is_over = schedule.advance()
             if stepped:
                 ends = self.engine.tick()
@@ -184,14 +172,14 @@ class Ensemble:
                     self._panel.sample()
             ends = ends or (is_over and self.engine.position > 0)
             if ends:
-                self.history = cycles.end(self._search is not None and not self._search.done)
+                record = cycles.end(self._search is not None and not self._search.done)
             elif stepped and (cycles.can_part or not self.weights.average.idle):
                 cycles.act_within()
         finally:  # also when the schedule is past its end: at rest there is the base value
             if not schedule.is_neutral:
                 schedule.write(self.engine)
         if ends:
-            self._tell_record()
+            self.records.add(record)
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The
@@ -200,7 +188,7 @@ class Ensemble:
         Always exact, whatever `Sync.converge` is: an average under way is completed. A replica that
         is left out because its parameters are not finite is noted in the next record and warned of.
         """
-        self._check_outside_use("converge", "it is of all replicas, call it after")
+        self.check_at_rest("converge")
         self.schedule.check_at_rest()
         self.during.check_whole()
         self._agree()
@@ -255,7 +243,7 @@ class Ensemble:
                 leads from the schedule's value to this one (0, or a rate where the schedule is at 0
                 now).
         """
-        self._check_not_exploring("set_value")
+        self.check_at_rest("set_value")
         self.schedule.check_at_rest()
         k = self._number_of(name)
         self.engine.set_value(k, float(value), self.knobs[k].uncorrected_value())
@@ -272,6 +260,11 @@ class Ensemble:
     def cycle(self) -> int:
         """Cycles completed."""
         return self.engine.cycle
+
+    @property
+    def history(self) -> dict[str, Any] | None:
+        """The last cycle's record, as ``log`` gets it. None before the first."""
+        return self.records.last
 
     @property
     def in_sync(self) -> bool:
@@ -333,64 +326,23 @@ class Ensemble:
             with self.during("agreement"):
                 self._agreement.check(self.weights.device)
             self.weights.moments.check()
-            self._tell_report()  # not before: a state may be loaded, and another `tell` be set
+            self.records.tell_report()  # not before: a state may be loaded, `tell` be another
 
     def _check_gradients(self) -> None:
-        norm, kind = self._fan_out.gradient_norm, self.sync.gradients
         with self.during("agreement"):
-            check_gradients(self.replicas, norm, kind, self.weights.device)
+            self._agreement.check_gradients(self._fan_out.gradient_norm, self.weights.device)
         self._knows_gradients = True
 
-    def _search_rate(self, closure: Closure | None) -> None:
-        """One step of an `AutoLR`, and what it has decided."""
-        assert self._search is not None
-        with self.during("trial"):
-            factor = self._search.after_step(closure)
-        if factor is None:
-            return
-        if factor != 1:
-            decision = Decision(factor=factor)
-            for k, (knob, peaks) in enumerate(zip(self.knobs, self.schedule.peaks(), strict=True)):
-                if knob.key == "lr":
-                    self._cycles.notes += self.engine.apply(k, decision, peaks[0])
-            self.schedule.write(self.engine)
-        if factor < 1:  # the first weights are in place again
-            self._cycles.note_restore()
-        self._cycles.trial = self._search.interval.to_dict()
-        self._cycles.notes.append(self._search.note)
-
-    def _tell_record(self) -> None:
-        assert self.history is not None
-        for note in self.history["notes"]:
-            self.tell(f"hdet, step {self.engine.step}: {note}")
-        self._tell_report()
-        if self.log is not None:
-            self.log(self.history, self.engine.step)
-
-    def _tell_report(self) -> None:
-        """Each sentence once."""
-        controller, report = self.engine.controller, self.report()
-        if controller is not None and report not in ("", self._last_report):
-            # whoever shows no INFO would wait for a controller that does nothing from the start on
-            does_little = self._search is not None and self._search.is_too_short
-            is_idle = self.engine.step == 0 and (controller.idle or does_little)
-            tell = _LOG.warning if is_idle else self.tell
-            tell(f"hdet, {controller.name}: {report}")
-        self._last_report = report
-
-    def _check_outside_use(self, name: str, remedy: str) -> None:
+    def check_at_rest(self, name: str) -> None:
+        """Raises ValueError where a replica is in ``use``, explores, or an arm of a trial is in its
+        place. ``name``: of the method that is not to be called there."""
+        where = None
         if self.replicas.in_use:
-            raise ValueError(
-                f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}"
-            )
-        self._check_not_exploring(name)
-
-    def _check_not_exploring(self, name: str) -> None:
-        if self._fan_out.explored is not None:
-            raise ValueError(
-                f"ensemble.{name}() was called inside `with ensemble.explore():`, where "
-                "values are a replica's: call it after"
-            )
+            where = "`with replicas.use(k):`; it is of all replicas"
+        elif self._fan_out.explored is not None:
+            where = "`with ensemble.explore():`, where values are a replica's"
+        if where is not None:
+            raise ValueError(f"ensemble.{name}() was called inside {where}: call it after")
         self._check_no_arm(name)
 
     def _check_no_arm(self, name: str) -> None:
@@ -415,7 +367,7 @@ class Ensemble:
         parameters. The losses of the running cycle are not part of the state.
         """
         self.during.check_whole()
-        self._check_not_exploring("state_dict")
+        self.check_at_rest("state_dict")
         self.schedule.check_unwritten()
         has_parted = self._cycles.can_part and (self.engine.position or self._fan_out.stepped)
         if has_parted and not self.in_sync:
@@ -429,7 +381,7 @@ class Ensemble:
     def check_state(self, state: Any) -> None:
         """Raise ValueError for a state that `load_state_dict` refuses; nothing is changed in any
         case."""
-        self._check_not_exploring("load_state_dict")
+        self.check_at_rest("load_state_dict")
         self.schedule.check_at_rest()
         self.schedule.check_state(state)
         self.engine.check_state(state)
@@ -445,7 +397,7 @@ class Ensemble:
             ValueError: another version, missing or damaged values, other knobs, another controller
                 or scheduler; nothing is changed then.
         """
-        self._check_not_exploring("load_state_dict")
+        self.check_at_rest("load_state_dict")
         self.schedule.check_at_rest()
         with self.schedule.taken_over(state):
             self.engine.load_state_dict(state)
@@ -455,19 +407,7 @@ class Ensemble:
         self._fan_out.note_load(rewrite=lambda: self.schedule.write(self.engine))
         self._cycles.note_load()
         if self.engine.controller is None and state["controller"] is not None:
-            self._warn_of_no_controller(state["controller"])
-
-    def _warn_of_no_controller(self, saved: str) -> None:
-        kept = ", ".join(
-            f"{name} {correction:.4g}" for name, correction in self.corrections.items()
-        )
-        spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
-        warnings.warn(
-            f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
-            f"corrections {kept} stay in force, nothing is searched any more"
-            f"{spread if self.engine.explores else ''}",
-            stacklevel=3,
-        )
+            warn_of_no_controller(self.engine, state["controller"])
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge()
@@ -481,11 +421,3 @@ class Ensemble:
         self._fan_out.close()
         self.weights.average.close()
         self.replicas.detach()
-
-
-def _check_closure(closure: Any) -> None:
-    if not callable(closure):
-        raise TypeError(
-            f"closure must be a function, got {type(closure).__name__}: it computes the losses of "
-            "the batch again, such as closure=lambda: losses_of(model, batch)"
-        )

@@ -79,9 +79,7 @@ class Inventory:
     """
 
     def __init__(self, run: RunState) -> None:
-        run.ensemble._check_outside_use(
-            "state_dict", "a checkpoint is of all replicas: call it after"
-        )
+        run.ensemble.check_at_rest("state_dict")
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, Any] = {}
         self.names: dict[str, str] = {}

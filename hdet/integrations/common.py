@@ -127,7 +127,7 @@ class Adapter:
             trial.before_step = partial(_call_in_turn, self.clip_gradients, trial.before_step)
             trial.scaler = trial.scaler or self.scaler
         ensemble = Ensemble(optimizer, **made)
-        ensemble.tell = self.tell
+        ensemble.records.tell = self.tell
         return ensemble
 
     def add_group(self, number: int, group: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from ..converge.sync import Sync
 from ..core.controller import Controller
 from ..core.design import columns
 from ..core.divergence import Divergence
+from ..core.engine import Engine
 from ..core.evidence import Run
 from ..knobs import Bound
 from ..optim.snapshot import keeps_codes, keeps_weights
@@ -308,3 +309,16 @@ def check_controller(controller: Controller, run: Run) -> None:
             f"{len(knobs)} ({', '.join(knobs)}): use more replicas or fewer knobs, for rates "
             "LearningRate(groups=None)"
         )
+
+
+def warn_of_no_controller(engine: Engine, saved: str) -> None:
+    """A state of a run with the controller ``saved`` was loaded into one without any."""
+    names = [knob.name for knob in engine.knobs]
+    kept = ", ".join(f"{n} {c:.4g}" for n, c in zip(names, engine.corrections, strict=True))
+    spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
+    warnings.warn(
+        f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
+        f"corrections {kept} stay in force, nothing is searched any more"
+        f"{spread if engine.explores else ''}",
+        stacklevel=3,
+    )

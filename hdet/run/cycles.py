@@ -12,8 +12,11 @@ import torch
 
 from ..core.divergence import Divergence, Verdict, judge
 from ..core.engine import CycleOutcome, Engine
+from ..core.plan import Decision
 from ..schedule import Schedule
 from ..tensors.profiling import ranged
+from ..trial.auto import AutoLR
+from ..trial.searched import Closure
 from .cycle_stats import CycleStats, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
@@ -132,6 +135,24 @@ class Cycles:
         self.weights.loaded()
         self.panel.restart()
         self.begin()
+
+    def search_rate(self, search: AutoLR, closure: Closure | None) -> None:
+        """One step of a search, and what it has decided."""
+        with self.during("trial"):
+            factor = search.after_step(closure)
+        if factor is None:
+            return
+        if factor != 1:
+            decision, schedule = Decision(factor=factor), self.schedule
+            for k, (knob, peaks) in enumerate(zip(schedule.knobs, schedule.peaks(), strict=True)):
+                if knob.key == "lr":
+                    self.notes += self.engine.apply(k, decision, peaks[0])
+            schedule.write(self.engine)
+        if factor < 1:  # the first weights are in place again
+            self.note_restore()
+        assert search.interval is not None
+        self.trial = search.interval.to_dict()
+        self.notes.append(search.note)
 
     # -- an average --------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""What is said of a cycle: one record of plain data, the same on every rank but for its own
-times."""
+"""What is said of a run: one record of plain data a cycle, the same on every rank but for its own
+times, and lines of text."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..controllers.probe_rule import PROBE
@@ -12,7 +13,40 @@ from ..core.engine import CycleOutcome, Engine
 from ..core.replay import record_of
 from ..schedule import Schedule
 
-__all__ = ["cycle_record"]
+__all__ = ["Records", "cycle_record"]
+
+_LOG = logging.getLogger("hdet")
+
+
+class Records:
+    """Gives each cycle's record to ``log``, and lines of text to ``tell``: notes, and what the
+    controller reports, each sentence once."""
+
+    def __init__(self, engine: Engine, log: Callable[[dict[str, Any], int], object] | None) -> None:
+        self.engine, self.log = engine, log
+        self.tell: Callable[[str], object] = _LOG.info
+        """A framework's log may stand here."""
+        self.last: dict[str, Any] | None = None
+        self._last_report = ""
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.last = record
+        for note in record["notes"]:
+            self.tell(f"hdet, step {self.engine.step}: {note}")
+        self.tell_report()
+        if self.log is not None:
+            self.log(record, self.engine.step)
+
+    def tell_report(self) -> None:
+        controller = self.engine.controller
+        report = "" if controller is None else controller.report()
+        if controller is not None and report not in ("", self._last_report):
+            # Whoever shows no INFO would wait for a controller that does nothing from the start on.
+            search = controller.search
+            is_idle = controller.idle or (search is not None and search.is_too_short)
+            tell = _LOG.warning if self.engine.step == 0 and is_idle else self.tell
+            tell(f"hdet, {controller.name}: {report}")
+        self._last_report = report
 
 
 def cycle_record(

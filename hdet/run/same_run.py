@@ -24,7 +24,7 @@ from ..replicas.agreement import compare, digest
 from ..schedule import Schedule
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Agreement", "check_gradients"]
+__all__ = ["Agreement"]
 
 _OF_SYNC = ("every", "converge", "gradients", "moments", "weights", "bucket_bytes")
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -81,6 +81,37 @@ class Agreement:
             }
             compare(entries, group, device)
         self.reached, self._values = True, None
+
+    def check_gradients(self, norm: torch.Tensor | None, device: torch.device) -> None:
+        """Raises ValueError if gradients are to be shared, and differ; warns if they are to be
+        local, and are the same on all replicas. ``norm``: of this rank's in the first step;
+        None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One
+        all_reduce, unless this process is alone."""
+        replicas, gradients = self.replicas, self.sync.gradients
+        if replicas.world_group is None:
+            return
+        square = (
+            torch.full((1,), math.nan, dtype=torch.float64)
+            if norm is None
+            else norm.reshape(1) ** 2
+        )
+        norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
+        if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
+            return
+        if gradients == "shared" and max(norms) > 1.001 * min(norms):
+            listed = ", ".join(f"{x:.6g}" for x in norms[:8])
+            raise ValueError(
+                "gradients='shared', but the first step's gradients differ between replicas (norms "
+                f"{listed}): wrap the model in "
+                "DistributedDataParallel or all-reduce them, or pass gradients='local'"
+            )
+        if gradients == "local" and len(set(norms)) == 1:
+            warnings.warn(
+                "gradients='local', but the first step's gradients are the same on all replicas: "
+                "under DistributedDataParallel run the backward pass inside no_sync(), and give "
+                "each replica batches of its own",
+                stacklevel=4,
+            )
 
     def _of_everyone(self) -> dict[str, Any]:
         """What must be the same on all ranks, by names that users know."""
@@ -197,34 +228,3 @@ def _settings_of(controller: Controller) -> dict[str, Any]:
         ):
             settings[name] = value
     return settings
-
-
-def check_gradients(
-    replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device
-) -> None:
-    """Raises ValueError if gradients are to be shared, and differ; warns if they are to be local,
-    and are the same on all replicas. ``norm``: of this rank's in the first step; None: it has left
-    that out, and nothing is said, nor of norms that are not finite or 0. One all_reduce,
-    unless this process is alone."""
-    if replicas.world_group is None:
-        return
-    square = (
-        torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
-    )
-    norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
-    if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
-        return
-    if gradients == "shared" and max(norms) > 1.001 * min(norms):
-        listed = ", ".join(f"{x:.6g}" for x in norms[:8])
-        raise ValueError(
-            "gradients='shared', but the first step's gradients differ between replicas (norms "
-            f"{listed}): wrap the model in "
-            "DistributedDataParallel or all-reduce them, or pass gradients='local'"
-        )
-    if gradients == "local" and len(set(norms)) == 1:
-        warnings.warn(
-            "gradients='local', but the first step's gradients are the same on all replicas: under "
-            "DistributedDataParallel run the "
-            "backward pass inside no_sync(), and give each replica batches of its own",
-            stacklevel=4,
-        )

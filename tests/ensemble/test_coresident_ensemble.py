@@ -131,7 +131,7 @@ def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
     run.ensemble.observe(4.0, replica=1)
     with run.replicas.use(0):
         run.ensemble.observe(2.0)
-        with pytest.raises(ValueError, match="once per optimizer step"):
+        with pytest.raises(ValueError, match=r"of all replicas: call it after"):
             run.ensemble.step()
         with pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
             run.ensemble.converge()

@@ -33,7 +33,7 @@ def test_past_the_end_of_the_schedule_the_rate_stays_the_corrected_one() -> None
 def log_that_raises(rank: int, world: int) -> Any:
     run = Run(rank, every=2).steps(1)
     if rank == 0:
-        run.ensemble.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
+        run.ensemble.records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
     assert told(run.step) == ("no error" if rank else "disk full")
     return run.ensemble.multipliers["lr"], run.ensemble.in_sync
 
