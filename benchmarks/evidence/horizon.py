@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 import hdet
+from hdet.controllers.probe_rule import END
 
 from . import command, training
 from .hero import RESULTS as HERO
@@ -95,7 +96,8 @@ class Corrected(hdet.ProbeController):
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         decisions = super().decide(evidence)
         self.correction = evidence.corrections[0] * decisions[0].factor
-        if self._counts(0) and decisions[0].t is not None:
+        is_near_peak = self.warm[0] and self.phase[0] >= END
+        if is_near_peak and decisions[0].t is not None:
             self.votes.append(round(decisions[0].t, 2))
         return decisions
 

@@ -51,11 +51,7 @@ class Budget:
         looks = f"only how far the first {STEPS} steps move the weights is looked at"
         if self.total_steps is None or self.part == 0:
             return looks
-        few = f"{self.total_steps} steps are too few for a trial"
-        if self.total_steps <= MOST:
-            return f"{few}, so {looks}. Use hdet.find_rate"
-        part = math.ceil(100 * MOST / self.total_steps) / 100
-        return (
-            f"{few} within the budget, so {looks}. For a trial pass budget={part:g}, or use "
-            "hdet.find_rate"
-        )
+        remedy = "hdet.find_rate"
+        if self.total_steps > MOST:
+            remedy = f"budget={math.ceil(100 * MOST / self.total_steps) / 100:g}, or {remedy}"
+        return f"{self.total_steps} steps are too few for a trial, so {looks}. Use {remedy}"

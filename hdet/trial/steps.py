@@ -107,7 +107,7 @@ class TrialSteps:
 
     def after_step(self, closure: Closure | None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
-        if closure is None:
+        if not callable(closure):
             raise TypeError(
                 "AutoLR's trial needs the batch's losses again in each of its steps: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch))"

@@ -85,8 +85,8 @@ TRIED = "a trial in the first 56 steps, at 0.125, 1, 8, 64, 512 times your rate;
         (250, 0.9, "a trial in "),
         (5000, 0, "only how far "),
         (None, None, "only how far "),
-        (1300, 0.15, f"1300 steps {FEW} within the budget{LOOKS}For a trial pass budget=0.16"),
-        (SHORTEST - 1, None, f"999 steps {FEW} within the budget{LOOKS}For a trial pass budget"),
+        (1300, 0.15, f"1300 steps {FEW}{LOOKS}Use budget=0.16, or hdet.find_rate"),
+        (SHORTEST - 1, None, f"999 steps {FEW}{LOOKS}Use budget=0.2"),
         (150, None, f"150 steps {FEW}{LOOKS}Use hdet.find_rate"),
     ],
 )
