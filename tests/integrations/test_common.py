@@ -146,7 +146,7 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
     states = before.save_states()
     after = begun(settings, 2, logs=False, states=states).ensembles
     assert [of.corrections["lr"] for of in after] == [1.0, 0.5]
-    assert [of.log for of in after] == [None, None]
+    assert [of.records.log for of in after] == [None, None]
     with pytest.raises(ValueError, match="is of 2 optimizers, and there are 1: make the same ones"):
         begun(settings, 1, states=states)
 
