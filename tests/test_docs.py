@@ -46,9 +46,7 @@ RANGES = (
     "hdet.probe",
     "hdet.trial.train",
     "hdet.trial.score",
-    "hdet.hypergradient",
     "hdet.cycle_stats",
-    "hdet.kernels.gpu",
 )
 """of profilers: they look like Python's names"""
 

@@ -42,7 +42,7 @@ class Controller:
     """In records and messages; a state is loaded by a controller of the same name only. Default:
     the class's."""
     measurements: Mapping[str, Any] = {}
-    """By name, the `hdet.measure.Measurement` objects that it learns from."""
+    """By name, the `hdet.controllers.measurement.Measurement` objects that it learns from."""
     parts: Mapping[str, Controller] = {}
     """By name, controllers that it is made of: they start, restart, observe and are saved with
     it."""
