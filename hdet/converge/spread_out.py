@@ -43,8 +43,8 @@ class Streaming(Averaging):
     def make_averager(self, task: Task) -> Averager:
         if self.fragments > task.sync_interval:
             raise ValueError(
-                f"fragments={self.fragments} is more than sync_interval={task.sync_interval}: at "
-                "most one fragment is averaged after a step"
+                f"fragments={self.fragments} is more than the cycle's {task.sync_interval} steps: "
+                "at most one fragment is averaged after a step"
             )
         return _SpreadOut(task, fragments=self.fragments)
 
@@ -76,7 +76,7 @@ class Overlapped(Averaging):
     def make_averager(self, task: Task) -> Averager:
         if self.steps >= task.sync_interval:
             raise ValueError(
-                f"steps={self.steps} must be less than sync_interval={task.sync_interval}: an "
+                f"steps={self.steps} must be less than the cycle's {task.sync_interval}: an "
                 "average is to be applied before the next begins"
             )
         return _SpreadOut(task, delay=self.steps)
