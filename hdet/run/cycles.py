@@ -123,7 +123,7 @@ class Cycles:
     def note_restore(self) -> None:
         """A search has put the first weights back, and what was measured since counts no more."""
         with self.during("average"):
-            self.weights.took_back()
+            self.weights.note_restore()
         self.note_average()
         self.engine.level = None
         self.panel.restart()
@@ -132,7 +132,7 @@ class Cycles:
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
         self._stay_equal = self.replicas.count == 1
-        self.weights.loaded()
+        self.weights.note_load()
         self.panel.restart()
         self.begin()
 

@@ -111,7 +111,7 @@ class ReplicaWeights:
         if self._starts is not None:
             self._starts.advance()
 
-    def loaded(self) -> None:
+    def note_load(self) -> None:
         """Parameters may have been loaded: earlier ones are dropped."""
         if self._starts is not None:
             self._starts.forget()
@@ -155,12 +155,12 @@ class ReplicaWeights:
         self.average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
-    def took_back(self) -> None:
+    def note_restore(self) -> None:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's.
 
         They need not have been equal when it was taken.
         """
-        self.loaded()
+        self.note_load()
         self.average.load_state([])
         self.complete([0], [None] * self.replicas.count)
 
