@@ -326,7 +326,7 @@ class Ensemble:
             with self.during("agreement"):
                 self._agreement.check(self.weights.device)
             self.weights.moments.check()
-            self.records.tell_report()  # not before: a state may be loaded, `tell` be another
+            self.records.tell_report()  # not earlier: the state and `tell` may change
 
     def _check_gradients(self) -> None:
         with self.during("agreement"):

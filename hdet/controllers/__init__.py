@@ -1,1 +1,1 @@
-"""What users construct: each controller binds a rule to the measurements that it needs."""
+"""Controllers that users construct, and what they measure."""

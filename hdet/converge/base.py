@@ -40,7 +40,7 @@ class Task:
 class Averaging:
     """How replicas are averaged: settings, from which `build` makes an `Averager`.
 
-    Subclasses are frozen dataclasses, because ranks compare their repr. Class attributes say what
+    Subclasses are frozen dataclasses, because ranks compare their fields. Class attributes say what
     they need of a run; a run that has it not is refused.
     """
 

@@ -1,7 +1,4 @@
-"""Settings that belong together, frozen: how replicas are averaged.
-
-`hdet.Divergence` is the other such policy.
-"""
+"""`Sync`: when and how replicas are averaged."""
 
 from __future__ import annotations
 

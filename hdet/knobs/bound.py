@@ -101,8 +101,8 @@ class Bound:
         self.left: list[Any] = []
         """[cell]: the base values, as they were left there."""
         self.highest: Any = -math.inf
-        """Of the first cell of `scheduled`, in the steps since the controller was told; -inf before
-        the first."""
+        """Of the first cell of `scheduled`, in the steps since the controller was last asked; -inf
+        before the first."""
         self.correction = 1.0
         self.base: float | None = None
         """Off the schedule, the base value in the place of schedule times correction."""

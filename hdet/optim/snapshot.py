@@ -100,9 +100,7 @@ def keeps_codes(optimizer: Optimizer) -> bool:
 # -- put back --------------------------------------------------------------------------------------
 
 
-def masters_of(
-    optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
-) -> Callable[[], Sequence[torch.Tensor | None]]:
+def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
     """For the local replica at that place.
 
     Only a fused optimizer's are known: what others call a master is not read.

@@ -1,5 +1,4 @@
-"""Who is a replica, and the one small collective per cycle that replicas need beside the
-average."""
+"""Who is a replica, several of them in one process, and the noise with which they may begin."""
 
 from .agreement import ReplicaDisagreement
 from .topology import Replicas

@@ -1,2 +1,2 @@
-"""What one run holds: the schedule, fan-out, cycle statistics, parameters, snapshots, history,
-faults, and the checks at its start."""
+"""The parts of an Ensemble: cycles, fan-out, statistics, parameters, measurements, records, faults,
+and the checks at a run's start."""

@@ -1,2 +1,2 @@
-"""Tensors and modules as torch gives them: shards of a DTensor, buffers by name, hooks, an
-evaluation that leaves no trace."""
+"""Tensors and modules as torch gives them: shards of a DTensor, buffers by name, orders in memory,
+an evaluation that leaves no trace; and ranges for profilers."""
