@@ -85,8 +85,8 @@ class Ensemble:
         knobs = [LearningRate()] if knobs is None else knobs
         sync, divergence = sync or Sync(), divergence or Divergence()
         check_arguments(
-            optimizer, scheduler, knobs, replicas=replicas, controller=controller, sync=sync,
-            divergence=divergence,
+            optimizer, scheduler, knobs, seed=seed, log=log, replicas=replicas,
+            controller=controller, sync=sync, divergence=divergence,
         )  # fmt: skip
         # Everything is validated before the optimizer is touched, which `Parts.attach` does.
         parts = Parts(

@@ -99,6 +99,8 @@ class OneCycleAutoLR(OneCycleLR):
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
             whole(model_sync_interval, "model_sync_interval", of="steps")
+            if min(max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]) <= 0:
+                raise ValueError(f"max_lr must be above 0, got {max_lr!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(

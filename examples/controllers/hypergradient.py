@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hdet
-from hdet.controllers.measurement import Measurement, Watched
+from hdet.controllers import Measurement, Watched
 
 
 class Cosines(Measurement):

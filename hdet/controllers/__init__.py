@@ -1,1 +1,5 @@
 """Controllers that users construct, and what they measure."""
+
+from .measurement import Measurement, Watched
+
+__all__ = ["Measurement", "Watched"]

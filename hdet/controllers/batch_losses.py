@@ -59,6 +59,13 @@ class BatchLosses(Measurement):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+        if not callable(batches) and not hasattr(batches, "__getitem__"):
+            raise TypeError(
+                f"batches must be a list, or a function of the cycle, got {type(batches).__name__}:"
+                " pass list(itertools.islice(loader, 8))"
+            )
         whole(chunks, "chunks", 2, why="the slope's error comes from the scatter over mini-batches")
         if not callable(batches) and len(batches) < chunks:
             raise ValueError(

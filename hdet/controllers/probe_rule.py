@@ -118,6 +118,9 @@ class ProbeRule(Controller):
             f"a value moves where |t| is above {self.dead:g}, while the schedule is near its peak"
         )
 
+    def check_state(self, state: Any) -> dict[str, Any]:
+        return self.check_columns(super().check_state(state), "warm", "phase", "looks", "last")
+
     def decide(self, evidence: Evidence) -> list[Decision]:
         self.observe(evidence)
         is_near = [w and p >= END for w, p in zip(self.warm, self.phase, strict=True)]

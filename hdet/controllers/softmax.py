@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
@@ -142,6 +143,10 @@ class SoftmaxController(Controller):
                 f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule "
                 f"and means nothing for the knob {other[0]!r}: pass decay=None"
             )
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        values = self.check_columns(super().check_state(state), "gammas", "ceilings")
+        return self.check_columns(values, "velocities")
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         knobs = len(evidence.knobs)

@@ -42,7 +42,7 @@ class Controller:
     """In records and messages; a state is loaded by a controller of the same name only. Default:
     the class's."""
     measurements: Mapping[str, Any] = {}
-    """By name, the `hdet.controllers.measurement.Measurement` objects that it learns from."""
+    """By name, the `hdet.controllers.Measurement` objects that it learns from."""
     parts: Mapping[str, Controller] = {}
     """By name, controllers that it is made of: they start, restart, observe and are saved with
     it."""
@@ -64,6 +64,7 @@ class Controller:
     each is checked before it is loaded (hdet/core/schema.py)."""
     freeze_after: float | None = None
     frozen = False
+    _knobs: int | None = None  # of the run, once it has started
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -84,6 +85,7 @@ class Controller:
     def start(self, run: Run) -> None:
         """Once, before the first step. Raises ValueError for a run in which it cannot work."""
         self._last_step_that_moves(run.total_steps)
+        self._knobs = len(run.knobs)
         for part in self.parts.values():
             part.start(run)
 
@@ -160,6 +162,18 @@ class Controller:
         for name, part in self.parts.items():
             part.check_state(values[name])
         return values
+
+    def check_columns(self, values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """The values, in which these lists have one entry for each knob, or none before there was
+        anything to keep. Raises ValueError if not."""
+        lengths = {name: len(values[name]) for name in names}
+        length, *others = {*lengths.values()}
+        if others or (self._knobs is not None and length not in (0, self._knobs)):
+            raise ValueError(
+                f"the {type(self).__name__}'s state has lists of other lengths than the run has "
+                f"knobs ({lengths}): it is damaged, or of another run"
+            )
+        return dict(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises as `check_state`; nothing is changed then."""

@@ -316,6 +316,8 @@ class Engine:
             "controller_state": optional(MAPPING) if self.controller is None else MAPPING,
         }
         values = read(state, fields, where)
+        if values["position"] > values["step"]:
+            raise ValueError(f"position of {where} is above its step: it is damaged")
         if self.controller is not None:
             self.controller.check_state(values["controller_state"])
         elif any(base is not None for base in values["bases"]):

@@ -88,6 +88,8 @@ def list_of(kind: Check | list[Check], length: int | None = None) -> Check:
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
     """Numbers, also infinite ones, True and False, and lists of them, however they are nested."""
+    if getattr(value, "ndim", None) == 0:  # a number in a tensor or of numpy
+        value = value.item()
     if isinstance(value, (list, tuple)) and depth < DEEPEST:
         return [plain(entry, f"{where}[{i}]", depth + 1) for i, entry in enumerate(value)]
     if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):

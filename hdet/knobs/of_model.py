@@ -24,8 +24,19 @@ def _forward_knob(knob: Any, name: str, cells: Sequence[Cell], **flags: Any) -> 
     ``knob`` has spread and bounds, and, where it may be linear, scale and unit.
     """
     unit = getattr(knob, "unit", None)
+    _check_unit(name, getattr(knob, "scale", "log"), unit)
     scale = scale_of(knob.bounds, getattr(knob, "scale", "log"), 1.0 if unit is None else unit)
     return Bound(name, knob.spread, cells, scale, acts="forward", **flags)
+
+
+def _check_unit(name: str, scale: str, unit: float | None) -> None:
+    if scale not in ("log", "linear"):
+        raise ValueError(f"scale must be 'log' or 'linear', got {scale!r} for {name!r}")
+    if (unit is None) == (scale == "linear"):
+        raise ValueError(
+            f"unit of {name!r} is {unit!r} with scale={scale!r}: the linear scale needs one (what "
+            "a factor of e amounts to, in the value's own unit), the log scale has none"
+        )
 
 
 def _held(value: float) -> Cell:
@@ -81,12 +92,7 @@ class Scalar:
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
-        if (self.unit is None) == (self.scale == "linear"):
-            raise ValueError(
-                f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear "
-                "scale needs one (what a factor of e amounts to, in the value's own unit), the log "
-                "scale has none"
-            )
+        _check_unit(self.name, self.scale, self.unit)
         scale_of(self.bounds, self.scale, 1.0 if self.unit is None else self.unit)
         if len({self.get is None, self.set is None, self.value is not None}) > 1:
             raise ValueError(

@@ -277,6 +277,8 @@ class GroupValue(_OfGroups):
             raise ValueError(
                 f"key is {self.key!r}, which has a knob of its own: use hdet.{_NAMED[self.key]}"
             )
+        if self.scale not in (None, "log", "horizon"):
+            raise ValueError(f"scale must be None, 'log' or 'horizon', got {self.scale!r}")
         super().__post_init__()
 
     def _scale(self) -> Scale:

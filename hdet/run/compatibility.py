@@ -39,10 +39,16 @@ _KINDS = {
 """By argument: its class, and an example."""
 
 
-def check_arguments(optimizer: Any, scheduler: Any, knobs: Any, **others: Any) -> None:
+def check_arguments(
+    optimizer: Any, scheduler: Any, knobs: Any, *, seed: Any, log: Any, **others: Any
+) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used;
     both name argument, value and remedy. ``others``: of `_KINDS`, None where there is none."""
     _check_optimizer(optimizer)
+    if type(seed) is not int:
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    if log is not None and not callable(log):
+        raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
     _check_scheduler(scheduler, optimizer)
     if not isinstance(knobs, Sequence) or not all(
         hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs

@@ -41,7 +41,7 @@ def test_it_is_short_and_uses_public_names_alone(file: str) -> None:
     nodes = list(ast.walk(ast.parse(text)))
     imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
-    assert imported <= {"__future__", "hdet", "hdet.measure", "math", "torch", "typing"}
+    assert imported <= {"__future__", "hdet", "hdet.controllers", "math", "torch", "typing"}
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     assert {n.attr for n in attributes if getattr(n.value, "id", "") == "hdet"} <= set(hdet.__all__)
 

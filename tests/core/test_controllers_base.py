@@ -152,6 +152,8 @@ def test_a_state_that_is_no_number_is_refused_by_name(value: Any) -> None:
     kept = Kept()
     kept.load_state_dict({"frozen": False, "best": [-math.inf]})
     assert kept.state_dict()["best"] == [-math.inf]
+    kept.best = torch.tensor(0.5)
+    assert kept.state_dict()["best"] == 0.5
     kept.best = value
     with pytest.raises(ValueError, match=r"Kept\.best is .*numbers, booleans and lists of them"):
         kept.state_dict()

@@ -274,10 +274,12 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
         ("average_every", 0),
     )),
     ({"batches": [1, 2]}, "batches holds 2"),
+    ({"batches": torch.utils.data.DataLoader([1] * 8)}, "must be a list, or a function of the"),
+    ({"loss_fn": 3}, "loss_fn must be a function"),
 ])  # fmt: skip
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     given = {"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         hdet.ProbeController(**given)
 
 

@@ -224,6 +224,8 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"gradients": "none"}, "gradients must be"),
     ({"moments": "keep"}, "leave it out"),
     ({"weights": "median"}, "weights"),
+    *(({"seed": seed}, "seed must be") for seed in (None, 1.5, True)),
+    ({"log": 3}, "log must be callable"),
     ({"replicas": "x"}, "replicas must be"),
     ({"controller": hdet.SoftmaxController},
      r"controller must be an object, got the class Soft.*: write SoftmaxController\(\.\.\.\)"),

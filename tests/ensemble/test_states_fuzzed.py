@@ -223,6 +223,25 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
 
 
 @quiet
+@pytest.mark.parametrize("how", ["longer", "other"])
+@pytest.mark.parametrize("name", ["probe", "softmax with a decay"])
+def test_lists_of_another_length_than_there_are_knobs_are_refused(name: str, how: str) -> None:
+    """Else what was learned would begin anew without a word."""
+    state = saved(name)["controller_state"]
+    lists = [key for key, value in state.items() if isinstance(value, list) and value]
+    for key in lists:
+        damage = damaged(saved(name), ("controller_state", key), how, [])
+        expected = "went on" if (key, how) == ("velocities", "other") else "refused"
+        assert check(name, damage) == expected, key
+    assert len(lists) >= 3
+
+
+@quiet
+def test_a_position_above_the_step_is_refused() -> None:
+    assert check("softmax", {**saved("softmax"), "position": 3, "step": 2}) == "refused"
+
+
+@quiet
 @pytest.mark.parametrize("wrong", [DEEP, object(), torch.ones(2)], ids=["deep", "object", "tensor"])
 def test_a_trial_is_refused_or_the_run_goes_on_wherever_it_is_damaged(wrong: Any) -> None:
     for path in paths(saved("auto")["controller_state"], ("controller_state",)):

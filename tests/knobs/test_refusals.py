@@ -222,6 +222,16 @@ def test_which_design_is_taken(knobs: int, count: int, asked: str | None, found:
         assert ensemble(Net(), several(knobs), **given).engine.design == found
 
 
+@pytest.mark.parametrize("max_lr", [0.0, -0.1, [0.1, -0.1]])
+def test_the_drop_in_refuses_a_peak_that_is_not_above_zero(max_lr: Any) -> None:
+    """Else it would train uphill."""
+    groups = [{"params": [nn.Parameter(torch.ones(1))]} for _ in "ab"]
+    optimizer = torch.optim.SGD(groups, lr=0.3)
+    with pytest.raises(ValueError, match="max_lr must be above 0"):
+        hdet.OneCycleAutoLR(optimizer, max_lr, 10)
+    assert [set(group) & {"max_lr"} for group in optimizer.param_groups] == [set()] * 2
+
+
 def test_the_drop_in_keeps_permutations() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in "ab"], lr=0.1)
     schedule = hdet.OneCycleAutoLR(
@@ -236,6 +246,8 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: X(get=lambda: 1.0), "needs get and set"),
     (lambda: X(value=1.0, scale="cubic"), "scale must be"),
     (lambda: X(value=1.0, scale="linear"), "unit of 'x' is None"),
+    (lambda: X(value=1.0, scale="horizon"), "scale must be 'log' or 'linear'"),
+    (lambda: GroupValue("x", scale="linear"), "scale must be None, 'log' or 'horizon'"),
     (lambda: X(value=1.0, unit=2.0), "the log scale has none"),
     (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),
     (lambda: X(value=1.0, bounds=3.0), "bounds must be"),
@@ -276,6 +288,7 @@ TRAINED.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
         "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
     ([LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
     ([Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
+    ([LabelSmoothing(0.1, scale="linear")], "unit of 'label_smoothing' is None"),
     ([X(value=1.0), X(value=2.0)], "different names"),
     ([Temperature(TRAINED)], "is a parameter, which the optimizer"),
     ([Dropout(DROPPED), Dropout(DROPPED, name="again")],
