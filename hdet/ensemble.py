@@ -189,7 +189,6 @@ class Ensemble:
         is left out because its parameters are not finite is noted in the next record and warned of.
         """
         self.check_at_rest("converge")
-        self.schedule.check_at_rest()
         self.during.check_whole()
         self._agree()
         self._cycles.converge()
@@ -244,7 +243,6 @@ class Ensemble:
                 now).
         """
         self.check_at_rest("set_value")
-        self.schedule.check_at_rest()
         k = self._number_of(name)
         self.engine.set_value(k, float(value), self.knobs[k].uncorrected_value())
         self.schedule.write(self.engine)
@@ -334,8 +332,8 @@ class Ensemble:
         self._knows_gradients = True
 
     def check_at_rest(self, name: str) -> None:
-        """Raises ValueError where a replica is in ``use``, explores, or an arm of a trial is in its
-        place. ``name``: of the method that is not to be called there."""
+        """Raises ValueError where a replica is in ``use``, explores, an arm of a trial is in its
+        place, or inside `rescheduling`. ``name``: of the method that is not to be called there."""
         where = None
         if self.replicas.in_use:
             where = "`with replicas.use(k):`; it is of all replicas"
@@ -344,6 +342,7 @@ class Ensemble:
         if where is not None:
             raise ValueError(f"ensemble.{name}() was called inside {where}: call it after")
         self._check_no_arm(name)
+        self.schedule.check_at_rest()
 
     def _check_no_arm(self, name: str) -> None:
         """Nor by a closure, which computes the losses of other weights than the run's."""
@@ -382,7 +381,6 @@ class Ensemble:
         """Raise ValueError for a state that `load_state_dict` refuses; nothing is changed in any
         case."""
         self.check_at_rest("load_state_dict")
-        self.schedule.check_at_rest()
         self.schedule.check_state(state)
         self.engine.check_state(state)
 
@@ -398,7 +396,6 @@ class Ensemble:
                 or scheduler; nothing is changed then.
         """
         self.check_at_rest("load_state_dict")
-        self.schedule.check_at_rest()
         with self.schedule.taken_over(state):
             self.engine.load_state_dict(state)
         self.engine.restart()

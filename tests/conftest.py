@@ -50,8 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A million objects are there for good: neither the collector nor hdet's search for the user's
-    schedulers goes through them in each test."""
+    """A million objects are there for good: the collector does not go through them in each test."""
     gc.freeze()
 
 

@@ -158,8 +158,8 @@ class Cycles:
 
     def act_within(self) -> None:
         """After a step inside of a cycle: what a way of averaging does between its ends."""
-        average, position = self.weights.average, self.engine.position
-        if (self.can_part or not average.idle) and average.acts_after(position):
+        position = self.engine.position
+        if self.weights.average.acts_after(position):
             with self.during("average"):
                 self.notes += self.weights.after_step(position)
 
