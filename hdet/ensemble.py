@@ -164,7 +164,9 @@ class Ensemble:
             self._check_gradients()
         try:
             if stepped and self._search is not None:
-                cycles.search_rate(self._search, closure)
+                note = cycles.search_rate(self._search, closure)
+                if note is not None:
+                    self.records.tell_note(note)
             is_over = schedule.advance()
             if stepped:
                 ends = self.engine.tick()
@@ -293,9 +295,12 @@ class Ensemble:
         return self._by_knob(self._fan_out.multipliers[place])
 
     def report(self) -> str:
-        """What the controller is going to do, or has found, in a sentence; empty where it has
-        nothing to say, or there is none."""
-        return "" if self.engine.controller is None else self.engine.controller.report()
+        """What the controller is going to do, or what it has measured: some short lines."""
+        controller = self.engine.controller
+        if controller is None:
+            return "no controller: nothing moves the values of the schedule"
+        moved = ", ".join(f"{name} {by:.4g}" for name, by in self.corrections.items())
+        return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where

@@ -67,7 +67,6 @@ class ProbeRule(Controller):
         ValueError: a setting out of its range.
     """
 
-    name = PROBE
     regresses = judges_held_out = True
     state_keys: Mapping[str, Check] = {
         "warm": list_of(FLAG),

@@ -85,7 +85,6 @@ class SoftmaxController(Controller):
         ValueError: a setting out of its range.
     """
 
-    name = "softmax"
     knob_per_group = True
     state_keys: Mapping[str, Check] = {
         "velocities": list_of(number()),

@@ -22,7 +22,7 @@ class Clock:
         whole(self.sync_interval, "sync_interval", of="steps")
         whole(self.warmup_steps, "warmup_steps", 0, of="steps")
         if self.total_steps is not None:
-            whole(self.total_steps, "total_steps", of="steps", why="None stands for an open end")
+            whole(self.total_steps, "total_steps", of="steps")
 
     def controls(self, step: int) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -145,6 +146,12 @@ class Engine:
         steps, and at the end of the run."""
         self.step += 1
         self.position += 1
+        if self.step - 1 == self.clock.total_steps:
+            warnings.warn(
+                f"this is step {self.step} of a run with total_steps={self.step - 1}: give the "
+                "Ensemble and the schedule the length that the loop has",
+                stacklevel=3,
+            )
         return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:

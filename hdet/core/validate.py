@@ -19,6 +19,8 @@ def whole(value: Any, name: str, least: int = 1, of: str = "", why: str = "") ->
     counts, ``why``: the reason, for the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         counted = f" of {of}" if of else ""
+        if isinstance(value, float) and value.is_integer() and value >= least:
+            why = f"write {value:.0f}"
         raise ValueError(
             f"{name} must be a whole number{counted} >= {least}, got {value!r}"
             + (f": {why}" if why else "")

@@ -73,9 +73,14 @@ class _OfGroups:
         key."""
         groups, name = optimizer.param_groups, name or key
         if all(key not in group for group in groups):  # FusedMuon has groups of two kinds
+            numbers = (float, tuple, list, torch.Tensor)
+            known = ", ".join(
+                {name: None for g in groups for name, value in g.items()
+                 if isinstance(value, numbers) and name not in ("params", "initial_lr")}
+            )  # fmt: skip
             raise ValueError(
                 f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have "
-                f"no {key!r}: leave the knob out"
+                f"no {key!r}, only {known}"
             )
         usable = [i for i, group in enumerate(groups) if _can_move(group, key)]
         if not usable:

@@ -53,7 +53,7 @@ def check_params(params: Any, name: str) -> None:
         if isinstance(param, Tensor) and param.requires_grad and param.dtype not in FLOATS:
             raise TypeError(
                 f"parameter {i} of {name} has the dtype {param.dtype}; supported are "
-                f"{', '.join(map(str, FLOATS))}"
+                f"{', '.join(map(str, FLOATS))}. Use torch's own optimizer for it"
             )
 
 

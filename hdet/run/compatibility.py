@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 from ..converge.buckets import check_averageable
 from ..converge.sync import Sync
@@ -24,11 +29,19 @@ from ..optim.snapshot import keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
+from ..schedule import Schedule
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
 from .moments import follows_gradients
 
-__all__ = ["averaged_tensors", "check_arguments", "check_controller", "checked_design"]
+__all__ = [
+    "averaged_tensors",
+    "check_arguments",
+    "check_controller",
+    "checked_design",
+    "warn_of_idle_run",
+    "warn_of_no_controller",
+]
 
 _KINDS = {
     "replicas": (Replicas, "Replicas.from_group(group) or CoresidentReplicas(model, 4)"),
@@ -81,8 +94,11 @@ def check_arguments(
 def _check_optimizer(optimizer: Any) -> None:
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
-        inside = getattr(optimizer, "optimizer", None)
-        remedy = ": pass the one inside, its .optimizer" if isinstance(inside, Optimizer) else ""
+        remedy = ""
+        if isinstance(optimizer, LRScheduler):
+            remedy = ": the optimizer comes first, then its scheduler"
+        elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            remedy = ": pass the one inside, its .optimizer"
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{remedy}"
         )
@@ -315,6 +331,39 @@ def check_controller(controller: Controller, run: Run) -> None:
             f"{len(knobs)} ({', '.join(knobs)}): use more replicas or fewer knobs, for rates "
             "LearningRate(groups=None)"
         )
+
+
+def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
+    """Warns of a run in which nothing is trained, or which is not as long as its schedule."""
+    scheduler, params = schedule.scheduler, [p for g in optimizer.param_groups for p in g["params"]]
+    rates = [
+        peak
+        for knob, row in zip(schedule.knobs, schedule.peaks(), strict=True)
+        for peak in row
+        if knob.key == "lr"
+    ]
+    if not any(p.requires_grad or keeps_weights(optimizer) for p in params):
+        _warn("each parameter of the optimizer is frozen (requires_grad=False): nothing is trained")
+    if scheduler is not None and rates and not any(rates):
+        _warn("the learning rate is 0, and its schedule multiplies it: nothing is trained")
+    if total_steps is None:
+        return
+    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max != total_steps:
+        then = "rises again" if scheduler.T_max < total_steps else "has not fallen to its end"
+        _warn(
+            f"total_steps is {total_steps}, but T_max of the CosineAnnealingLR is "
+            f"{scheduler.T_max}: after step {min(total_steps, scheduler.T_max)} the rate {then}. "
+            "Both count optimizer steps, not epochs"
+        )
+    elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps != total_steps:
+        _warn(
+            f"total_steps is {total_steps}, but that of the OneCycleLR is {scheduler.total_steps}: "
+            "leave it out"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
 
 
 def warn_of_no_controller(engine: Engine, saved: str) -> None:

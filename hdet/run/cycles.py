@@ -136,12 +136,12 @@ class Cycles:
         self.panel.restart()
         self.begin()
 
-    def search_rate(self, search: AutoLR, closure: Closure | None) -> None:
-        """One step of a search, and what it has decided."""
+    def search_rate(self, search: AutoLR, closure: Closure | None) -> str | None:
+        """One step of a search. Returns what it has decided, in a line."""
         with self.during("trial"):
             factor = search.after_step(closure)
         if factor is None:
-            return
+            return None
         if factor != 1:
             decision, schedule = Decision(factor=factor), self.schedule
             for k, (knob, peaks) in enumerate(zip(schedule.knobs, schedule.peaks(), strict=True)):
@@ -153,6 +153,7 @@ class Cycles:
         assert search.interval is not None
         self.trial = search.interval.to_dict()
         self.notes.append(search.note)
+        return search.note
 
     # -- an average --------------------------------------------------------------------------------
 

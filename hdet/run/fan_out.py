@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,6 +61,7 @@ class FanOut:
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._on_cycle_start, self._skippable = on_cycle_start, skippable
         self._first = first_replica
+        self._is_told = False  # that no step has been done
         self._is_first_step = True  # of a cycle, or after an average
         self._passes = False  # is the optimizer's step its own: within one, or `aside`?
         self._moves = False  # does any knob have another value in a step?
@@ -146,6 +148,16 @@ class FanOut:
     def take_stepped(self) -> bool:
         """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
+        if self.gradient_norm is None and not self._is_told:
+            self._is_told = True
+            # torch would warn of its schedulers, which the loop does not step.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            warnings.warn(
+                "ensemble.step() was called, but no optimizer.step() before it: the schedule "
+                "moves, and nothing is counted. Call it after optimizer.step(). (A GradScaler may "
+                "skip the first steps: then all is well.)",
+                stacklevel=3,
+            )
         if not stepped and self._skippable:
             if self._is_first_step:
                 self._begin(is_ready=False)

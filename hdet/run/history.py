@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
@@ -18,24 +21,49 @@ __all__ = ["Records", "cycle_record"]
 _LOG = logging.getLogger("hdet")
 
 
+class _Console(logging.StreamHandler[Any]):
+    """Shows lines on standard error where nobody has configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr  # which may be another one by now
+            super().emit(record)
+
+
+_LOG.addHandler(_Console())
+if _LOG.level == logging.NOTSET:
+    _LOG.setLevel(logging.INFO)
+
+
 class Records:
     """Gives each cycle's record to ``log``, and lines of text to ``tell``: notes, and what the
-    controller reports, each sentence once."""
+    controller reports, each sentence once.
+
+    By default the first rank's notes are logged at the level INFO, everything else at DEBUG.
+    """
 
     def __init__(self, engine: Engine, log: Callable[[dict[str, Any], int], object] | None) -> None:
         self.engine, self.log = engine, log
-        self.tell: Callable[[str], object] = _LOG.info
+        self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
         self.last: dict[str, Any] | None = None
-        self._last_report = ""
+        self._last_report = self._told = ""
 
     def add(self, record: dict[str, Any]) -> None:
         self.last = record
         for note in record["notes"]:
-            self.tell(f"hdet, step {self.engine.step}: {note}")
+            if note != self._told:
+                self.tell_note(note)
         self.tell_report()
         if self.log is not None:
             self.log(record, self.engine.step)
+
+    def tell_note(self, note: str) -> None:
+        """At once, what the next record will have among its notes."""
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        tell = self.tell or (_LOG.info if is_first else _LOG.debug)
+        tell(f"hdet, step {self.engine.step}: {note}")
+        self._told = note
 
     def tell_report(self) -> None:
         controller = self.engine.controller
@@ -44,7 +72,9 @@ class Records:
             # Whoever shows no INFO would wait for a controller that does nothing from the start on.
             search = controller.search
             is_idle = controller.idle or (search is not None and search.is_too_short)
-            tell = _LOG.warning if self.engine.step == 0 and is_idle else self.tell
+            tell = self.tell or _LOG.debug
+            if self.engine.step == 0 and is_idle:
+                tell = _LOG.warning
             tell(f"hdet, {controller.name}: {report}")
         self._last_report = report
 

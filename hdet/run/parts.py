@@ -21,7 +21,12 @@ from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
 from ..schedule import Schedule, Scheduler
 from ..trial.searched import Searched
-from .compatibility import averaged_tensors, check_controller, checked_design
+from .compatibility import (
+    averaged_tensors,
+    check_controller,
+    checked_design,
+    warn_of_idle_run,
+)
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
@@ -64,6 +69,7 @@ class Parts:
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
         self.design = checked_design(design, self.knobs, optimizer, self.replicas, controller, sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
+        warn_of_idle_run(optimizer, self.schedule, total_steps)
         self._make_engine(warmup_steps, seed)
         self.during = Guard(self.replicas, self.engine)
         self.panel = Panel(self.engine, self.during)

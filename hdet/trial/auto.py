@@ -69,6 +69,7 @@ class AutoLR(Controller):
         done: is the search over?
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: an argument that cannot be used.
 
     Example::
@@ -79,7 +80,6 @@ class AutoLR(Controller):
         ensemble.step(loss, closure=lambda: losses_of(model, batch))
     """
 
-    name = "auto"
     needs_replicas = False
     judges_held_out = True
 
@@ -95,6 +95,10 @@ class AutoLR(Controller):
         spread_arms: bool | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"AutoLR(model): model must be a torch.nn.Module, got {type(model).__name__}"
+            )
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
         if budget is not None:

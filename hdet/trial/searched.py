@@ -172,6 +172,8 @@ def losses_by(closure: Closure) -> torch.Tensor | None:
             f"the closure returned a {type(losses).__name__}: return a tensor of losses, one "
             "for each example, one number, or None where no loss is seen"
         )
+    if losses is not None and not losses.is_floating_point():
+        raise TypeError(f"the closure returned {losses.dtype} numbers: return the losses")
     return losses if losses is not None and losses.numel() else None
 
 

@@ -42,7 +42,7 @@ def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(
     every: int, settings: dict[str, Any], decisions: int
 ) -> None:
     """So many cycles end above 90 % of it or in the warm-up, and none above 95 %."""
-    said = rf"schedule of lr .*'probe'.* once in {every} steps.*hdet\.Sync"
+    said = rf"schedule of lr .*'ProbeController'.* once in {every} steps.*hdet\.Sync"
     with pytest.warns(UserWarning, match=said):
         under = run(every, **settings).steps()
     assert spread_in(under) == [cycle <= decisions for cycle in range(100 // every)]
@@ -142,7 +142,7 @@ def in_a_row(net: torch.nn.Module) -> hdet.Controller:
 
 @pytest.mark.filterwarnings("ignore:one replica")
 @pytest.mark.parametrize(
-    ("make", "name"), [(scripted, "scripted"), (in_a_row, "auto, then softmax")]
+    ("make", "name"), [(scripted, "scripted"), (in_a_row, "AutoLR, then SoftmaxController")]
 )
 def test_a_run_of_fewer_than_two_cycles_is_warned_of(make: Any, name: str) -> None:
     said = rf"has 1999 steps, .* T = 1000 \(1000 by default\): the controller '{name}'"

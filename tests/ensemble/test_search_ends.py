@@ -131,7 +131,7 @@ def test_what_follows_asks_for_what_it_needs() -> None:
         chained(Fussy())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         both = chained(SOFTMAX()).controller
-    assert both.name == "first, then softmax" and both.needs_replicas and not both.idle
+    assert both.name == "first, then SoftmaxController" and both.needs_replicas and not both.idle
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -300,7 +300,7 @@ def test_a_probe_is_turned_off_and_a_spread_that_stays_is_said(spread: float, to
     settings: dict[str, Any] = {"together": 4, "total": 60, "lr": 1e-5}
     _, state = saved(**settings, controller=probe)
     state["ensemble"]["corrections"] = [1.75]
-    with pytest.warns(UserWarning, match="controller 'probe'.* lr 1.75 stay") as caught:
+    with pytest.warns(UserWarning, match="controller 'ProbeController'.* lr 1.75 stay") as caught:
         off = resumed(state, **settings, spread=spread)
     assert any("LearningRate(0)" in str(one.message) for one in caught) == told
     assert off.steps().ensemble.corrections == {"lr": 1.75} and off.equal()
@@ -308,7 +308,7 @@ def test_a_probe_is_turned_off_and_a_spread_that_stays_is_said(spread: float, to
 
 
 def test_another_controller_is_refused_with_the_way_out() -> None:
-    said = r"controller 'scripted', this run has 'softmax'.*controller=None, "
+    said = r"controller 'scripted', this run has 'SoftmaxController'.*controller=None, "
     with pytest.raises(ValueError, match=said + "which keeps the corrections"):
         resumed(saved()[1], controller=hdet.SoftmaxController(decay=None))
 
@@ -316,7 +316,8 @@ def test_another_controller_is_refused_with_the_way_out() -> None:
 def test_a_decay_that_stands_for_the_schedule_cannot_be_left_alone() -> None:
     """Without its controller the rate would stay where it is to the end."""
     run, state = saved(together=4, controller=hdet.SoftmaxController())
-    with pytest.raises(ValueError, match="'softmax'.*in the place of the schedule.*freeze_after=1"):
+    said = "'SoftmaxController'.*in the place of the schedule.*freeze_after=1"
+    with pytest.raises(ValueError, match=said):
         resumed(state, together=4)
     frozen = hdet.SoftmaxController(freeze_after=1)
     values = resumed(state, together=4, controller=frozen).steps().ensemble.values()

@@ -37,7 +37,7 @@ class Run(harness.Run):
         net = model()
         made = controller(net)
         super().__init__(
-            net=net, together=1 if "auto" in getattr(made, "name", "") else 3, every=INTERVAL,
+            net=net, together=1 if "AutoLR" in getattr(made, "name", "") else 3, every=INTERVAL,
             controller=None if auto else made, scheduler=scheduler, optimizer=two_groups,
             **{"total": TOTAL, **settings},
         )  # fmt: skip

@@ -192,7 +192,7 @@ class Contract:
         )  # fmt: skip
         assert len({of.looked[0] for of in found}) == 1 and found[0].looked[0] >= 8
         lines = found[0].told
-        assert lines[0].startswith("hdet, auto: a trial in the first 56 steps")
+        assert lines[0].startswith("hdet, AutoLR: a trial in the first 56 steps")
         assert sum("learning rate " in line and " -> " in line for line in lines) == 1
 
     def test_a_trial_leaves_no_trace_in_the_run(self, tmp_path: Path) -> None:

@@ -300,8 +300,8 @@ def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("knob", "message"), [
-    (Betas(), "SGD have no 'betas': leave the knob out"),
-    (Eps(), "SGD have no 'eps': leave the knob out"),
+    (Betas(), "SGD have no 'betas', only lr, "),
+    (Eps(), "SGD have no 'eps', only lr, "),
     (GroupValue("rho"), "have no 'rho'"), (GroupValue("nesterov"), "begin above 0"),
     (GroupValue("dampening"), "begin above 0"),
     (WeightDecay(), "no parameter group has a weight_decay to.*begin above 0 .*trainers is 0"),

@@ -1,0 +1,93 @@
+"""Mistakes that a loop can make without an error: each is warned of once, with what to change."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+
+STEPS = 60
+
+
+class Loop:
+    """A model, its optimizer, a cosine over `STEPS`."""
+
+    def __init__(self, lr: float = 1e-3, frozen: bool = False, length: int = STEPS) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        self.model.requires_grad_(not frozen)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, length)
+
+    def train(self, steps: int = STEPS, total: int = STEPS, **settings: Any) -> hdet.Ensemble:
+        ensemble = hdet.Ensemble(self.optimizer, self.scheduler, total_steps=total, **settings)
+        for step in range(steps):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            loss = self.model(x).square().mean()
+            if loss.requires_grad:
+                loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            ensemble.step(loss)
+        return ensemble
+
+
+def never_stepped() -> None:
+    loop = Loop()
+    ensemble = hdet.Ensemble(loop.optimizer, loop.scheduler, total_steps=STEPS)
+    for _ in range(5):
+        ensemble.step(1.0)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
+    "the loop is longer than the run": (
+        lambda: Loop().train(STEPS + 9), "step 61 of a run with total_steps=60",
+    ),
+    "the schedule is shorter than the run": (
+        lambda: Loop(length=20).train(), "T_max .* is 20: after step 20 the rate rises again",
+    ),
+    "the schedule is longer than the run": (
+        lambda: Loop(length=90).train(), "T_max .* is 90: after step 60 the rate has not fallen",
+    ),
+    "the rate is 0": (lambda: Loop(lr=0.0).train(), "learning rate is 0.*nothing is trained"),
+    "all is frozen": (lambda: Loop(frozen=True).train(), "frozen .*nothing is trained"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_warned_of_once(mistake: str) -> None:
+    make, message = MISTAKES[mistake]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    assert [w.category for w in caught] == [UserWarning], [str(w.message) for w in caught]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(caught[0].message))
+
+
+def test_a_loop_without_mistakes_is_warned_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Loop().train().report() == "no controller: nothing moves the values of the schedule"
+
+
+def test_a_trials_result_is_printed_when_it_is_decided(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # as in a script that has not called logging.basicConfig: pytest has
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log = logging.getLogger("hdet")
+    for level, printed in ((logging.WARNING, False), (logging.INFO, True)):
+        log.setLevel(level)
+        loop = Loop()
+        loop.train(40, controller=hdet.AutoLR(loop.model, budget=0))
+        said = capsys.readouterr().err
+        assert said.startswith("hdet, step 27: learning rate 0.001") == printed
+        assert said.count("\n") == printed
