@@ -58,7 +58,6 @@ def run(
                 probed,
                 length,
                 kind=Corrected,
-                interval=1,
                 average_every=every,
             )
             controllers.append(made)

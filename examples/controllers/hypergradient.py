@@ -25,8 +25,6 @@ class Cosines(Measurement):
     def reset(self) -> None:
         self.done, self.origin, self.products = 0, [], []
 
-    restart = reset
-
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
         if not self.origin:

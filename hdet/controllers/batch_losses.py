@@ -1,5 +1,5 @@
 """Losses of common mini-batches: every replica scores the same ones, at its cycle-averaged weights
-or on a weight line (docs/method.md).
+(docs/method.md).
 
 Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look
 better for the moment; scoring all replicas on the same mini-batches takes away the noise of the
@@ -22,13 +22,9 @@ from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
 from ..tensors.profiling import ranged
 from .measurement import Measurement, Watched
-from .points import LinePoints, OwnMeans
+from .running_mean import RunningMean
 
 __all__ = ["BatchLosses"]
-
-LATER = 0.5
-"""From this part of an interval of several cycles on weights are averaged: the average of all of it
-lags behind, and votes for a higher rate."""
 
 
 class BatchLosses(Measurement):
@@ -41,11 +37,10 @@ class BatchLosses(Measurement):
             returns None.
         batches, chunks, model: as for a `ProbeController`.
         average_every: steps between samples of the average.
-        place: "device" or "host": where averages (and the interval's beginning) live.
+        place: "device" or "host": where averages live.
 
-    Costs ``chunks`` forward passes per replica and interval, no gradient, and one copy of the
-    parameters in float32. Intervals of several cycles: two copies and, while it scores, a third
-    one, and two averages of the parameters over replicas.
+    Costs ``chunks`` forward passes per replica and cycle, no gradient, and one copy of the
+    parameters in float32.
     """
 
     def __init__(
@@ -83,10 +78,8 @@ class BatchLosses(Measurement):
             model = model.module
         self.model: nn.Module = model
         self.average_every, self.place = average_every, place
-        self.cycles = 1
-        """Of an interval, from one measurement to the next."""
-        self._points: OwnMeans | LinePoints | None = None
-        self._has_begun, self._cycles_done = False, 0
+        self._means: list[RunningMean] = []
+        """[local replica], from the first sample on."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -103,62 +96,42 @@ class BatchLosses(Measurement):
         self.release()
         self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
 
-    # -- an interval -------------------------------------------------------------------------------
-
-    def on_cycle_start(self) -> None:
-        """Here an interval begins, unless one is under way."""
-        if self._points is None:
-            points = OwnMeans if self.cycles == 1 else LinePoints
-            self._points = points(self._watched, self.place)
-        if not self._has_begun:
-            self._points.begin()
-            self._has_begun = True
+    # -- a cycle -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """An average ahead of time makes no difference to the mean trajectory."""
-        if self._is_due:
-            self.restart()
-
-    def restart(self) -> None:
-        self._has_begun, self._cycles_done = False, 0
-        if self._points is not None:
-            self._points.reset()
+        for mean in self._means:
+            mean.samples = 0
 
     def release(self) -> None:
-        self._points = None
-        self.restart()
+        self._means = []
 
     def sample(self, position: int, length: int) -> None:
-        """The last step of an interval is always a sample."""
-        interval = self._watched.clock.sync_interval
-        left = (self.cycles - self._cycles_done - 1) * interval + length - position
-        done = self.cycles * interval - left
-        is_late = self.cycles == 1 or done > LATER * self.cycles * interval
-        if self._points is not None and is_late and left % self.average_every == 0:
-            self._points.add()
-        self._cycles_done += position == length
+        """The last step of a cycle is always a sample."""
+        if (length - position) % self.average_every == 0:
+            for mean in self._rooms():
+                mean.add()
 
-    @property
-    def _is_due(self) -> bool:
-        """Does an interval end with this cycle? One cycle may be cut short."""
-        return self.cycles == 1 or (self._has_begun and self._cycles_done == self.cycles)
+    def _rooms(self) -> list[RunningMean]:
+        if not self._means:
+            pairs = zip(self._watched.sets, self._watched.masters, strict=True)
+            self._means = [RunningMean(*pair, self.place) for pair in pairs]
+        return self._means
 
     @ranged("hdet.probe")
-    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(chunks + 2,) float64: 1 and the chunk losses at this replica's point (zeros where this
-        rank sees none), then the mini-batches' digest; None while an interval goes on."""
-        if not self._is_due:
-            return None
-        if self._points is None:  # a cycle in which no step was counted
-            self.on_cycle_start()
-        assert self._points is not None
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
+        """(chunks + 2,) float64: 1 and the chunk losses at this replica's averaged weights (zeros
+        where this rank sees none), then the mini-batches' digest."""
+        mean = self._rooms()[place]
+        if not mean.samples:  # a cycle cut too short for a sample: the weights as they are
+            mean.add()
         with eval_mode(self.model):
             chosen = self._choose(cycle)
+            mean.exchange()
             try:
-                with self._points.at(place):
-                    reshard(self.model)
-                    losses = [self.loss_fn(self.model, batch) for batch in chosen]
+                reshard(self.model)
+                losses = [self.loss_fn(self.model, batch) for batch in chosen]
             finally:
+                mean.exchange()
                 reshard(self.model)
         marks = digest(list(tensors_in(chosen)))[1:]
         if all(loss is None for loss in losses):

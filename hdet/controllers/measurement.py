@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 
 from ..converge import Masters
 from ..core.clock import Clock
-from ..replicas import Replicas
 
 __all__ = ["Measurement", "Watched"]
 
@@ -26,12 +24,7 @@ class Watched:
     """[local replica]: the trained parameters, in the order of the optimizer's groups."""
     masters: Sequence[Masters]
     """[local replica]: gives what the optimizer keeps beside each of them."""
-    knobs: Sequence[Any]
-    """Bound knobs."""
     clock: Clock
-    replicas: Replicas
-    multipliers: Callable[[], Sequence[Sequence[float]]]
-    """[local replica][knob]: rho of the running cycle."""
 
 
 class Measurement:
@@ -46,14 +39,9 @@ class Measurement:
     def watch(self, watched: Watched) -> None:
         """Once, before the first step. May refuse (ValueError). Allocates nothing of size."""
 
-    def on_cycle_start(self) -> None:
-        """Before the first optimizer step after each average of a cycle whose plan names it."""
-
     def reset(self) -> None:
-        """A cycle has begun, or replicas were averaged ahead of time."""
-
-    def restart(self) -> None:
-        """Parameters were loaded or restored: drop what is under way."""
+        """A cycle whose plan names it has begun, replicas were averaged ahead of time, or other
+        weights are in place."""
 
     def sample(self, position: int, length: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""

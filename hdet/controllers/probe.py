@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.evidence import Evidence, Run
-from ..core.plan import Decision
-from ..core.validate import whole
 from .batch_losses import BatchLosses
 from .probe_rule import PROBE, ProbeRule
 
 __all__ = ["ProbeController"]
-
-FEW, INTERVALS = 40, 20
-"""Runs of more cycles than a few have so many intervals. The later half of each is averaged, 1/40
-of the run: over less, the weights' noise stays, and votes for a lower rate."""
 
 
 class ProbeController(ProbeRule):
@@ -34,10 +25,6 @@ class ProbeController(ProbeRule):
             replica (checked each cycle) and should not be validation data.
         chunks: mini-batches per cycle, >= 2; the slope's error comes from their scatter.
         model: the module whose parameters the optimizer trains.
-        interval: cycles from one probe to the next. Of one, each replica is scored at the average
-            of its own weights. Several need shared gradients and rates as the only knobs: all
-            replicas are then scored on one weight line, each at the multiplier of the last cycle.
-            None: one in a run of 40 cycles or fewer, else 5 % of the run where that is possible.
         average_every, place: see `BatchLosses`.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective
             that counts, without smoothing, decay or augmentation. Without it no knob may be
@@ -45,8 +32,7 @@ class ProbeController(ProbeRule):
         rule: settings of the rule (``step``, ``dead``, ``bound``, ``freeze_after``), see
             `ProbeRule`.
 
-    A replica whose probe is not finite is left out of the decision. A checkpoint holds what has
-    been learned; an interval that was under way begins again.
+    A replica whose probe is not finite is left out of the decision.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -64,7 +50,6 @@ class ProbeController(ProbeRule):
         chunks: int = 8,
         *,
         model: nn.Module,
-        interval: int | None = None,
         average_every: int = 5,
         place: str = "device",
         held_out: bool = False,
@@ -73,57 +58,13 @@ class ProbeController(ProbeRule):
         super().__init__(**rule)
         if not isinstance(held_out, bool):  # the mini-batches were passed here
             raise ValueError(f"held_out must be True or False, got {type(held_out).__name__}")
-        if interval is not None:
-            whole(interval, "interval", of="cycles", why="None chooses one")
         self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, place)
         self.measurements = {PROBE: self.losses}
-        self.interval, self.judges_held_out = interval, held_out
-
-    def start(self, run: Run) -> None:
-        """Raises ValueError for an interval that this run cannot have."""
-        super().start(run)
-        self.losses.cycles = self._cycles_between_probes(run)
+        self.judges_held_out = held_out
 
     def report(self) -> str:
-        """How often it probes, and what its rule says."""
-        rule, cycles = super().report(), self.losses.cycles
+        """What it measures, and what its rule says."""
+        rule = super().report()
         if self.idle:
             return rule
-        every = "cycle" if cycles == 1 else f"{cycles} cycles"
-        return f"all replicas score {self.losses.chunks} mini-batches once in every {every}; {rule}"
-
-    def learn(self, evidence: Evidence) -> list[Decision]:
-        """As the rule, to which an interval is a cycle. Between two probes nothing moves."""
-        cycles = self.losses.cycles
-        if cycles > 1:
-            evidence = replace(evidence, sync_interval=cycles * evidence.sync_interval)
-            if PROBE not in evidence.measured and not self.idle:
-                self.observe(evidence)
-                if not self.idle:
-                    return [Decision() for _ in evidence.knobs]
-        return super().learn(evidence)
-
-    def _cycles_between_probes(self, run: Run) -> int:
-        """Raises ValueError for an interval that this run cannot have."""
-        other = [knob.name for knob in run.knobs if not knob.rate or knob.scale.bounded]
-        why = ""
-        if run.local:
-            why = "with gradients='local' replicas do not lie on one line"
-        elif other:
-            names = ", ".join(map(repr, other))
-            why = (
-                f"{names} is no learning rate without bounds, and displacements scale with no other"
-            )
-        total, length = run.total_steps, run.sync_interval
-        if self.interval is None:
-            cycles = 0 if total is None else total // length
-            return 1 if why or cycles <= FEW else math.ceil(cycles / INTERVALS)
-        if self.interval == 1:
-            return 1
-        if not why and total is not None and self.interval * length > max(total, length):
-            why = f"the run has {total // length}: there would be no probe"
-        if why:
-            raise ValueError(
-                f"interval is {self.interval} cycles, but {why}: pass interval=1, or leave it out"
-            )
-        return self.interval
+        return f"all replicas score {self.losses.chunks} mini-batches in every cycle; {rule}"

@@ -126,14 +126,12 @@ class Cycles:
             self.weights.note_restore()
         self.note_average()
         self.engine.level = None
-        self.panel.restart()
         self.reset_losses()
 
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
         self._stay_equal = self.replicas.count == 1
         self.weights.note_load()
-        self.panel.restart()
         self.begin()
 
     def search_rate(self, search: AutoLR, closure: Closure | None) -> str | None:
@@ -277,7 +275,6 @@ class Cycles:
 
     def _roll_back(self) -> CycleOutcome:
         """Lower rates in the place of a decision."""
-        self.panel.restart()
         lower = self.divergence.lower
         self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
         return self.engine.roll_back(lower)

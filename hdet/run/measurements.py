@@ -55,11 +55,6 @@ class Panel:
         for name in self._engine.plan.measures:
             self._all[name].reset()
 
-    def on_cycle_start(self) -> None:
-        """Before the first optimizer step after an average."""
-        for _, measurement in self._used():
-            measurement.on_cycle_start()
-
     def sample(self) -> None:
         """A step is done and counted."""
         position = self._engine.position
@@ -82,11 +77,6 @@ class Panel:
     def split(self, rows: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
         """By name, [replica]: what its rows, added up over its ranks, say."""
         return {name: self._all[name].split(own) for name, own in rows.items()}
-
-    def restart(self) -> None:
-        """Parameters were loaded or restored."""
-        for measurement in self._all.values():
-            measurement.restart()
 
     def release(self) -> None:
         """The Ensemble is closed."""

@@ -132,12 +132,7 @@ class Parts:
         """Measurements and a search are given the run, and may refuse it."""
         sets = self.replicas.sets(self.trained)
         masters = [masters_of(self.optimizer, self.trained, place) for place in range(len(sets))]
-        self.panel.watch(
-            Watched(
-                self.optimizer, sets, masters, self.knobs, self.engine.clock, self.replicas,
-                lambda: self.fan_out.multipliers,
-            )
-        )  # fmt: skip
+        self.panel.watch(Watched(self.optimizer, sets, masters, self.engine.clock))
         if self.search is None:
             return
         if len(self.replicas.local) > 1:
@@ -174,6 +169,5 @@ class Parts:
         """Before the first optimizer step after an average."""
         self.agreement.look()
         self.weights.on_cycle_start()
-        self.panel.on_cycle_start()
         if self.search is not None:
             self.search.before_first_step()

@@ -20,10 +20,9 @@ Make = Callable[[nn.Module], hdet.Controller]
 MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
     "softmax": (lambda m: hdet.SoftmaxController(0.01, decay=None), {}),
     "softmax, its own decay": (lambda m: hdet.SoftmaxController(0.01, decay="floor"), {}),
-    "probe": (lambda m: probe(m, 10**7, interval=1), {"lr": 1e-5}),
-    "probe of several cycles": (lambda m: probe(m, 10**7), {"every": 1, "lr": 1e-4}),
+    "probe": (lambda m: probe(m, 10**7), {"lr": 1e-5}),
     "probe, cycles taken back": (
-        lambda m: probe(m, 10**7, interval=1),
+        lambda m: probe(m, 10**7),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
     "softmax, then probe": (
@@ -32,7 +31,7 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         ),
         {"every": 4, "lr": 1e-5},
     ),
-    "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7, interval=1)), {"lr": 1e-5}),
+    "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7)), {"lr": 1e-5}),
 }
 
 
@@ -54,7 +53,7 @@ def test_a_recorded_run_is_decided_again_bitwise(name: str) -> None:
     if moved := [decision for decision in decisions if decision["factor"] != 1]:
         moved[0]["factor"] *= 1 + 2**-52
         assert len(differences()) == 1
-    assert moved or name in ("a shadow", "softmax, its own decay", "probe of several cycles")
+    assert moved or name in ("a shadow", "softmax, its own decay")
 
 
 def test_a_resumed_run_is_decided_again_from_its_state() -> None:
@@ -69,7 +68,7 @@ def test_a_resumed_run_is_decided_again_from_its_state() -> None:
 
 def test_a_search_and_what_follows_are_decided_again() -> None:
     def make(net: nn.Module) -> hdet.Controller:
-        return hdet.SequentialController(hdet.AutoLR(net), probe(net, 10**7, interval=1))
+        return hdet.SequentialController(hdet.AutoLR(net), probe(net, 10**7))
 
     ran = run(make, together=1, lr=1e-5, total=200).steps()
     records = json.loads(json.dumps(ran.records))

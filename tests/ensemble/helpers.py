@@ -46,9 +46,7 @@ def watching(
     """The measurement of a run of one replica."""
     optimizer, own = optimizer or torch.optim.SGD(net.parameters(), lr=0.1), list(net.parameters())
     losses = BatchLosses(loss_fn, [batch(i) for i in range(8)], 8, net, **settings)
-    knobs, replicas = hdet.LearningRate().bind(optimizer), hdet.Replicas.single()
-    nothing, weights = [lambda: [None] * len(own)], lambda: [[1.0]]
-    losses.watch(Watched(optimizer, [own], nothing, knobs, Clock(10), replicas, weights))
+    losses.watch(Watched(optimizer, [own], [lambda: [None] * len(own)], Clock(10)))
     return losses
 
 

@@ -221,7 +221,7 @@ class Large(nn.Module):
 
 
 def auto_then_probe(net: nn.Module) -> hdet.Controller:
-    return hdet.SequentialController(hdet.AutoLR(net), probe(net, interval=1, freeze_after=0.95))
+    return hdet.SequentialController(hdet.AutoLR(net), probe(net, freeze_after=0.95))
 
 
 def copies(run: Run) -> int:
@@ -233,7 +233,7 @@ def copies(run: Run) -> int:
 
 @pytest.mark.filterwarnings("ignore:one replica")
 @pytest.mark.parametrize(("controller", "total", "needed", "over"), [
-    (lambda net: probe(net, interval=2, freeze_after=0.5), 200, 3, 200),
+    (lambda net: probe(net, freeze_after=0.5), 200, 2, 200),
     # of a trial: the run and its copy, its beginning and five arms
     (hdet.AutoLR, 1000, 8, 60),
     (auto_then_probe, 1000, 8, 1000),

@@ -159,7 +159,6 @@ def test_the_probe_changes_nothing() -> None:
         raise RuntimeError("in the user's loss")
 
     losses = watching(net, noisy_loss, optimizer)
-    losses.on_cycle_start()
     for position in range(1, 11):
         trained(net, optimizer, [position])
         losses.sample(position, 10)
@@ -183,7 +182,6 @@ def test_the_probe_changes_nothing() -> None:
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     losses = watching(net, lambda m, _: m.weight.sum(), average_every=4)
-    losses.on_cycle_start()
     for position in range(1, 11):
         torch.nn.init.constant_(net.weight, position)
         losses.sample(position, 10)

@@ -58,7 +58,6 @@ def are_same_runs(ours: Path, theirs: Path) -> bool:
     return records(ours) == records(theirs) and are_bitwise_same(*ends)
 
 
-# Not with a probe: what it measures in several cycles begins anew in a resumed run.
 STEPS = ["--controller", "softmax", "--steps", "200", "--sync-interval", "4", "--batch-size", "2"]
 MODULE = "tests.examples.small_bytes"
 PROCESSES = 3  # a sum of two has no order
