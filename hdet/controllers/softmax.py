@@ -15,8 +15,7 @@ from ..core.schema import Check, list_of, number
 from ..core.validate import within
 
 __all__ = [
-    "SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal",
-    "softmax_weights",
+    "SoftmaxController", "gamma_floor", "momentum_update", "signal", "softmax_weights",
 ]  # fmt: skip
 
 
@@ -53,12 +52,6 @@ def gamma_floor(base: float, floor: float, intervals: float) -> float:
     return 1 - (floor / base) ** (1 / intervals)
 
 
-def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) -> float:
-    """Eq. 7 as printed: 1 - exp(-ln(f_div / f_final) / K). With torch's meaning of the factors it
-    is NEGATIVE (the rate grows)."""
-    return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
-
-
 class SoftmaxController(Controller):
     """Eq. 4 to 7, with sigma, lambda, beta and the decay explicit.
 
@@ -70,9 +63,7 @@ class SoftmaxController(Controller):
         decay: ``None`` - corrections multiply the schedule, which keeps its shape; Eq. 6 runs on
             relative values in log space. ``"floor"`` - the published behaviour with the corrected
             gamma: after the warm-up the schedule is left and the base value decays to the
-            schedule's floor. ``"printed"`` - the same with gamma as printed.
-        div_factor, final_div_factor: f_div and f_final, read by ``decay="printed"`` only (torch's
-            defaults).
+            schedule's floor.
         freeze_after: see `Controller`. A decay goes on after it, because it stands for the
             schedule; losses move nothing.
 
@@ -99,21 +90,16 @@ class SoftmaxController(Controller):
         momentum: float = 0.9,
         decay: str | None = "floor",
         *,
-        div_factor: float = 25.0,
-        final_div_factor: float = 1e4,
         freeze_after: float | None = None,
     ) -> None:
         super().__init__(freeze_after)
-        positive = {"temperature": temperature, "div_factor": div_factor}
-        for name, value in {**positive, "final_div_factor": final_div_factor}.items():
-            within(value, name, "(0, inf)")
+        within(temperature, "temperature", "(0, inf)")
         within(step_size, "step_size", "[0, 100]")
         within(momentum, "momentum", "[0, 1)")
-        if decay not in (None, "floor", "printed"):
-            raise ValueError(f"decay must be None, 'floor' or 'printed', got {decay!r}")
+        if decay not in (None, "floor"):
+            raise ValueError(f"decay must be None or 'floor', got {decay!r}")
         self.temperature, self.step_size, self.momentum = temperature, step_size, momentum
         self.decay, self.leaves_schedule = decay, decay is not None
-        self.div_factor, self.final_div_factor = div_factor, final_div_factor
         self.velocities: list[float] = []
         """[knob], once there was a decision."""
         self.gammas: list[float] = []
@@ -129,17 +115,17 @@ class SoftmaxController(Controller):
             return
         if run.total_steps is None:
             raise ValueError(
-                f"decay={self.decay!r} needs the length of the run: pass total_steps, or a "
+                "decay='floor' needs the length of the run: pass total_steps, or a "
                 "scheduler that has it, or decay=None"
             )
-        if self.decay == "floor" and min(run.floor) <= 0:
+        if min(run.floor) <= 0:
             raise ValueError(
                 "decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's "
                 "min_lr): use decay=None with this scheduler"
             )
         if other := [knob.name for knob in run.knobs if not knob.rate]:
             raise ValueError(
-                f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule "
+                "SoftmaxController's decay='floor' takes the place of a rate's schedule "
                 f"and means nothing for the knob {other[0]!r}: pass decay=None"
             )
 
@@ -175,9 +161,8 @@ class SoftmaxController(Controller):
         """Fix gamma at the end of the warm-up, from the values then in force."""
         intervals = evidence.decisions_left or 1
         self.ceilings = [1000 * value for value in evidence.values]
-        printed = gamma_printed(self.div_factor, self.final_div_factor, intervals)
         self.gammas = [
-            printed if self.decay == "printed" else gamma_floor(base, min(floor, base), intervals)
+            gamma_floor(base, min(floor, base), intervals)
             for base, floor in zip(evidence.values, evidence.floor, strict=True)
         ]
 
@@ -195,5 +180,4 @@ class SoftmaxController(Controller):
         self.velocities[k], base = momentum_update(
             velocity, before * relative, before, gamma=self.gammas[k], **step
         )
-        lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
-        return Decision(value=min(max(base, lowest), self.ceilings[k]), note=note)
+        return Decision(value=min(max(base, evidence.floor[k]), self.ceilings[k]), note=note)

@@ -117,7 +117,7 @@ FIRST = [hdet.LearningRate(0.3, groups=[0])]
 RUNS: dict[str, Callable[[], Run]] = {
     "none": lambda: Run(NONE, COSINE),
     "softmax": lambda: Run(SOFTMAX, COSINE),
-    "softmax with a decay": lambda: Run(lambda _: hdet.SoftmaxController(decay="printed"), COSINE),
+    "softmax with a decay": lambda: Run(lambda _: hdet.SoftmaxController(decay="floor"), one_cycle),
     "probe": lambda: Run(probe, COSINE),
     "auto in a trial": lambda: Run(AUTO, COSINE, total=240),
     "auto": lambda: Run(AUTO, COSINE, total=240),

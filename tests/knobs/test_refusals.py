@@ -313,10 +313,13 @@ def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: st
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
-    printed = hdet.SoftmaxController(decay="printed")
-    says = "decay='printed' takes the place of a rate's schedule.*'eps'"
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.param_groups[0]["min_eps"] = 1e-12
+    says = "decay='floor' takes the place of a rate's schedule.*'eps'"
     with pytest.raises(ValueError, match=says):
-        ensemble(Net(), [Eps()], controller=printed, total_steps=100)
+        controller = hdet.SoftmaxController(decay="floor")
+        ensemble(net, [Eps()], optimizer=optimizer, controller=controller, total_steps=100)
 
 
 @pytest.mark.parametrize(("knob", "count", "message"), [

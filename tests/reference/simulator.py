@@ -3,7 +3,7 @@ controller. All of it float64.
 
 Timing, as the project reads the paper: the base value follows the schedule until the controller's
 first decision, which is the end of the first cycle that lies wholly after S_warm. A decision at the
-end of a cycle acts from the next cycle on. With a decay ("floor", "printed") the schedule is left
+end of a cycle acts from the next cycle on. With a decay ("floor") the schedule is left
 at the first decision, from the value that the schedule has then; without one the correction
 multiplies the schedule, and Eq. 5 and 6 run on relative rates (rho instead of eta, 1 instead of the
 base), the new correction being the old one times exp(lambda v).
@@ -74,7 +74,7 @@ class Settings:
     peak: float = 0.05
     weight_decay: float = 0.0
     controller: bool = True
-    decay: str | None = None  # None, "floor" or "printed"
+    decay: str | None = None  # None or "floor"
     average: str = "mean"  # or "softmax": Eq. 3 with the weights of Eq. 4
     sigma: float = 0.1
     step_size: float = 0.5
@@ -127,10 +127,7 @@ def decide(
         intervals = method.intervals_left(
             settings.steps, done - settings.interval, settings.interval
         )
-        if settings.decay == "printed":
-            controls.gamma = method.gamma_printed(settings.div, settings.final_div, intervals)
-        else:
-            controls.gamma = method.gamma_corrected(floor, controls.base, intervals)
+        controls.gamma = method.gamma_corrected(floor, controls.base, intervals)
     base = controls.base
     assert base is not None
     delta = method.signal(weights, [base * r for r in rho])
@@ -202,7 +199,6 @@ RUNS = {
         decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5
     ),
     "softmax_floor": Settings(decay="floor", warmup=10),
-    "softmax_printed": Settings(decay="printed", warmup=10),
     "softmax_average": Settings(average="softmax", controller=False, sigma=0.1),
     "last_cycle_is_short": Settings(steps=38, decay=None, sigma=0.05, momentum=0.0),
 }
