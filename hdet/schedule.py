@@ -256,35 +256,28 @@ class Schedule:
         values = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
         for key, table in tables.items():
             values[key] = schema.read(values[key], table, f"{key} of {STATE}")
-        values["scheduler"] = None if given is None else self._checked(given, own, total, least)
+        values["scheduler"] = None if given is None else self._checked(given, own, total)
         return values
 
     def _checked(
-        self, given: Mapping[str, Any], own: Mapping[str, Any], total: Any, least: float
+        self, given: Mapping[str, Any], own: Mapping[str, Any], total: Any
     ) -> dict[str, Any]:
-        """A scheduler's state, if it is like this run's ``own``."""
+        """A scheduler's state, if it has the keys and the length of this run's ``own``. What else
+        is in it is the scheduler's business."""
         named = given.get("total_steps")
         if isinstance(named, int if total is None else (int, float)) and named != total:
             raise ValueError(
                 f"the saved run has total_steps {reprlib.repr(named)}, this one {total!r}: build "
                 "the scheduler as the saved run did"
             )
-        given = _with_whole_keys(given, own)
-        is_torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
-        # What the lists of somebody's own class hold is its own business, and keys may come later.
-        kinds = {
-            key: schema.like(value, least)
-            if is_torchs or not isinstance(value, (Mapping, list, tuple))
-            else schema.ANYTHING
-            for key, value in plain(own).items()
-        }
+        kinds = dict.fromkeys(own, schema.ANYTHING)
         if type(own.get("last_epoch")) is int:
             last = schema.LARGEST_COUNT if total is None else total
             kinds["last_epoch"] = schema.number(-1, last, whole=True)
         if type(own.get("total_steps")) is int:
             kinds["total_steps"] = schema.COUNT
-        checked = _with_whole_keys(schema.read(given, kinds, "the scheduler's state"), own)
-        return checked if is_torchs else {**given, **checked}
+        given = _with_whole_keys(given, own)
+        return {**given, **schema.read(given, kinds, "the scheduler's state")}
 
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:

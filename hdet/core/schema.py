@@ -17,7 +17,6 @@ __all__ = [
     "MAPPING",
     "Check",
     "instance",
-    "like",
     "list_of",
     "number",
     "optional",
@@ -95,29 +94,6 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
         return value
     return number()(value, where)
-
-
-def like(example: Any, least: float = -LARGEST) -> Check:
-    """As ``example``: the same keys and lengths, and numbers >= ``least`` where the example's
-    are."""
-    if isinstance(example, bool):
-        return FLAG
-    if isinstance(example, (int, float)):
-        if not math.isfinite(example):
-            return number(-math.inf, math.inf)
-        return number(least if example >= least else -LARGEST)
-    if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
-        fields = {key: like(value, least) for key, value in example.items()}
-        return lambda value, where: read(value, fields, where)
-    if isinstance(example, Mapping):
-        key_like, value_like = (like(one, least) for one in next(iter(example.items())))
-        return lambda value, where: {
-            key_like(key, f"a key of {where}"): value_like(entry, f"{where}[{key!r}]")
-            for key, entry in MAPPING(value, where).items()
-        }
-    if isinstance(example, (list, tuple)):
-        return list_of([like(value, least) for value in example])
-    return ANYTHING if example is None else instance(type(example), f"a {type(example).__name__}")
 
 
 def read(state: Any, fields: Mapping[str, Check], where: str) -> dict[str, Any]:
