@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import hdet
-from hdet.replicas.noise import Slice
 from tests.distributed import run_ranks
 
 
@@ -31,8 +30,8 @@ def expected(theta: torch.Tensor, key: str) -> torch.Tensor:
     return (theta + noise * (0.1 * theta.float().norm() / math.sqrt(theta.numel()))).to(theta.dtype)
 
 
-def noisy(given: Any, replica: int = 1, **settings: Any) -> None:
-    hdet.warm_noise_(given, 0.1, 5, hdet.Replicas(replica, 4, None), **settings)
+def noisy(given: Any, replica: int = 1) -> None:
+    hdet.warm_noise_(given, 0.1, 5, hdet.Replicas(replica, 4, None))
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -103,33 +102,17 @@ def test_a_dimension_that_is_split_twice() -> None:
     run_ranks(sharded_and_tensor_parallel, 4)
 
 
-def by_hand(rank: int, world: int) -> None:
-    theta, shared = tensors()[3], tensors()[0]
-    part = theta.chunk(2, 1)[rank].contiguous()
-    slices = {part: Slice((8, 8), (0, 4 * rank), dist.group.WORLD)}
-    noisy([("norm", shared), ("up", part)], slices=slices)
-    assert torch.equal(shared, expected(tensors()[0], "5/1/norm"))
-    close(part, expected(theta, "5/1/up").chunk(2, 1)[rank])
-
-
-def test_shards_made_by_hand_get_their_slices() -> None:
-    run_ranks(by_hand, 2)
-
-
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     laid = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    plain, group = torch.ones(4), dist.group.WORLD
-    for given, slices, message in [
-        ([partial], {}, "a sum that has not been taken"),
-        ([laid], {laid: Slice((4,), (0,), group)}, "is a DTensor, which knows"),
-        ([plain], {plain: Slice((8,), (5,), group)}, r"no slice from \(5,\) of a.*shape \(8,\)"),
-        ([plain], {plain: Slice((8, 2), (0, 0), group)}, "no slice"),
-        ([("a", plain), ("a", laid)], {}, "two parameters have the name a"),
+    plain = torch.ones(4)
+    for given, message in [
+        ([partial], "a sum that has not been taken"),
+        ([("a", plain), ("a", laid)], "two parameters have the name a"),
     ]:
         with pytest.raises(ValueError, match=message):
-            noisy(given, slices=slices)
+            noisy(given)
     assert torch.equal(plain, torch.ones(4)) and torch.equal(laid.full_tensor(), torch.ones(4))
 
 

@@ -5,43 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..core.validate import within
 from ..tensors import dtensor as shards
 from .topology import Replicas
 
-__all__ = ["Slice", "warm_noise_"]
+__all__ = ["warm_noise_"]
 
 Named = tuple[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Which part of a full tensor a plain tensor is, where a model is split by hand (a DTensor says
-    so itself)."""
-
-    shape: Sequence[int]
-    """of the full tensor"""
-    start: Sequence[int]
-    """of the part in it, for each dimension"""
-    group: dist.ProcessGroup
-    """whose ranks hold all parts, each once: it adds up the squares of the full tensor's norm"""
-
-    def cut(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        for dim, (start, length) in enumerate(zip(self.start, like.shape, strict=True)):
-            full = full.narrow(dim, start, length)
-        return full
-
-    def fits(self, part: torch.Tensor) -> bool:
-        if not len(self.shape) == len(self.start) == part.dim():
-            return False
-        sizes = zip(self.start, part.shape, self.shape, strict=True)
-        return all(0 <= start <= start + length <= whole for start, length, whole in sizes)
 
 
 @torch.no_grad()
@@ -50,7 +24,6 @@ def warm_noise_(
     nu: float = 0.01,
     seed: int = 0,
     replicas: Replicas | None = None,
-    slices: Mapping[torch.Tensor, Slice] | None = None,
 ) -> None:
     """Eq. 9, per tensor and in place: theta_r <- theta_0 + eps_r, eps ~ N(0, nu^2 ||theta_0||^2 /
     d), d = elements of the tensor.
@@ -66,17 +39,15 @@ def warm_noise_(
         parameters: tensors, known by their place in the list, or pairs (name, tensor) as of
             ``model.named_parameters()``, known by their name. Use names where ranks of one replica
             hold different lists (pipeline stages, experts), so that equal places do not get equal
-            noise. DTensors need nothing else.
-        slices: what part of a full tensor a plain tensor is. Whatever is not listed is whole on
-            this rank.
+            noise. Shards that are no DTensors count as whole tensors: name them by their rank.
 
     Each rank draws the noise of the full tensor, one after the other, on the CPU, and keeps its
-    part. One small all_reduce for each mesh, group or sharding dimension adds up the norms of what
-    is split; every rank of it must call this.
+    part. One small all_reduce for each mesh and sharding dimension adds up the norms of what is
+    split; every rank of it must call this.
 
     Raises:
-        ValueError: ``nu`` negative or not finite; a tensor that is not floating point, or Partial;
-            a slice that does not fit. Nothing is changed then.
+        ValueError: ``nu`` negative or not finite; a tensor that is not floating point, or Partial.
+            Nothing is changed then.
     """
     within(
         nu, "nu", "[0, inf)", "it is the noise's norm relative to each tensor's, 0.01 in the paper"
@@ -85,31 +56,28 @@ def warm_noise_(
         (str(i), entry) if isinstance(entry, torch.Tensor) else entry
         for i, entry in enumerate(parameters)
     ]
-    slices = slices or {}
-    _check(named, slices)
+    _check(named)
     if nu == 0:
         return
     replica = (Replicas.default() if replicas is None else replicas).index
-    norms = _norms([tensor for _, tensor in named], slices)
+    norms = _norms([tensor for _, tensor in named])
     for (name, tensor), norm in zip(named, norms, strict=True):
-        part, own = slices.get(tensor), shards.local(tensor)
+        own = shards.local(tensor)
         if not own.numel():
             continue
         key = hashlib.sha256(f"warm_noise/{seed}/{replica}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-        shape = torch.Size(tensor.shape if part is None else part.shape)
-        full = torch.randn(shape, generator=generator, dtype=torch.float32)
-        noise = shards.part_of(full, tensor) if part is None else part.cut(full, own)
-        scale = nu * norm / math.sqrt(shape.numel())  # stays on the device
-        own.copy_(own + noise.to(own.device) * scale)
+        full = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        noise = shards.part_of(full, tensor).to(own.device)
+        scale = nu * norm / math.sqrt(tensor.numel())  # stays on the device
+        own.copy_(own + noise * scale)
         if own is not tensor:
             torch.autograd.graph.increment_version(tensor)  # a DTensor's version is not its shard's
 
 
-def _check(named: Sequence[Named], slices: Mapping[torch.Tensor, Slice]) -> None:
+def _check(named: Sequence[Named]) -> None:
     names = Counter(name for name, _ in named)
     for name, tensor in named:
-        part = slices.get(tensor)
         if names[name] > 1:
             raise ValueError(
                 f"two parameters have the name {name}: each needs its own, or they get the same "
@@ -121,29 +89,16 @@ def _check(named: Sequence[Named], slices: Mapping[torch.Tensor, Slice]) -> None
                 "needs dense floating-point tensors"
             )
         shards.sharding_dims(tensor, f"parameter {name}")
-        if part is not None and shards.is_sharded(tensor):
-            raise ValueError(
-                f"parameter {name} is a DTensor, which knows what part it is: leave it out of "
-                "slices"
-            )
-        if part is not None and not part.fits(tensor):
-            raise ValueError(
-                f"parameter {name} of shape {tuple(tensor.shape)} is no slice from "
-                f"{tuple(part.start)} of a tensor of shape {tuple(part.shape)}"
-            )
 
 
-def _norms(
-    tensors: Sequence[torch.Tensor], slices: Mapping[torch.Tensor, Slice]
-) -> list[torch.Tensor]:
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of the full tensors, 0-d float32 on the device of each."""
     norms = [shards.local(tensor).float().norm() for tensor in tensors]
-    split = [i for i, t in enumerate(tensors) if t in slices or shards.sharding_dims(t, "")]
+    split = [i for i, tensor in enumerate(tensors) if shards.sharding_dims(tensor, "")]
     for device in dict.fromkeys(norms[i].device for i in split):
         places = [i for i in split if norms[i].device == device]
-        groups = [slices[tensors[i]].group if tensors[i] in slices else None for i in places]
         squares = torch.stack([norms[i].double().square() for i in places])
-        sums = shards.FullSums([tensors[i] for i in places], groups)(squares)
+        sums = shards.FullSums([tensors[i] for i in places])(squares)
         for i, norm in zip(places, sums.sqrt().float(), strict=True):
             norms[i] = norm
     return norms

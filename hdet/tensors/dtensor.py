@@ -168,19 +168,15 @@ class FullSums:
     """Adds up numbers that every rank has for its own shard of each of some tensors.
 
     Each element of a full tensor counts once: sums run over the mesh dimensions that shard it, not
-    over those that replicate it, or over the group that is given for a plain tensor. One all_reduce
-    for each mesh and sharding dimension, whatever the number of tensors.
+    over those that replicate it. One all_reduce for each mesh and sharding dimension, whatever the
+    number of tensors.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None] | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Raises ValueError for a Partial tensor."""
         self._together: dict[tuple[Any, ...], list[int]] = {}
         for i, tensor in enumerate(tensors):
-            if groups is not None and groups[i] is not None:
-                self._together.setdefault((None, groups[i]), []).append(i)
-            elif dims := sharding_dims(tensor, f"tensor {i}"):
+            if dims := sharding_dims(tensor, f"tensor {i}"):
                 self._together.setdefault((tensor.device_mesh, *dims), []).append(i)  # type: ignore[attr-defined]
         self._places: list[Tensor] = []
 
@@ -194,11 +190,9 @@ class FullSums:
                 torch.tensor(places, device=values.device) for places in self._together.values()
             ]
         for (mesh, *over), places in zip(self._together, self._places, strict=True):
-            summed = values[places]
-            if mesh is not None:  # shards may be offloaded
-                summed = summed.to(mesh.device_type)
+            summed = values[places].to(mesh.device_type)  # shards may be offloaded
             for dim in over:
-                dist.all_reduce(summed, group=dim if mesh is None else mesh.get_group(dim))
+                dist.all_reduce(summed, group=mesh.get_group(dim))
             values = values.index_copy(0, places, summed.to(values.device))
         return values
 
