@@ -23,19 +23,13 @@ from .runs import Record, read, spaced
 from .workloads import (
     CHANGING,
     DEVELOPMENT,
+    FIELDS,
     FROM_ZERO,
     MISLEADING,
     NOT_TO_ZERO,
     REPEATED,
     TEST,
     WORKLOADS,
-    finetuning,
-    generative,
-    graphs,
-    language,
-    sequences,
-    tables,
-    vision,
 )  # fmt: skip
 
 PAGES = ("docs/evidence/autolr.md", "docs/results.md")
@@ -47,15 +41,6 @@ OFTEN = {
 }  # fmt: skip
 """Examples are seen so often that runs overfit at good rates, too."""
 FRESH = {name: one for name, one in DEVELOPMENT.items() if name not in OFTEN}
-FIELDS = {
-    "language": language,
-    "vision": vision,
-    "sequences": sequences,
-    "tables": tables,
-    "generative models": generative,
-    "graphs": graphs,
-    "weights that are trained already": finetuning,
-}
 STARTS = {
     -6: ("64 times too low"),
     -4: ("16 times too low"),
@@ -66,20 +51,6 @@ STARTS = {
     6: "64 times",
 }
 LEVELS = ("free", "trial")
-
-
-def field_of(workload: str) -> str:
-    """By the module that has the problem."""
-    name = next(base for base in (workload, *_bases(workload)) if base in WORKLOADS)
-    problem = WORKLOADS[name].problem
-    for field, module in FIELDS.items():
-        if any(getattr(value, "name", None) == problem.name for value in vars(module).values()):
-            return field
-    return "other"
-
-
-def _bases(workload: str) -> list[str]:
-    return [workload.removesuffix(suffix) for suffix in ("-constant", "-to-tenth", "-from-zero")]
 
 
 def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
@@ -240,7 +211,7 @@ def workloads() -> str:
         [
             [
                 name,
-                field_of(name),
+                one.field,
                 one.what,
                 one.optimizer,
                 one.schedule,
@@ -290,7 +261,9 @@ def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]
         ),
         "By field": counted(
             {
-                field: those(lambda run, f=field: field_of(run.record["workload"]) == f, long)
+                field: those(
+                    lambda run, f=field: WORKLOADS[run.record["workload"]].field == f, long
+                )
                 for field in FIELDS
             }
         ),

@@ -22,14 +22,14 @@ from benchmarks.evidence.workloads import (
     TEST,
     WORKLOADS,
     finetuning,
-    generated,
+    kit,
 )
 
 
 @pytest.fixture(autouse=True)
 def hardly_pretrained(monkeypatch: Any) -> Any:
     monkeypatch.setattr(finetuning, "PRETRAINING", 2)
-    monkeypatch.setattr(generated, "PRETRAINING", 50)
+    monkeypatch.setattr(kit, "PRETRAINING", 50)
     yield
     finetuning.pretrained.cache_clear()
 

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, mean_loss
+from ..problems import Batch
 from ..problems.transformer import TRANSFORMER
-from ..problems.transformer import losses as window_losses
-from . import generated
-from .generated import Key, labelled, problem
-from .groups import decaying_matrices
-from .tables import centers, cluster_mlp, clusters
-from .text import WINDOWS, held_out, windows
-from .vision import stroke_cnn, strokes
+from .kit import Draw, Transformer, add, labelled, workload
+from .tables import FIRST_CLUSTERS, centers, cluster_mlp, clusters
+from .text import on_english
+from .vision import FIRST_STROKES, stroke_cnn, strokes
+
+FIELD = "weights that are trained already"
 
 # -- from bytes of Python's sources to bytes of English: all weights, or low-rank adapters ---------
 
@@ -44,18 +42,24 @@ def pretrained() -> dict[str, Tensor]:
 
 
 class Adapted(nn.Module):
-    """A frozen matrix and an update of rank `RANK`, which begins at 0."""
+    """A frozen matrix or kernel with an update of low rank, which begins at 0."""
 
-    def __init__(self, frozen: nn.Linear) -> None:
+    def __init__(self, frozen: nn.Module, rank: int = RANK) -> None:
         super().__init__()
-        self.weight = nn.Buffer(frozen.weight.detach().clone())
-        self.down = nn.Parameter(
-            torch.randn(RANK, frozen.in_features) / math.sqrt(frozen.in_features)
-        )
-        self.up = nn.Parameter(torch.zeros(frozen.out_features, RANK))
+        kept, bias = frozen.weight, frozen.bias
+        assert isinstance(kept, Tensor)
+        self.frozen, inputs = nn.Buffer(kept.detach().clone()), kept[0].numel()
+        self.bias = nn.Buffer(bias.detach().clone()) if isinstance(bias, Tensor) else None
+        self.down = nn.Parameter(torch.randn(rank, inputs) / math.sqrt(inputs))
+        self.up = nn.Parameter(torch.zeros(len(kept), rank))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.frozen + 2 * (self.up @ self.down).view_as(self.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) + 2 * F.linear(F.linear(x, self.down), self.up)
+        """Of a matrix."""
+        return F.linear(x, self.frozen) + 2 * F.linear(F.linear(x, self.down), self.up)
 
 
 def _model(seed: int) -> nn.Module:
@@ -75,95 +79,66 @@ def _adapted(seed: int) -> nn.Module:
     return model
 
 
-def _problem(name: str, build: object) -> Problem:
-    return Problem(
-        name=name,
-        steps=1500,
-        batch_size=WINDOWS,
-        build=build,  # type: ignore[arg-type]
-        groups=lambda model: decaying_matrices(model, 0.0),
-        batch=windows,
-        spare=lambda seed, step, number: windows(seed, 10_000_000 + number),
-        losses=window_losses,
-        validate=lambda model: mean_loss(model, window_losses, held_out()),
-    )
+MOVED = "from Python's sources to English"
+add(
+    on_english("gpt-finetuned-bytes", _model, decay=0.0),
+    (MOVED, "adamw-0.999", "linear", 1e-4),
+    FIELD,
+)
+add(
+    on_english("gpt-lora-bytes", _adapted, decay=0.0),
+    (MOVED, "lion", "linear", 1e-4),
+    FIELD,
+)
 
 
-GPT_FINETUNED_BYTES = _problem("gpt-finetuned-bytes", _model)
-GPT_LORA_BYTES = _problem("gpt-lora-bytes", _adapted)
+# -- from clusters to the same ones, each moved a little; from sixteen strokes to sixteen others ---
 
 
-# -- from clusters to the same ones, each moved a little -------------------------------------------
-
-
-def _moved_clusters(key: Key, count: int) -> Batch:
-    """The clusters of the first set, each moved a little."""
-    x, y = clusters(key, count)
+@workload(
+    "mlp-finetuned-clusters",
+    ("from clusters to moved ones", "lion", "linear", 1e-4),
+    cluster_mlp, labelled, FIELD, key=FIRST_CLUSTERS, pretrained_on=(clusters, FIRST_CLUSTERS),
+)  # fmt: skip
+def _moved_clusters(g: Draw, count: int) -> Batch:
+    x, y = clusters(g, count)
     return x + 0.8 * centers("second")[y].mean(1), y
 
 
-MLP_FINETUNED_CLUSTERS = problem(
-    "mlp-finetuned-clusters", generated.pretrained(cluster_mlp, clusters), _moved_clusters, labelled
-)
-
-
-# -- from sixteen strokes to sixteen others --------------------------------------------------------
-
-CNN_FINETUNED_STROKES = problem(
+workload(
     "cnn-finetuned-strokes",
-    generated.pretrained(stroke_cnn, strokes),
-    lambda key, count: strokes(key, count, "second"),
-    labelled,
-)
+    ("from strokes to other strokes", "adamw-0.999", "linear", 1e-4),
+    stroke_cnn, labelled, FIELD, key=("letters", "second"), pretrained_on=(strokes, FIRST_STROKES),
+)(strokes)  # fmt: skip
 
 
 # -- a transformer: from one rule of what phrases mean to another ----------------------------------
 
-VOCABULARY, PHRASE, MEANINGS = 30, 10, 10
-
-
-class Phrases(nn.Module):
-    """tokens (batch, 10) -> logits (batch, 10): a transformer, read out at its first position."""
-
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(VOCABULARY, width),
-            nn.Parameter(0.02 * torch.randn(PHRASE, width)),
-        )
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.body, self.out = (
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            nn.Linear(width, MEANINGS),
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.body(self.tokens(tokens) + self.positions)[:, 0])
+VOCABULARY, PHRASE, MEANINGS, FIRST_PHRASES = 30, 10, 10, ("retold", "first")
 
 
 @cache
-def _meanings(rule: str) -> Tensor:
-    return torch.randint(MEANINGS, (VOCABULARY, VOCABULARY), generator=seeded("retold", rule))
+def _meanings() -> Tensor:
+    """By the first token and the named one."""
+    return Draw(*FIRST_PHRASES).below(MEANINGS, VOCABULARY, VOCABULARY)
 
 
-def _phrases(key: Key, count: int, rule: str = "first") -> Batch:
+def _phrases(g: Draw, count: int) -> Batch:
     """The label depends on the first token, and on the token at the place that this one names."""
-    generator = seeded("retold", rule, *key)
-    tokens = torch.randint(VOCABULARY, (count, PHRASE), generator=generator)
+    tokens = g.below(VOCABULARY, count, PHRASE)
     named = tokens.gather(1, 1 + tokens[:, :1] % (PHRASE - 1))[:, 0]
-    said = _meanings("first")[tokens[:, 0], named]
-    if rule == "second":  # a third of the labels is permuted
-        other = torch.arange(MEANINGS)
-        other[: MEANINGS // 3] = other[: MEANINGS // 3].roll(1)
-        said = other[said]
-    return tokens, said
+    return tokens, _meanings()[tokens[:, 0], named]
 
 
-TRANSFORMER_FINETUNED_PHRASES = problem(
+@workload(
     "transformer-finetuned-phrases",
-    generated.pretrained(Phrases, _phrases),
-    lambda key, count: _phrases(key, count, "second"),
-    labelled,
-)
+    ("from phrases to permuted labels", "adamw-0.95", "linear", 1e-4),
+    lambda: Transformer(VOCABULARY, PHRASE, MEANINGS, 48, 96, read=0),
+    labelled, FIELD, key=("retold", "second"), pretrained_on=(_phrases, FIRST_PHRASES),
+)  # fmt: skip
+def _permuted_phrases(g: Draw, count: int) -> Batch:
+    """A third of the labels is permuted."""
+    tokens, said = _phrases(g, count)
+    other = torch.arange(MEANINGS)
+    other[: MEANINGS // 3] = other[: MEANINGS // 3].roll(1)
+    return tokens, other[said]

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems import digits
-from ..problems.digits import seeded
-from ..problems.problem import Batch, drawn, mean_loss
-from .generated import Key, problem
-from .vision import IMAGES, on_digits
+from ..problems import Batch, digits
+from ..problems.problem import mean_loss
+from .kit import Draw, add, mlp, workload
+from .vision import on_digits
+
+FIELD = "generative models"
+
+
+def _images(g: Draw) -> Tensor:
+    images = digits.data()[0]
+    return images[g.below(len(images), digits.IMAGES)]
+
 
 # -- a variational autoencoder, handwritten digits -------------------------------------------------
 
@@ -23,25 +30,14 @@ class Autoencoder(nn.Module):
 
     def __init__(self, width: int = 128, code: int = 8) -> None:
         super().__init__()
-        self.inside = nn.Sequential(nn.Linear(64, width), nn.SiLU(), nn.Linear(width, 2 * code))
-        self.outside = nn.Sequential(nn.Linear(code, width), nn.SiLU(), nn.Linear(width, 64))
+        self.inside = mlp(64, width, 2 * code, of=nn.SiLU)
+        self.outside = mlp(code, width, 64, of=nn.SiLU)
 
     def forward(self, images: Tensor) -> Tensor:
         mean, spread = self.inside(images).chunk(2, 1)
         logits = self.outside(mean + torch.randn_like(mean) * (0.5 * spread).exp())
         rebuilt = F.binary_cross_entropy_with_logits(logits, images, reduction="none").sum(1)
         return rebuilt + 0.5 * (mean.square() + spread.exp() - 1 - spread).sum(1)
-
-
-def _pictures(seed: int, step: int) -> Batch:
-    images, _, _, _ = digits.data()
-    return (
-        images[
-            torch.randint(
-                len(images), (IMAGES,), generator=digits.seeded("autoencoder", seed, step)
-            )
-        ].flatten(1),
-    )
 
 
 def _bound(model: nn.Module, batch: Batch) -> Tensor:
@@ -56,7 +52,18 @@ def _validated_bound(model: nn.Module) -> float:
         return mean_loss(model, _bound, [(pictures,)])
 
 
-VAE_DIGITS = on_digits("vae-digits", Autoencoder, 0.0, _pictures, _bound, _validated_bound)
+add(
+    on_digits(
+        "vae-digits",
+        Autoencoder,
+        0.0,
+        lambda seed, step: (_images(Draw("autoencoder", seed, step)).flatten(1),),
+        _bound,
+        _validated_bound,
+    ),
+    ("digits", "adamw-0.95", "cosine", 1e-3),
+    FIELD,
+)
 
 
 # -- a diffusion denoiser, handwritten digits ------------------------------------------------------
@@ -68,18 +75,10 @@ class Denoiser(nn.Module):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.frequencies = nn.Buffer(torch.exp(torch.linspace(0, 5, 16)))
-        self.inside, self.time, self.out = (
-            nn.Linear(64, width),
-            nn.Linear(32, width),
-            nn.Linear(width, 64),
-        )
+        self.inside, self.time = nn.Linear(64, width), nn.Linear(32, width)
+        self.out = nn.Linear(width, 64)
         self.body = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width),
-                nn.Linear(width, 2 * width),
-                nn.SiLU(),
-                nn.Linear(2 * width, width),
-            )
+            nn.Sequential(nn.LayerNorm(width), mlp(width, 2 * width, width, of=nn.SiLU))
             for _ in range(3)
         )
 
@@ -91,27 +90,22 @@ class Denoiser(nn.Module):
         return self.out(x)
 
 
-def _noisy(images: Tensor, generator: torch.Generator) -> Batch:
+def _noisy(images: Tensor, g: Draw) -> Batch:
     """(images with noise, times, noise) at random times; alpha-bar is cos^2 (improved DDPM)."""
     flat = 2 * images.flatten(1) - 1
-    times, noise = (
-        torch.rand(len(flat), generator=generator),
-        torch.randn(flat.shape, generator=generator),
-    )
+    times, noise = g.rand(len(flat)), g.randn(*flat.shape)
     angle = 0.5 * torch.pi * times[:, None]
     return angle.cos() * flat + angle.sin() * noise, times, noise
 
 
 def _noised(seed: int, step: int) -> Batch:
-    images, _, _, _ = digits.data()
-    generator = digits.seeded("diffusion", seed, step)
-    return _noisy(images[torch.randint(len(images), (IMAGES,), generator=generator)], generator)
+    g = Draw("diffusion", seed, step)
+    return _noisy(_images(g), g)
 
 
 @cache
 def _noised_held_out() -> Batch:
-    _, _, images, _ = digits.data()
-    return _noisy(images.repeat(8, 1, 1, 1), digits.seeded("diffusion", "validation"))
+    return _noisy(digits.data()[2].repeat(8, 1, 1, 1), Draw("diffusion", "validation"))
 
 
 def _noise_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -119,13 +113,17 @@ def _noise_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (model(images, times) - noise).square().mean(1)
 
 
-DIFFUSION_DIGITS = on_digits(
-    "diffusion-digits",
-    Denoiser,
-    0.0,
-    _noised,
-    _noise_losses,
-    lambda model: mean_loss(model, _noise_losses, [_noised_held_out()]),
+add(
+    on_digits(
+        "diffusion-digits",
+        Denoiser,
+        0.0,
+        _noised,
+        _noise_losses,
+        lambda model: mean_loss(model, _noise_losses, [_noised_held_out()]),
+    ),
+    ("digits, a denoiser", "adamw-0.999", "wsd", 1e-3),
+    FIELD,
 )
 
 
@@ -139,16 +137,8 @@ class Flow(nn.Module):
 
     def __init__(self, width: int = 48, layers: int = 6) -> None:
         super().__init__()
-        self.couplings = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(SPIRAL_SIZE // 2, width),
-                nn.SiLU(),
-                nn.Linear(width, width),
-                nn.SiLU(),
-                nn.Linear(width, SPIRAL_SIZE),
-            )
-            for _ in range(layers)
-        )
+        sizes = (SPIRAL_SIZE // 2, width, width, SPIRAL_SIZE)
+        self.couplings = nn.ModuleList(mlp(*sizes, of=nn.SiLU) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -158,39 +148,30 @@ class Flow(nn.Module):
             log_scale = 2 * torch.tanh(log_scale / 2)
             a, b = b * log_scale.exp() + shift, a
             log_volume = log_volume + log_scale.sum(-1)
-        return (
-            log_volume
-            - 0.5 * (a.square() + b.square()).sum(-1)
-            - SPIRAL_SIZE / 2 * math.log(2 * math.pi)
-        )
+        normal = 0.5 * (a.square() + b.square()).sum(-1)
+        return log_volume - normal - SPIRAL_SIZE / 2 * math.log(2 * math.pi)
 
 
 @cache
 def _rotation() -> Tensor:
-    return torch.linalg.qr(torch.randn(SPIRAL_SIZE, SPIRAL_SIZE, generator=seeded("flow", "turn")))[
-        0
-    ]
-
-
-def _spirals(key: Key, count: int) -> Batch:
-    generator = seeded("flow", *key)
-    t = 3 * math.pi * torch.rand(count, 1, generator=generator).sqrt()
-    arm = torch.randint(2, (count, 1), generator=generator) * 2 - 1
-    plane = arm * torch.cat([t.cos(), t.sin()], 1) * t / 4
-    rest = torch.randn(count, SPIRAL_SIZE - 2, generator=generator) * (
-        0.3 + 0.2 * plane.norm(dim=1, keepdim=True)
-    )
-    return (
-        torch.cat([plane + 0.1 * torch.randn(count, 2, generator=generator), rest], 1)
-        @ _rotation(),
-    )
+    return torch.linalg.qr(Draw("flow", "turn").randn(SPIRAL_SIZE, SPIRAL_SIZE))[0]
 
 
 def _flow_losses(model: nn.Module, batch: Batch) -> Tensor:
     return -model(batch[0])
 
 
-FLOW_SPIRALS = problem("flow-spirals", drawn(Flow), _spirals, _flow_losses, size=64, decay=0.0)
+@workload(
+    "flow-spirals",
+    ("a density in eight dimensions", "adamw-0.999", "one-cycle", 1e-3),
+    Flow, _flow_losses, FIELD, key="flow", size=64, decay=0.0,
+)  # fmt: skip
+def _spirals(g: Draw, count: int) -> Batch:
+    t = 3 * math.pi * g.rand(count, 1).sqrt()
+    arm = g.below(2, count, 1) * 2 - 1
+    plane = arm * torch.cat([t.cos(), t.sin()], 1) * t / 4
+    rest = g.randn(count, SPIRAL_SIZE - 2) * (0.3 + 0.2 * plane.norm(dim=1, keepdim=True))
+    return (torch.cat([plane + 0.1 * g.randn(count, 2), rest], 1) @ _rotation(),)
 
 
 # -- a vector-quantised autoencoder: a mixture of bent Gaussians; its loss rises at first ----------
@@ -207,12 +188,7 @@ class Quantizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Linear(SIZE, 128), nn.ReLU(), nn.Linear(128, PARTS * LATENT)
-        )
-        self.decoder = nn.Sequential(
-            nn.Linear(PARTS * LATENT, 128), nn.ReLU(), nn.Linear(128, SIZE)
-        )
+        self.encoder, self.decoder = mlp(SIZE, 128, PARTS * LATENT), mlp(PARTS * LATENT, 128, SIZE)
         self.codes = nn.Parameter(torch.empty(PARTS, CODES, LATENT).uniform_(-1 / CODES, 1 / CODES))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,44 +199,27 @@ class Quantizer(nn.Module):
         return self.decoder((z + (found - z).detach()).flatten(1)), apart.sum((1, 2)) / LATENT
 
 
-def _mixture(key: Key, count: int) -> Batch:
-    generator, common = seeded("misleading", *key), seeded("misleading", "mixture")
-    centers, bend = (
-        torch.randn(MIXED, SIZE, generator=common),
-        torch.randn(LATENT, SIZE, generator=common),
-    )
-    of = torch.randint(MIXED, (count,), generator=generator)
-    return (centers[of] + 0.5 * torch.tanh(torch.randn(count, LATENT, generator=generator) @ bend),)
-
-
 def _reconstruction(model: nn.Module, batch: Batch) -> Tensor:
     [x] = batch
     again, apart = model(x)
     return (again - x).square().mean(1) + apart
 
 
-VQVAE_MIXTURE = problem("vqvae-mixture", drawn(Quantizer), _mixture, _reconstruction, 64)
+@workload(
+    "vqvae-mixture",
+    ("the loss rises at first", "adamw-0.999", "cosine", 1e-3),
+    Quantizer, _reconstruction, FIELD, key="misleading", size=64,
+)  # fmt: skip
+def _mixture(g: Draw, count: int) -> Batch:
+    common = Draw("misleading", "mixture")
+    centers, bend = common.randn(MIXED, SIZE), common.randn(LATENT, SIZE)
+    of = g.below(MIXED, count)
+    return (centers[of] + 0.5 * torch.tanh(g.randn(count, LATENT) @ bend),)
 
 
 # -- a mixture density network (Bishop 1994): y is one of three functions of x ---------------------
 
 COMPONENTS = 6
-
-
-def _branches(key: Key, count: int) -> Batch:
-    generator = seeded("forked", *key)
-    x, branch = (
-        4 * torch.rand(count, 3, generator=generator) - 2,
-        torch.randint(3, (count,), generator=generator),
-    )
-    branches = torch.stack(
-        [torch.sin(2 * x[:, 0]) * x[:, 1], x[:, 2].square() - 1, torch.cos(3 * x[:, 1]) + x[:, 0]],
-        1,
-    )
-    spread = 0.05 + 0.1 * x[:, 2].abs()
-    return x, branches.gather(1, branch[:, None])[:, 0] + spread * torch.randn(
-        count, generator=generator
-    )
 
 
 def _mixture_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -272,14 +231,15 @@ def _mixture_losses(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-MIXTURE_DENSITY_BRANCHES = problem(
+@workload(
     "mixture-density-branches",
-    drawn(
-        lambda: nn.Sequential(
-            nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 3 * COMPONENTS)
-        )
-    ),
-    _branches,
-    _mixture_losses,
-    size=64,
-)
+    ("one of three functions", "adamw-0.95", "one-cycle", 1e-3),
+    lambda: mlp(3, 64, 64, 3 * COMPONENTS, of=nn.SiLU),
+    _mixture_losses, FIELD, key="forked", size=64,
+)  # fmt: skip
+def _branches(g: Draw, count: int) -> Batch:
+    x, branch = 4 * g.rand(count, 3) - 2, g.below(3, count)
+    a, b, c = x.T
+    branches = torch.stack([torch.sin(2 * a) * b, c.square() - 1, torch.cos(3 * b) + a], 1)
+    spread = 0.05 + 0.1 * c.abs()
+    return x, branches.gather(1, branch[:, None])[:, 0] + spread * g.randn(count)

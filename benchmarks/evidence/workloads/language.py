@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,15 +14,29 @@ from torch.nn import functional as F
 
 from examples.bytes.data import sample_batch
 
-from ..problems.digits import seeded
+from ..problems import PROBLEMS
 from ..problems.problem import Batch, Problem, drawn, mean_loss
 from ..problems.transformer import corpus
-from ..problems.transformer import losses as window_losses
-from .generated import Key, finite, labelled, next_token, problem, zipf
-from .groups import decaying_matrices, hidden_matrices
-from .text import CONTEXT, WINDOWS, english, held_out, windows
+from .kit import (
+    Draw,
+    Transformer,
+    add,
+    decaying,
+    each_place,
+    encoder,
+    for_muon,
+    labelled,
+    mlp,
+    workload,
+)
+from .text import CONTEXT, english, held_out, on_english
 
-BYTES = 256
+FIELD, BYTES = "language", 256
+add(
+    PROBLEMS["gpt-python"],
+    ("the next byte of Python's sources", "adamw-0.95", "wsd", 1e-3),
+    FIELD,
+)
 
 
 # -- bytes of English: a llama, a mixture of experts, a GRU, dilated convolutions ------------------
@@ -38,13 +51,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.gain, 1e-6)
 
 
+def plain(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
 class SwiGLU(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (
-            nn.Linear(*shape, bias=False)
-            for shape in ((width, hidden), (width, hidden), (hidden, width))
-        )
+        self.gate, self.up = plain(width, hidden), plain(width, hidden)
+        self.down = plain(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -58,7 +73,7 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, hidden: int, count: int = 4) -> None:
         super().__init__()
-        self.router = nn.Linear(width, count, bias=False)
+        self.router = plain(width, count)
         self.experts = nn.ModuleList(SwiGLU(width, hidden) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,23 +94,14 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2, self.after = RMSNorm(width), RMSNorm(width), after
-        self.qkv, self.out = (
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
+        self.qkv, self.out = plain(width, 3 * width), plain(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
-        q, k, v = (
-            self.qkv(self.norm1(x))
-            .view(batch, time, 3, self.heads, width // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(batch, time, width)
-        )
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(seen.reshape(batch, time, width))
         return x + self.after(self.norm2(x))
 
 
@@ -125,23 +131,14 @@ class Llama(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-class Recurrent(nn.Module):
-    """A GRU over bytes, with torch's own initialisation."""
-
+class ByteGRU(nn.Module):
     def __init__(self, width: int = 96) -> None:
         super().__init__()
-        self.tokens, self.cells, self.out = (
-            nn.Embedding(BYTES, width),
-            nn.GRU(width, width, batch_first=True),
-            nn.Linear(width, BYTES),
-        )
+        self.tokens, self.cells = nn.Embedding(BYTES, width), nn.GRU(width, width, batch_first=True)
+        self.out = nn.Linear(width, BYTES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(self.cells(self.tokens(tokens))[0])
-
-
-RECEPTIVE_FIELD = 32
-"""Bytes that the dilated convolutions see."""
 
 
 class Dilated(nn.Module):
@@ -159,24 +156,27 @@ class Dilated(nn.Module):
         return self.out(x.transpose(1, 2))
 
 
-def language(name: str, build: object, context: int = CONTEXT, decay: float = 0.01) -> Problem:
-    return Problem(
-        name=name,
-        steps=1500,
-        batch_size=WINDOWS,
-        build=build,  # type: ignore[arg-type]
-        groups=lambda model: decaying_matrices(model, decay),
-        batch=lambda seed, step: windows(seed, step, context),
-        spare=lambda seed, step, number: windows(seed, 10_000_000 + number, context),
-        losses=window_losses,
-        validate=lambda model: mean_loss(model, window_losses, held_out(context)),
-    )
-
-
-LLAMA_BYTES = language("llama-bytes", drawn(lambda: Llama(3, 96, 4)))
-MOE_BYTES = language("moe-bytes", drawn(lambda: Llama(2, 48, 4, experts=True)), decay=0.1)
-GRU_BYTES = language("gru-bytes", drawn(Recurrent), context=32, decay=0.0)
-TCN_BYTES = language("tcn-bytes", drawn(Dilated), context=RECEPTIVE_FIELD, decay=0.01)
+NEXT = "the next byte of English"
+add(
+    on_english("llama-bytes", drawn(lambda: Llama(3, 96, 4))),
+    (NEXT, "adamw-0.999", "cosine", 1e-3),
+    FIELD,
+)
+add(
+    on_english("moe-bytes", drawn(lambda: Llama(2, 48, 4, experts=True)), decay=0.1),
+    (NEXT, "adamw-0.95", "cosine", 1e-3),
+    FIELD,
+)
+add(
+    on_english("gru-bytes", drawn(ByteGRU), context=32, decay=0.0),
+    (NEXT, "adamw-0.999", "cosine", 1e-3),
+    FIELD,
+)
+add(
+    on_english("tcn-bytes", drawn(Dilated), context=32),
+    (NEXT, "adamw-0.999", "one-cycle", 1e-3),
+    FIELD,
+)
 
 
 # -- gated linear recurrences (as in Mamba-2, arXiv 2405.21060), bytes of Python's sources ---------
@@ -189,41 +189,25 @@ class Gated(nn.Module):
 
     def __init__(self, width: int, heads: int = 8) -> None:
         super().__init__()
-        self.norm, self.into, self.gates = (
-            nn.RMSNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(width, heads),
-        )
-        self.out = nn.Linear(width, width)
+        self.norm, self.into = nn.RMSNorm(width), nn.Linear(width, 2 * width)
+        self.gates, self.out = nn.Linear(width, heads), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         (count, time, _), seen = x.shape, self.norm(x)
         candidate, out = self.into(seen).chunk(2, -1)
         gates = self.gates(seen).mT
         kept = F.logsigmoid(gates).cumsum(-1)
-        weights = (
-            (kept[..., :, None] - kept[..., None, :])
-            .masked_fill(~x.new_ones(time, time, dtype=torch.bool).tril(), -math.inf)
-            .exp()
-        )
+        later = ~x.new_ones(time, time, dtype=torch.bool).tril()
+        weights = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()
         heads = candidate.view(count, time, gates.shape[1], -1).transpose(1, 2)
         state = weights @ (torch.sigmoid(-gates)[..., None] * heads)
         return x + self.out(F.silu(out) * state.transpose(1, 2).reshape(x.shape))
 
 
-class GatedModel(nn.Module):
-    """tokens (batch, time) -> logits (batch, time, 256)"""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.tokens, self.body, self.out = (
-            nn.Embedding(256, width),
-            nn.Sequential(Gated(width), Gated(width)),
-            nn.Linear(width, 256),
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.body(self.tokens(tokens)))
+def gated_model(width: int = 64) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(BYTES, width), Gated(width), Gated(width), nn.Linear(width, BYTES)
+    )
 
 
 def _python(seed: int, step: int, stream: str = "train") -> Batch:
@@ -232,24 +216,22 @@ def _python(seed: int, step: int, stream: str = "train") -> Batch:
     )
 
 
-@cache
-def _held_out_python() -> list[Batch]:
-    return [
-        sample_batch(corpus().validation, 64, PYTHON_CONTEXT, seed=0, stream="validation", index=i)
-        for i in range(8)
-    ]
-
-
-GATED_LINEAR_RNN_PYTHON = Problem(
-    name="gated-linear-rnn-python",
-    steps=1500,
-    batch_size=PYTHON_WINDOWS,
-    build=drawn(GatedModel),
-    groups=lambda model: decaying_matrices(model, 0.1),
-    batch=_python,
-    spare=lambda seed, step, number: _python(seed, number, "spare"),
-    losses=next_token,
-    validate=lambda model: mean_loss(model, next_token, _held_out_python()),
+add(
+    Problem(
+        name="gated-linear-rnn-python",
+        steps=1500,
+        batch_size=PYTHON_WINDOWS,
+        build=drawn(gated_model),
+        groups=decaying(0.1),
+        batch=_python,
+        spare=lambda seed, step, number: _python(seed, number, "spare"),
+        losses=each_place,
+        validate=lambda model: mean_loss(
+            model, each_place, held_out(corpus().validation, PYTHON_CONTEXT)
+        ),
+    ),
+    ("the next byte, as in Mamba-2", "adamw-0.95", "wsd", 1e-3),
+    FIELD,
 )
 
 
@@ -259,26 +241,13 @@ MLP_CONTEXT, MLP_BYTES = 8, 64
 
 
 def _byte_mlp() -> nn.Module:
-    body = nn.Sequential(
-        nn.Embedding(256, 24),
-        nn.Flatten(),
-        nn.Linear(24 * MLP_CONTEXT, 192),
-        nn.ReLU(),
-        nn.Linear(192, 192),
-        nn.ReLU(),
-    )
-    return nn.Sequential(body, nn.Linear(192, 256)).bfloat16()
+    tokens = nn.Embedding(BYTES, 24)
+    return nn.Sequential(tokens, nn.Flatten(), mlp(24 * MLP_CONTEXT, 192, 192, BYTES)).bfloat16()
 
 
 def _contexts(stream: str, seed: int, index: int) -> Batch:
-    x, y = sample_batch(
-        english()[stream == "validation"],
-        MLP_BYTES,
-        MLP_CONTEXT,
-        seed=seed,
-        stream=stream,
-        index=index,
-    )
+    text = english()[stream == "validation"]
+    x, y = sample_batch(text, MLP_BYTES, MLP_CONTEXT, seed=seed, stream=stream, index=index)
     return x, y[:, -1]
 
 
@@ -287,18 +256,22 @@ def _float32_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(x).float(), y, reduction="none")
 
 
-MLP_BYTES_BF16 = Problem(
-    name="mlp-bytes-bf16",
-    steps=1500,
-    batch_size=MLP_BYTES,
-    build=drawn(_byte_mlp),
-    groups=lambda model: decaying_matrices(model, 0.01),
-    batch=lambda seed, step: _contexts("train", seed, step),
-    spare=lambda seed, step, number: _contexts("spare", seed, number),
-    losses=_float32_losses,
-    validate=lambda model: mean_loss(
-        model, _float32_losses, [_contexts("validation", 0, part) for part in range(32)]
+add(
+    Problem(
+        name="mlp-bytes-bf16",
+        steps=1500,
+        batch_size=MLP_BYTES,
+        build=drawn(_byte_mlp),
+        groups=decaying(0.01),
+        batch=lambda seed, step: _contexts("train", seed, step),
+        spare=lambda seed, step, number: _contexts("spare", seed, number),
+        losses=_float32_losses,
+        validate=lambda model: mean_loss(
+            model, _float32_losses, [_contexts("validation", 0, part) for part in range(32)]
+        ),
     ),
+    ("the next byte, bf16 parameters", "adamw-0.95", "cosine", 1e-3),
+    FIELD,
 )
 
 
@@ -321,38 +294,20 @@ class SkipGram(nn.Module):
 
 
 @cache
-def _texts() -> tuple[Tensor, Tensor]:
-    """The training and the validation text as numbers of frequent words, the most frequent is 0."""
-    split = [
+def _texts() -> tuple[Tensor, Tensor, Tensor]:
+    """The training and the validation text as numbers of frequent words, the most frequent is 0;
+    and how often each is a negative sample."""
+    train, validation = (
         re.findall(r"[a-z]+", text.numpy().tobytes().decode(errors="ignore").lower())
         for text in english()
-    ]
-    number = {
-        word: place for place, (word, _) in enumerate(Counter(split[0]).most_common(FREQUENT))
-    }
-    train, held_out = (
-        torch.tensor([number[word] for word in words if word in number]) for words in split
     )
-    return train, held_out
-
-
-@cache
-def _negative_weights() -> Tensor:
-    return torch.bincount(_texts()[0], minlength=FREQUENT).float() ** 0.75
-
-
-def _word_pairs(key: Key, count: int) -> Batch:
-    generator = seeded("neighbours", *key)
-    text = _texts()[key[0] == "validation"]
-    place, apart = (
-        torch.randint(NEAR, len(text) - NEAR, (count,), generator=generator),
-        torch.randint(1, NEAR + 1, (count,), generator=generator),
+    frequent = Counter(train).most_common(FREQUENT)
+    number = {word: place for place, (word, _) in enumerate(frequent)}
+    known, held_out = (
+        torch.tensor([number[word] for word in words if word in number])
+        for words in (train, validation)
     )
-    side = torch.randint(2, (count,), generator=generator) * 2 - 1
-    others = torch.multinomial(
-        _negative_weights(), count * NEGATIVES, replacement=True, generator=generator
-    ).view(count, NEGATIVES)
-    return text[place], torch.cat([text[place + side * apart][:, None], others], 1)
+    return known, held_out, torch.bincount(known, minlength=FREQUENT).float() ** 0.75
 
 
 def _skipgram_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -360,7 +315,18 @@ def _skipgram_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).sum(1)
 
 
-SKIPGRAM_WORDS = problem("skipgram-words", drawn(SkipGram), _word_pairs, _skipgram_losses, size=128)
+@workload(
+    "skipgram-words",
+    ("word vectors of English", "adamw-0.999", "linear", 1e-3),
+    SkipGram, _skipgram_losses, FIELD, key="neighbours", size=128,
+)  # fmt: skip
+def _word_pairs(g: Draw, count: int) -> Batch:
+    text, weights = _texts()["validation" in g.key], _texts()[2]
+    place, apart = g.between(NEAR, len(text) - NEAR, count), g.between(1, NEAR + 1, count)
+    side, many = g.below(2, count) * 2 - 1, count * NEGATIVES
+    others = torch.multinomial(weights, many, replacement=True, generator=g.generator)
+    near = text[place + side * apart][:, None]
+    return text[place], torch.cat([near, others.view(count, NEGATIVES)], 1)
 
 
 # -- a masked language model: the hidden third of texts of a second-order Markov chain -------------
@@ -368,54 +334,30 @@ SKIPGRAM_WORDS = problem("skipgram-words", drawn(SkipGram), _word_pairs, _skipgr
 SYMBOLS, TEXT = 12, 24
 
 
-class MaskedModel(nn.Module):
-    """tokens (batch, 24), the last symbol is the mask -> logits (batch, 24, 12)"""
-
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(SYMBOLS + 1, width),
-            nn.Parameter(0.02 * torch.randn(TEXT, width)),
-        )
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
-        )
-        self.body, self.out = (
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            nn.Linear(width, SYMBOLS),
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.body(self.tokens(tokens) + self.positions))
-
-
 @cache
 def _chain() -> Tensor:
-    return torch.softmax(
-        2 * torch.randn(SYMBOLS, SYMBOLS, SYMBOLS, generator=seeded("masked", "chain")), -1
-    )
-
-
-def _masked(key: Key, count: int) -> Batch:
-    generator = seeded("masked", *key)
-    text = [torch.randint(SYMBOLS, (count,), generator=generator) for _ in range(2)]
-    while len(text) < TEXT:
-        text.append(torch.multinomial(_chain()[text[-2], text[-1]], 1, generator=generator)[:, 0])
-    whole, hidden = torch.stack(text, 1), torch.rand(count, TEXT, generator=generator) < 0.3
-    hidden[:, 0] = True
-    return whole.masked_fill(hidden, SYMBOLS), whole.masked_fill(~hidden, -100)
+    return torch.softmax(2 * Draw("masked", "chain").randn(SYMBOLS, SYMBOLS, SYMBOLS), -1)
 
 
 def _masked_losses(model: nn.Module, batch: Batch) -> Tensor:
     tokens, wanted = batch
-    return F.cross_entropy(model(tokens).transpose(1, 2), wanted, reduction="none").sum(1) / (
-        wanted >= 0
-    ).sum(1)
+    losses = F.cross_entropy(model(tokens).transpose(1, 2), wanted, reduction="none")
+    return losses.sum(1) / (wanted >= 0).sum(1)
 
 
-MASKED_LM_MARKOV = replace(
-    problem("masked-lm-markov", drawn(MaskedModel), _masked, _masked_losses), groups=hidden_matrices
-)
+@workload(
+    "masked-lm-markov",
+    ("hidden symbols of a Markov chain", "fused-muon", "cosine", 1e-3),
+    lambda: Transformer(SYMBOLS + 1, TEXT, SYMBOLS, 48, 192, activation="gelu"),
+    _masked_losses, FIELD, key="masked", decay=for_muon,
+)  # fmt: skip
+def _masked(g: Draw, count: int) -> Batch:
+    text = [g.below(SYMBOLS, count) for _ in range(2)]
+    while len(text) < TEXT:
+        text.append(g.choose(_chain()[text[-2], text[-1]]))
+    whole, hidden = torch.stack(text, 1), g.rand(count, TEXT) < 0.3
+    hidden[:, 0] = True
+    return whole.masked_fill(hidden, SYMBOLS), whole.masked_fill(~hidden, -100)
 
 
 # -- an encoder and a decoder: word-by-word translation, each three words in reverse order ---------
@@ -442,33 +384,24 @@ class Translator(nn.Module):
 
 
 @cache
-def _dictionary() -> Tensor:
-    return torch.stack(
-        [
-            torch.randperm(VOCABULARY, generator=seeded("translated", "dictionary", after))
-            for after in range(2)
-        ]
+def _dictionary(after: bool) -> Tensor:
+    return torch.randperm(
+        VOCABULARY, generator=Draw("translated", "dictionary", int(after)).generator
     )
 
 
-def _translations(key: Key, count: int) -> Batch:
+@workload(
+    "seq2seq-translation",
+    ("artificial phrases", "fused-muon", "linear", 1e-3),
+    Translator, each_place, FIELD, key="translated", decay=for_muon,
+)  # fmt: skip
+def _translations(g: Draw, count: int) -> Batch:
     """A word's translation depends on which half of the vocabulary the word before it is in."""
-    phrases = torch.randint(VOCABULARY, (count, PHRASE), generator=seeded("translated", *key))
+    phrases = g.below(VOCABULARY, count, PHRASE)
     before = torch.cat([phrases[:, :1], phrases[:, :-1]], 1) < VOCABULARY // 2
-    words = torch.where(before, _dictionary()[0][phrases], _dictionary()[1][phrases])
+    words = torch.where(before, _dictionary(False)[phrases], _dictionary(True)[phrases])
     turned = words.view(count, -1, PIECE).flip(-1).flatten(1)
     return phrases, torch.cat([torch.full((count, 1), VOCABULARY), turned[:, :-1]], 1), turned
-
-
-def _word_losses(model: nn.Module, batch: Batch) -> Tensor:
-    phrases, said, wanted = batch
-    return F.cross_entropy(model(phrases, said).transpose(1, 2), wanted, reduction="none").mean(1)
-
-
-SEQ2SEQ_TRANSLATION = replace(
-    problem("seq2seq-translation", drawn(Translator), _translations, _word_losses),
-    groups=hidden_matrices,
-)
 
 
 # -- a transformer: the next word of sentences with a grammar and a topic, a finite text -----------
@@ -480,63 +413,45 @@ WORDS = SORTS * EACH
 class _WordModel(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
-        self.words, self.places = (
-            nn.Embedding(WORDS, width),
-            nn.Parameter(0.02 * torch.randn(SENTENCE, width)),
-        )
+        self.words = nn.Embedding(WORDS, width)
+        self.places = nn.Parameter(0.02 * torch.randn(SENTENCE, width))
         nn.init.normal_(self.words.weight, std=0.1)
-        self.layer = nn.TransformerEncoderLayer(
-            width, 4, 3 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
+        self.layer = encoder(width, 3 * width, layers=1, activation="gelu")
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, WORDS)
-        self.register_buffer(
-            "mask", nn.Transformer.generate_square_subsequent_mask(SENTENCE), persistent=False
-        )
+        self.mask = nn.Transformer.generate_square_subsequent_mask(SENTENCE)
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.out(
-            self.norm(
-                self.layer(self.words(words) + self.places, src_mask=self.mask, is_causal=True)
-            )
-        )
+        x = self.layer(self.words(words) + self.places, mask=self.mask, is_causal=True)
+        return self.out(self.norm(x))
 
 
 @cache
 def _grammar() -> tuple[Tensor, Tensor]:
     """Probabilities of the next sort, (sorts, sorts), and of a word, (sorts, topics, each)."""
-    generator = seeded("worded", "grammar")
-    following = torch.softmax(2 * torch.randn(SORTS, SORTS, generator=generator), 1)
-    liked = (
-        torch.randn(SORTS, TOPICS, EACH, generator=generator) - torch.arange(1.0, EACH + 1).log()
-    )
+    g = Draw("worded", "grammar")
+    following = torch.softmax(2 * g.randn(SORTS, SORTS), 1)
+    liked = g.randn(SORTS, TOPICS, EACH) - torch.arange(1.0, EACH + 1).log()
     return following, torch.softmax(liked, 2)
 
 
-def _text(key: Key, count: int) -> Batch:
+@workload(
+    "transformer-grammar",
+    ("the next word, seen 7 times", "adamw-0.95", "cosine", 1e-3),
+    _WordModel, each_place, FIELD, key="worded", size=8, decay=0.1, epochs=7,
+)  # fmt: skip
+def _text(g: Draw, count: int) -> Batch:
     """Each window has one topic; one word in ten repeats the word before the last one."""
-    generator = seeded("worded", *key)
     following, liked = _grammar()
-    topic, sort = (
-        torch.randint(TOPICS, (count,), generator=generator),
-        torch.randint(SORTS, (count,), generator=generator),
-    )
+    topic, sort = g.below(TOPICS, count), g.below(SORTS, count)
     said: list[Tensor] = []
     for place in range(SENTENCE + 1):
-        sort = torch.multinomial(following[sort], 1, generator=generator)[:, 0]
-        word = sort * EACH + torch.multinomial(liked[sort, topic], 1, generator=generator)[:, 0]
-        same = torch.rand(count, generator=generator) < 0.1
+        sort = g.choose(following[sort])
+        word = sort * EACH + g.choose(liked[sort, topic])
+        same = g.rand(count) < 0.1
         said.append(torch.where(same, said[-2], word) if place > 1 else word)
         sort = said[-1] // EACH
     words = torch.stack(said, 1)
     return words[:, :-1], words[:, 1:]
-
-
-TRANSFORMER_GRAMMAR = finite(
-    problem("transformer-grammar", drawn(_WordModel), _text, next_token, size=8, decay=0.1),
-    _text,
-    epochs=7,
-    key="worded",
-)
 
 
 # -- an MLP on embeddings: the tag of a word between two others ------------------------------------
@@ -544,33 +459,27 @@ TRANSFORMER_GRAMMAR = finite(
 TAGGED_WORDS, TAGS = 1500, 12
 
 
-class _Tagger(nn.Module):
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.words = nn.Embedding(TAGGED_WORDS, width)
-        self.layers = nn.Sequential(nn.Linear(3 * width, 96), nn.GELU(), nn.Linear(96, TAGS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.words(x).flatten(1))
+def _tagger(width: int = 24) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(TAGGED_WORDS, width), nn.Flatten(), mlp(3 * width, 96, TAGS, of=nn.GELU)
+    )
 
 
 @cache
 def _tagging_rules() -> tuple[Tensor, Tensor, Tensor]:
     """Scores of a word's tags, its sort, and scores by the sorts of its two neighbours."""
-    generator = seeded("tagged", "parts")
-    alone, sorts = (
-        1.5 * torch.randn(TAGGED_WORDS, TAGS, generator=generator),
-        torch.randint(8, (TAGGED_WORDS,), generator=generator),
-    )
-    return alone, sorts, 1.2 * torch.randn(8, 8, TAGS, generator=generator)
+    g = Draw("tagged", "parts")
+    alone, sorts = 1.5 * g.randn(TAGGED_WORDS, TAGS), g.below(8, TAGGED_WORDS)
+    return alone, sorts, 1.2 * g.randn(8, 8, TAGS)
 
 
-def _word_triples(key: Key, count: int) -> Batch:
-    generator = seeded("tagged", *key)
-    x = zipf(generator, TAGGED_WORDS, count, 3)
+@workload(
+    "mlp-word-tags",
+    ("the tag of a word among three", "lion", "wsd", 1e-4),
+    _tagger, labelled, FIELD, key="tagged", size=64,
+)  # fmt: skip
+def _word_triples(g: Draw, count: int) -> Batch:
+    x = g.zipf(TAGGED_WORDS, count, 3)
     alone, sorts, around = _tagging_rules()
-    noise = torch.rand(count, TAGS, generator=generator).clamp(min=1e-6).log().neg().log().neg()
+    noise = g.rand(count, TAGS).clamp(min=1e-6).log().neg().log().neg()
     return x, (alone[x[:, 1]] + around[sorts[x[:, 0]], sorts[x[:, 2]]] + noise).argmax(1)
-
-
-MLP_WORD_TAGS = problem("mlp-word-tags", drawn(_Tagger), _word_triples, labelled, size=64)

@@ -3,207 +3,146 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..problems import PROBLEMS, Batch, Problem
 from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, drawn, mean_loss
-from .generated import (
-    Key,
+from ..problems.problem import drawn, mean_loss
+from .kit import (
+    FAR,
+    Draw,
+    add,
     contrast,
+    decaying,
     either,
-    finite,
+    for_muon,
+    in_epochs,
     labelled,
-    problem,
+    mlp,
+    rising,
     sines,
     squares,
-    with_wrong_labels,
-    zipf,
+    workload,
 )
-from .groups import decaying_matrices, hidden_matrices
-from .staged import staged
+
+FIELD = "tables"
+add(
+    PROBLEMS["recommender-clicks"],
+    ("clicks that drift", "adamw-0.95", "wsd", 1e-3),
+    FIELD,
+)
 
 # -- MLPs: Friedman's function, and small sets of which 15 % of the labels are wrong ---------------
 
-ROWS, INPUTS = 32, 6
+ROWS, HELD_OUT = 32, 4096
+"""Of a batch; of the validation, where rows are generated."""
 WRONG = 0.15
 """Part of the training labels that are flipped."""
-HELD_OUT = 4096
-"""Rows of the validation, where rows are generated."""
 VAL_ROWS = 128
-"""Held-out rows of `MLP_BREAST_CANCER` that are not in the validation."""
+"""Held-out rows of mlp-breast-cancer that are not in the validation."""
 
 
-def _tanh_mlp(seed: int, inputs: int, width: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(inputs, width),
-        nn.Tanh(),
-        nn.Linear(width, width),
-        nn.Tanh(),
-        nn.Linear(width, 1),
-        nn.Flatten(0),
-    )
-
-
-def _friedman(x: Tensor) -> Tensor:
-    """Friedman's function of six inputs in [-1, 1], of which the last has no effect.
+@workload(
+    "mlp-friedman",
+    ("Friedman's function", "adamw-0.999", "cosine", 1e-3),
+    lambda: mlp(6, 64, 64, 1, of=nn.Tanh, flat=True),
+    squares, FIELD, key="regression", decay=0.0, part=HELD_OUT,
+)  # fmt: skip
+def _friedman(g: Draw, count: int) -> Batch:
+    """Of six inputs in [-1, 1], of which the last has no effect.
 
     There is no noise; the standard deviation is near 1.
     """
+    x = 2 * g.rand(count, 6) - 1
     u = (x + 1) / 2
-    return (
-        10 * torch.sin(torch.pi * u[:, 0] * u[:, 1])
-        + 20 * (u[:, 2] - 0.5) ** 2
-        + 10 * u[:, 3]
-        + 5 * u[:, 4]
-        - 14.4
-    ) / 4.9
-
-
-def _points(key: tuple[object, ...], count: int) -> Batch:
-    x = 2 * torch.rand(count, INPUTS, generator=seeded("regression", *key)) - 1
-    return x, _friedman(x)
+    waves = 10 * torch.sin(torch.pi * u[:, 0] * u[:, 1])
+    return x, (waves + 20 * (u[:, 2] - 0.5) ** 2 + 10 * u[:, 3] + 5 * u[:, 4] - 14.4) / 4.9
 
 
 @cache
 def _cells() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training rows and labels, some of them wrong; held-out rows and their right labels."""
-    data = load_breast_cancer()
-    x, y = (
-        torch.tensor(data.data, dtype=torch.float32),
-        torch.tensor(data.target, dtype=torch.float32),
-    )
+    x, y = (torch.tensor(a, dtype=torch.float32) for a in load_breast_cancer(return_X_y=True))
     x = (x - x.mean(0)) / x.std(0)
-    order, wrong = (
-        torch.randperm(len(x), generator=seeded("small", "split")),
-        torch.rand(len(x), generator=seeded("small", "wrong")) < WRONG,
-    )
+    order = torch.randperm(len(x), generator=seeded("small", "split"))
+    wrong = Draw("small", "wrong").rand(len(x)) < WRONG
     train, held_out = order[:256], order[256:]
     return x[train], torch.where(wrong, 1 - y, y)[train], x[held_out], y[held_out]
 
 
-def _of_epochs(x: Tensor, y: Tensor, step: int, *key: object) -> Batch:
-    """A batch of the epoch to which the step belongs; each epoch has an order of its own."""
-    epoch, place = divmod(step * ROWS, len(x))
-    chosen = torch.randperm(len(x), generator=seeded(*key, epoch))[place : place + ROWS]
-    return x[chosen], y[chosen]
-
-
-def _cell_rows(seed: int, step: int) -> Batch:
-    return _of_epochs(*_cells()[:2], step, "small", seed)
-
-
 @cache
-def _flipped(rows: int) -> tuple[Tensor, Tensor]:
-    """Rows of 30 numbers, labelled by the sign of a random network; the last `HELD_OUT` validate.
-
-    Of the other labels some are wrong.
-    """
-    generator = seeded("flipped", rows)
-    x = torch.randn(rows + HELD_OUT, 30, generator=generator)
-    inner, outer = (
-        torch.randn(64, 30, generator=generator) * 1.5 / 30**0.5,
-        torch.randn(64, generator=generator) * 1.5 / 8,
-    )
+def _flipped(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_cells`; rows of 30 numbers are labelled by the sign of a random network."""
+    g = Draw("flipped", rows)
+    x = g.randn(rows + HELD_OUT, 30)
+    inner, outer = g.randn(64, 30) * 1.5 / 30**0.5, g.randn(64) * 1.5 / 8
     y = ((x @ inner.T).tanh() @ outer > 0).float()
-    wrong = torch.rand(len(x), generator=generator) < WRONG
-    wrong[rows:] = False
-    return x, torch.where(wrong, 1 - y, y)
+    wrong = g.rand(len(x)) < WRONG
+    return x[:rows], torch.where(wrong, 1 - y, y)[:rows], x[rows:], y[rows:]
 
 
-def _of_flipped(rows: int, seed: int, step: int) -> Batch:
-    x, y = _flipped(rows)
-    return _of_epochs(x[:rows], y[:rows], step, "flipped", rows, seed)
+def _small_set(name: str, rows: int, times: str, schedule: str, width: int) -> None:
+    """``rows``: generated; 0: those of breast cancer."""
+    known = cache(lambda: _flipped(rows) if rows else _cells())
+    batch = in_epochs(lambda: known()[:2], ROWS, *(("flipped", rows) if rows else ("small",)))
 
+    def val_batches() -> list[Batch]:
+        x, y = (part[:VAL_ROWS].split(ROWS) for part in known()[2:])
+        return list(zip(x, y, strict=True))
 
-def mlp_rows(rows: int) -> Problem:
-    """`MLP_BREAST_CANCER` with a larger network, and ``rows`` generated examples."""
-    return replace(
-        MLP_BREAST_CANCER,
-        name=f"mlp-rows-{rows}",
-        build=lambda seed: _tanh_mlp(seed, 30, 128),
-        batch=lambda seed, step: _of_flipped(rows, seed, step),
-        spare=lambda seed, step, number: _of_flipped(rows, seed, 10_000_000 + number),
-        validate=lambda model: mean_loss(
-            model, either, [tuple(part[rows:] for part in _flipped(rows))]
-        ),
+    def validate(model: nn.Module) -> float:
+        first = 0 if rows else VAL_ROWS
+        return mean_loss(model, either, [tuple(part[first:] for part in known()[2:])])
+
+    problem = Problem(
+        name=name,
+        steps=1500,
+        batch_size=ROWS,
+        build=drawn(lambda: mlp(30, width, width, 1, of=nn.Tanh, flat=True)),
+        groups=decaying(0.01),
+        batch=batch,
+        spare=lambda seed, step, number: batch(seed, FAR + number),
+        losses=either,
+        validate=validate,
     )
+    what = f"{rows or 256} rows, 15 % of the labels wrong, seen {times} times"
+    how = (what, "adamw-0.999", schedule, 1e-3)
+    add(problem, how, FIELD, None if rows else val_batches)
 
 
-MLP_FRIEDMAN = Problem(
-    name="mlp-friedman",
-    steps=1500,
-    batch_size=ROWS,
-    build=lambda seed: _tanh_mlp(seed, INPUTS, 64),
-    groups=lambda model: decaying_matrices(model, 0.0),
-    batch=lambda seed, step: _points((seed, step), ROWS),
-    spare=lambda seed, step, number: _points((seed, "spare", number), ROWS),
-    losses=squares,
-    validate=lambda model: mean_loss(model, squares, [_points(("validation",), HELD_OUT)]),
-)
-MLP_BREAST_CANCER = Problem(
-    name="mlp-breast-cancer",
-    steps=1500,
-    batch_size=ROWS,
-    build=lambda seed: _tanh_mlp(seed, 30, 32),
-    groups=lambda model: decaying_matrices(model, 0.01),
-    batch=_cell_rows,
-    spare=lambda seed, step, number: _cell_rows(seed, 10_000_000 + number),
-    losses=either,
-    validate=lambda model: mean_loss(
-        model, either, [tuple(rows[VAL_ROWS:] for rows in _cells()[2:])]
-    ),
-)
-
-
-def cell_val_batches() -> list[Batch]:
-    """Mini-batches of the held-out rows that are not in the validation."""
-    x, y = (rows[:VAL_ROWS] for rows in _cells()[2:])
-    return list(zip(x.split(ROWS), y.split(ROWS), strict=True))
+_small_set("mlp-breast-cancer", 0, "1 250", "linear", 32)
+_small_set("mlp-rows-256", 256, "1 250", "cosine", 128)
+_small_set("mlp-rows-4096", 4096, "78", "cosine", 128)
 
 
 # -- an MLP: twenty classes of three clusters each, and some wrong labels --------------------------
 
-CLUSTER_CLASSES, CLUSTER_INPUTS, CLUSTER_WRONG = 20, 24, 0.1
+CLUSTER_CLASSES, CLUSTER_INPUTS, FIRST_CLUSTERS = 20, 24, ("clusters", "first")
 
 
 def cluster_mlp() -> nn.Module:
-    layers = [
-        nn.Linear(CLUSTER_INPUTS, 96),
-        nn.ReLU(),
-        nn.Linear(96, 96),
-        nn.ReLU(),
-        nn.Linear(96, CLUSTER_CLASSES),
-    ]
-    return nn.Sequential(*layers)
+    return mlp(CLUSTER_INPUTS, 96, 96, CLUSTER_CLASSES)
 
 
 @cache
 def centers(world: str) -> Tensor:
-    return 1.2 * torch.randn(
-        CLUSTER_CLASSES, 3, CLUSTER_INPUTS, generator=seeded("clusters", world)
-    )
+    return 1.2 * Draw("clusters", world).randn(CLUSTER_CLASSES, 3, CLUSTER_INPUTS)
 
 
-def clusters(key: Key, count: int, world: str = "first") -> Batch:
-    generator = seeded("clusters", world, *key)
-    y, cluster = (
-        torch.randint(CLUSTER_CLASSES, (count,), generator=generator),
-        torch.randint(3, (count,), generator=generator),
-    )
-    x = centers(world)[y, cluster] + torch.randn(count, CLUSTER_INPUTS, generator=generator)
-    wrong = torch.rand(count, generator=generator) < CLUSTER_WRONG
-    return x, torch.where(wrong, torch.randint(CLUSTER_CLASSES, (count,), generator=generator), y)
-
-
-MLP_CLUSTERS = problem("mlp-clusters", drawn(cluster_mlp), clusters, labelled, decay=1e-4)
+@workload(
+    "mlp-clusters",
+    ("clusters, 10 % of the labels random", "sgd", "wsd", 0.1),
+    cluster_mlp, labelled, FIELD, key=FIRST_CLUSTERS, decay=1e-4,
+)  # fmt: skip
+def clusters(g: Draw, count: int) -> Batch:
+    y, cluster = g.below(CLUSTER_CLASSES, count), g.below(3, count)
+    x = centers("first")[y, cluster] + g.randn(count, CLUSTER_INPUTS)
+    return x, g.wrong(y, CLUSTER_CLASSES, 0.1)
 
 
 # -- an MLP: the heat equation; the loss falls by orders of magnitude ------------------------------
@@ -211,46 +150,28 @@ MLP_CLUSTERS = problem("mlp-clusters", drawn(cluster_mlp), clusters, labelled, d
 HEAT_WAVES = 6
 
 
-class Heat(nn.Module):
-    """Amplitudes (batch, 6), place and time (batch, 2) -> temperature (batch,)."""
-
-    def __init__(self, width: int = 96) -> None:
-        super().__init__()
-        layers = [
-            nn.Linear(HEAT_WAVES + 2, width),
-            nn.Tanh(),
-            nn.Linear(width, width),
-            nn.Tanh(),
-            nn.Linear(width, 1),
-        ]
-        self.body = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)[:, 0]
+def _heat_mlp() -> nn.Module:
+    """Amplitudes, place and time (batch, 8) -> temperature (batch,)."""
+    return mlp(HEAT_WAVES + 2, 96, 96, 1, of=nn.Tanh, flat=True)
 
 
-def _heat(key: Key, count: int, number: int = HEAT_WAVES) -> Batch:
+@workload(
+    "mlp-heat-rising-waves",
+    ("ever more waves", "adamw-0.999", "cosine", 1e-3),
+    _heat_mlp, squares, FIELD, key="heat", decay=0.0, varies=rising(1, 2, 4, 6),
+)  # fmt: skip
+@workload(
+    "mlp-heat",
+    ("the heat equation", "adamw-0.999", "linear", 1e-3),
+    _heat_mlp, squares, FIELD, key="heat", size=64,
+)  # fmt: skip
+def _heat(g: Draw, count: int, number: int = HEAT_WAVES) -> Batch:
     """``number``: how many waves are there, the longest first; the others have amplitude 0."""
-    generator = seeded("heat", *key)
-    amplitudes, at = (
-        torch.randn(count, HEAT_WAVES, generator=generator),
-        torch.rand(count, 2, generator=generator),
-    )
+    amplitudes, at = g.randn(count, HEAT_WAVES), g.rand(count, 2)
     k = torch.arange(1, HEAT_WAVES + 1)
     amplitudes[:, number:] = 0.0
     waves = torch.sin(math.pi * k * at[:, :1]) * torch.exp(-0.3 * k.square() * at[:, 1:])
     return torch.cat([amplitudes, at], 1), (amplitudes * waves).sum(1)
-
-
-NUMBERS_OF_WAVES = (1, 2, 4, 6)
-"""Waves in each stage."""
-MLP_HEAT = problem("mlp-heat", drawn(Heat), _heat, squares, size=64)
-MLP_HEAT_RISING_WAVES = staged(
-    "mlp-heat-rising-waves",
-    drawn(Heat),
-    lambda key, count, stage: _heat(key, count, NUMBERS_OF_WAVES[stage]),
-    squares,
-)
 
 
 # -- distillation (arXiv 1503.02531): the answers of a larger network to random points -------------
@@ -259,29 +180,16 @@ STUDENT_INPUTS, ANSWERS = 20, 12
 
 
 def _student() -> nn.Module:
-    layers = [
-        layer
-        for _ in range(2)
-        for layer in (nn.LayerNorm(96), nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.1))
-    ]
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.LayerNorm(96), nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.1)]
     return nn.Sequential(nn.Linear(STUDENT_INPUTS, 96), *layers, nn.Linear(96, ANSWERS))
 
 
 @cache
 def _teacher() -> nn.Module:
     torch.manual_seed(6)
-    return nn.Sequential(
-        nn.Linear(STUDENT_INPUTS, 256),
-        nn.Tanh(),
-        nn.Linear(256, 256),
-        nn.Tanh(),
-        nn.Linear(256, ANSWERS),
-    ).requires_grad_(False)
-
-
-def _answers(key: Key, count: int) -> Batch:
-    x = 1.5 * torch.randn(count, STUDENT_INPUTS, generator=seeded("distilled", *key))
-    return x, torch.log_softmax(25 * _teacher()(x), -1)
+    return mlp(STUDENT_INPUTS, 256, 256, ANSWERS, of=nn.Tanh).requires_grad_(False)
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
@@ -289,78 +197,59 @@ def _divergence(model: nn.Module, batch: Batch) -> Tensor:
     return F.kl_div(model(x).log_softmax(-1), answers, reduction="none", log_target=True).sum(-1)
 
 
-DISTILLATION_POINTS = problem(
-    "distillation-points", drawn(_student), _answers, _divergence, size=64
-)
+@workload(
+    "distillation-points",
+    ("the answers of a larger network", "adamw-0.999", "cosine", 1e-3),
+    _student, _divergence, FIELD, key="distilled", size=64,
+)  # fmt: skip
+def _answers(g: Draw, count: int) -> Batch:
+    x = 1.5 * g.randn(count, STUDENT_INPUTS)
+    return x, torch.log_softmax(25 * _teacher()(x), -1)
 
 
 # -- MLPs: the parity of three bits of twenty, and of three bits of 150 ----------------------------
 
-BITS_OF_20 = 20
 
-
-def _parity_of_20(key: Key, count: int) -> Batch:
-    x = torch.randint(2, (count, BITS_OF_20), generator=seeded("parity", *key)) * 2.0 - 1
+@workload(
+    "mlp-parity-20",
+    ("the parity of three bits of 20", "adamw-0.999", "linear", 1e-3),
+    lambda: mlp(20, 128, 2),
+    labelled, FIELD, key="parity",
+)  # fmt: skip
+def _parity_of_20(g: Draw, count: int) -> Batch:
+    x = g.below(2, count, 20) * 2.0 - 1
     return x, (x[:, 3] * x[:, 8] * x[:, 15] > 0).long()
 
 
-BITS_OF_150 = 150
-
-
 def _parity_mlp() -> nn.Module:
-    net = nn.Sequential(nn.Linear(BITS_OF_150, 256), nn.ReLU(), nn.Linear(256, 1), nn.Flatten(0))
+    net = mlp(150, 256, 1, flat=True)
     for layer in net[:3:2]:
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)  # type: ignore
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return net
 
 
-def _parity_of_150(key: Key, count: int) -> Batch:
-    x = (
-        torch.randint(2, (count, BITS_OF_150), generator=seeded("misleading", "bits", *key)) * 2.0
-        - 1
-    )
+@workload(
+    "mlp-parity-150",
+    ("the parity of three bits of 150", "sgd", "cosine", 0.2),
+    _parity_mlp, either, FIELD, key=("misleading", "bits"), size=64, decay=0.0,
+)  # fmt: skip
+def _parity_of_150(g: Draw, count: int) -> Batch:
+    x = g.below(2, count, 150) * 2.0 - 1
     return x, (x[:, :3].prod(1) > 0).float()
-
-
-MLP_PARITY_20 = problem(
-    "mlp-parity-20",
-    drawn(lambda: nn.Sequential(nn.Linear(BITS_OF_20, 128), nn.ReLU(), nn.Linear(128, 2))),
-    _parity_of_20,
-    labelled,
-)
-MLP_PARITY_150 = problem(
-    "mlp-parity-150", drawn(_parity_mlp), _parity_of_150, either, size=64, decay=0.0
-)
 
 
 # -- MLPs on sines of 16 inputs: preferences, quantiles, no normalisation, heavy tails -------------
 
-SINE_INPUTS = 16
+INPUTS = 16
 
 
 def _sine(name: str, x: Tensor) -> Tensor:
-    waves, weights = sines((name, "waves"), SINE_INPUTS)
-    return torch.sin(x @ waves) @ weights
+    return sines((name, "waves"), INPUTS)(x)
 
 
-def _hidden(width: int, depth: int, activation: type[nn.Module]) -> list[nn.Module]:
-    return [
-        layer
-        for a, b in pairwise([SINE_INPUTS, *[width] * depth])
-        for layer in (nn.Linear(a, b), activation())
-    ]
-
-
-def _gelu_mlp(out: int) -> nn.Module:
-    return nn.Sequential(*_hidden(96, 2, nn.GELU), nn.Linear(96, out))
-
-
-def _preferences(key: Key, count: int) -> Batch:
-    generator = seeded("ranked", *key)
-    a, b = torch.randn(2, count, SINE_INPUTS, generator=generator)
-    chance = torch.sigmoid(4 * (_sine("ranked", a) - _sine("ranked", b)))
-    return a, b, (torch.rand(count, generator=generator) < chance).float()
+def _gelu_mlp(out: int, flat: bool = False) -> nn.Module:
+    return mlp(INPUTS, 96, 96, out, of=nn.GELU, flat=flat)
 
 
 def _preference_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -368,14 +257,18 @@ def _preference_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits((model(a) - model(b))[:, 0], first, reduction="none")
 
 
+@workload(
+    "bradley-terry-points",
+    ("which of two points is preferred", "adamw-0.999", "cosine", 1e-3),
+    lambda: _gelu_mlp(1),
+    _preference_losses, FIELD, key="ranked", size=64,
+)  # fmt: skip
+def _preferences(g: Draw, count: int) -> Batch:
+    a, b = g.randn(2, count, INPUTS)
+    return a, b, g.coins(torch.sigmoid(4 * (_sine("ranked", a) - _sine("ranked", b))))
+
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-
-def _varying_spread(key: Key, count: int) -> Batch:
-    generator = seeded("quantiles", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    noise = torch.randn(count, generator=generator)
-    return x, _sine("quantiles", x) + (0.2 + 0.5 * torch.sigmoid(2 * x[:, 0])) * noise
 
 
 def _pinball(model: nn.Module, batch: Batch) -> Tensor:
@@ -384,51 +277,50 @@ def _pinball(model: nn.Module, batch: Batch) -> Tensor:
     return torch.maximum(parts * off, (parts - 1) * off).mean(1)
 
 
+@workload(
+    "quantile-mlp-sines",
+    ("quantiles of a value", "lion", "linear", 1e-4),
+    lambda: _gelu_mlp(len(QUANTILES)),
+    _pinball, FIELD, key="quantiles", size=64,
+)  # fmt: skip
+def _varying_spread(g: Draw, count: int) -> Batch:
+    x, noise = g.randn(count, INPUTS), g.randn(count)
+    return x, _sine("quantiles", x) + (0.2 + 0.5 * torch.sigmoid(2 * x[:, 0])) * noise
+
+
 def _deep_mlp() -> nn.Module:
-    hidden = _hidden(48, 14, nn.ReLU)
+    hidden = mlp(INPUTS, *[48] * 14)
     for layer in hidden[::2]:
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # type: ignore[arg-type]
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-    return nn.Sequential(*hidden, nn.Linear(48, 1), nn.Flatten(0))
+    return nn.Sequential(*hidden, nn.ReLU(), nn.Linear(48, 1), nn.Flatten(0))
 
 
-def _deep_rows(key: Key, count: int) -> Batch:
-    x = torch.randn(count, SINE_INPUTS, generator=seeded("deep", *key))
+@workload(
+    "deep-mlp-sines",
+    ("14 layers without normalisation", "sgd", "cosine", 0.01),
+    _deep_mlp, squares, FIELD, key="deep", size=64, decay=1e-4,
+)  # fmt: skip
+def _deep_rows(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
     return x, _sine("deep", x) + (x[:, 0] * x[:, 1]).tanh()
-
-
-def _heavy_tails(key: Key, count: int) -> Batch:
-    generator = seeded("heavy", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    tail = (
-        torch.randn(count, generator=generator)
-        / torch.rand(count, generator=generator).clamp(min=1e-3).sqrt()
-    )
-    return x, 3 * _sine("heavy", x) + 0.3 * tail
 
 
 def _huber(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
-    return F.huber_loss(model(x)[:, 0], y, reduction="none", delta=1.0)
+    return F.huber_loss(model(x), y, reduction="none", delta=1.0)
 
 
-BRADLEY_TERRY_POINTS = problem(
-    "bradley-terry-points", drawn(lambda: _gelu_mlp(1)), _preferences, _preference_losses, size=64
-)
-QUANTILE_MLP_SINES = problem(
-    "quantile-mlp-sines",
-    drawn(lambda: _gelu_mlp(len(QUANTILES))),
-    _varying_spread,
-    _pinball,
-    size=64,
-)
-DEEP_MLP_SINES = problem(
-    "deep-mlp-sines", drawn(_deep_mlp), _deep_rows, squares, size=64, decay=1e-4
-)
-HUBER_MLP_HEAVY_TAILS = replace(
-    problem("huber-mlp-heavy-tails", drawn(lambda: _gelu_mlp(1)), _heavy_tails, _huber, size=64),
-    groups=hidden_matrices,
-)
+@workload(
+    "huber-mlp-heavy-tails",
+    ("a value with heavy tails", "fused-muon", "wsd", 1e-3),
+    lambda: _gelu_mlp(1, flat=True),
+    _huber, FIELD, key="heavy", size=64, decay=for_muon,
+)  # fmt: skip
+def _heavy_tails(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    tail = g.randn(count) / g.rand(count).clamp(min=1e-3).sqrt()
+    return x, 3 * _sine("heavy", x) + 0.3 * tail
 
 
 # -- MLPs on smoother sines: survival, targets far from 0, two tasks, a rare class -----------------
@@ -436,32 +328,14 @@ HUBER_MLP_HEAVY_TAILS = replace(
 
 def _smooth_sines(name: str, x: Tensor, out: int = 1) -> Tensor:
     """(examples, out), of mean 0 and variance near 1."""
-    waves, weights = sines((name, "waves"), SINE_INPUTS, 32, 0.4, (out,), 16)
-    return torch.sin(x @ waves) @ weights
+    return sines((name, "waves"), INPUTS, 32, 0.4, (out,), 16)(x)
 
 
-def _silu_mlp(out: int, wide: int = SINE_INPUTS) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(wide, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, out)
-    )
+def _silu_mlp(out: int, wide: int = INPUTS, flat: bool = False) -> nn.Module:
+    return mlp(wide, 96, 96, out, of=nn.SiLU, flat=flat)
 
 
 MONTHS = 12
-
-
-def _censored(key: Key, count: int) -> Batch:
-    generator = seeded("censored", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    chance = torch.sigmoid(_smooth_sines("censored", x) * 1.5 - 2)
-    happens = torch.rand(count, MONTHS, generator=generator) < chance
-    month = torch.where(happens.any(1), happens.int().argmax(1), MONTHS)
-    looked = torch.randint(MONTHS // 2, MONTHS + 1, (count,), generator=generator)
-    at = torch.arange(MONTHS)
-    return (
-        x,
-        ((at <= month[:, None]) & (at < looked[:, None])).float(),
-        (at == month[:, None]).float(),
-    )
 
 
 def _hazard_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -469,118 +343,106 @@ def _hazard_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (F.binary_cross_entropy_with_logits(model(x), event, reduction="none") * at_risk).sum(1)
 
 
-def _unscaled(key: Key, count: int) -> Batch:
-    generator = seeded("unscaled", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    return x, 40 + 8 * _smooth_sines("unscaled", x)[:, 0] + torch.randn(count, generator=generator)
+@workload(
+    "survival-mlp-months",
+    ("the month of an event, or none", "adamw-0.999", "cosine", 1e-3),
+    lambda: _silu_mlp(MONTHS),
+    _hazard_losses, FIELD, key="censored", size=64,
+)  # fmt: skip
+def _censored(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    happens = g.rand(count, MONTHS) < torch.sigmoid(_smooth_sines("censored", x) * 1.5 - 2)
+    month = torch.where(happens.any(1), happens.int().argmax(1), MONTHS)[:, None]
+    looked, at = g.between(MONTHS // 2, MONTHS + 1, count)[:, None], torch.arange(MONTHS)
+    return x, ((at <= month) & (at < looked)).float(), (at == month).float()
 
 
 def _absolute_losses(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
-    return (model(x)[:, 0] - y).abs()
+    return (model(x) - y).abs()
 
 
-def _class_and_value(key: Key, count: int) -> Batch:
-    generator = seeded("both", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    known = _smooth_sines("both", x, 6)
-    noise = torch.rand(count, 5, generator=generator).clamp(min=1e-6).log().neg().log().neg()
-    return (
-        x,
-        (2 * known[:, :5] + noise).argmax(1),
-        known[:, 5] + 0.3 * torch.randn(count, generator=generator),
-    )
+@workload(
+    "mlp-unscaled-targets",
+    ("targets far from 0", "adamw-0.95", "wsd", 1e-3),
+    lambda: _silu_mlp(1, flat=True),
+    _absolute_losses, FIELD, key="unscaled", size=64,
+)  # fmt: skip
+def _unscaled(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    return x, 40 + 8 * _smooth_sines("unscaled", x)[:, 0] + g.randn(count)
 
 
 def _two_task_losses(model: nn.Module, batch: Batch) -> Tensor:
     x, kind, value = batch
     said = model(x)
-    return (
-        F.cross_entropy(said[:, :5], kind, reduction="none") + 2.0 * (said[:, 5] - value).square()
-    )
+    wrong = F.cross_entropy(said[:, :5], kind, reduction="none")
+    return wrong + 2.0 * (said[:, 5] - value).square()
 
 
-def _rare(key: Key, count: int) -> Batch:
-    generator = seeded("rare", *key)
-    x = torch.randn(count, SINE_INPUTS, generator=generator)
-    return x, (
-        torch.rand(count, generator=generator)
-        < torch.sigmoid(3 * _smooth_sines("rare", x)[:, 0] - 6)
-    ).float()
+@workload(
+    "multitask-mlp-sines",
+    ("a class and a value at once", "sgd", "cosine", 0.1),
+    lambda: _silu_mlp(6),
+    _two_task_losses, FIELD, key="both", size=64, decay=1e-4,
+)  # fmt: skip
+def _class_and_value(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    known = _smooth_sines("both", x, 6)
+    noise = g.rand(count, 5).clamp(min=1e-6).log().neg().log().neg()
+    return x, (2 * known[:, :5] + noise).argmax(1), known[:, 5] + 0.3 * g.randn(count)
 
 
 def _focal_losses(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    plain = F.binary_cross_entropy_with_logits(model(x)[:, 0], y, reduction="none")
+    plain = either(model, batch)
     return (1 - torch.exp(-plain)).square() * plain
 
 
-SURVIVAL_MLP_MONTHS = problem(
-    "survival-mlp-months", drawn(lambda: _silu_mlp(MONTHS)), _censored, _hazard_losses, size=64
-)
-MLP_UNSCALED_TARGETS = problem(
-    "mlp-unscaled-targets", drawn(lambda: _silu_mlp(1)), _unscaled, _absolute_losses, size=64
-)
-MULTITASK_MLP_SINES = problem(
-    "multitask-mlp-sines",
-    drawn(lambda: _silu_mlp(6)),
-    _class_and_value,
-    _two_task_losses,
-    size=64,
-    decay=1e-4,
-)
-FOCAL_MLP_RARE_CLASS = problem(
-    "focal-mlp-rare-class", drawn(lambda: _silu_mlp(1)), _rare, _focal_losses, size=128
-)
+@workload(
+    "focal-mlp-rare-class",
+    ("a class of one row in fifty", "adamw-0.999", "restarts", 1e-3),
+    lambda: _silu_mlp(1, flat=True),
+    _focal_losses, FIELD, key="rare", size=128,
+)  # fmt: skip
+def _rare(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    return x, g.coins(torch.sigmoid(3 * _smooth_sines("rare", x)[:, 0] - 6))
 
 
 # -- views of the same thing: contrastive losses (CLIP's: arXiv 2103.00020), and triplets ----------
 
-POINT_SIZE, VIEW_SIZE = 8, 32
+VIEW_SIZE = 32
+SAME_POINT = "which views are of the same point"
 
 
 class Towers(nn.Module):
     """Two views (batch, 32) each -> similarities (batch, batch)."""
 
-    def __init__(self, width: int = 64, joint: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(VIEW_SIZE, width),
-                nn.ReLU(),
-                nn.Linear(width, width),
-                nn.ReLU(),
-                nn.Linear(width, joint),
-            )
-            for _ in range(2)
-        )
+        self.towers = nn.ModuleList(mlp(VIEW_SIZE, 64, 64, 16) for _ in range(2))
         self.sharpness = nn.Parameter(torch.tensor(math.log(10.0)))
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        a, b = (
-            F.normalize(tower(view), dim=-1)
-            for tower, view in zip(self.towers, (one, other), strict=True)
-        )
+        views = zip(self.towers, (one, other), strict=True)
+        a, b = (F.normalize(tower(x), dim=-1) for tower, x in views)
         return self.sharpness.clamp(max=math.log(100.0)).exp() * a @ b.T
 
 
-@cache
-def _view_maps() -> tuple[Tensor, Tensor]:
-    generator = seeded("pairs", "views")
-    first, second = (
-        torch.randn(POINT_SIZE, VIEW_SIZE, generator=generator) / math.sqrt(POINT_SIZE)
-        for _ in range(2)
-    )
-    return first, second
+def _noisy_views(g: Draw, hidden: Tensor, maps: list[Tensor]) -> Batch:
+    views = (torch.tanh(hidden @ matrix) for matrix in maps)
+    return tuple(view + 0.5 * g.randn(*view.shape) for view in views)
 
 
-def _view_pairs(key: Key, count: int) -> Batch:
-    generator = seeded("pairs", *key)
-    latent, views = torch.randn(count, POINT_SIZE, generator=generator), []
-    for matrix in _view_maps():
-        view = torch.tanh(2 * latent @ matrix)
-        views.append(view + 0.5 * torch.randn(view.shape, generator=generator))
-    return tuple(views)
+@workload(
+    "two-towers-views",
+    (SAME_POINT, "adamw-0.999", "one-cycle", 1e-3),
+    Towers, contrast, FIELD, key="pairs", size=64,
+)  # fmt: skip
+def _view_pairs(g: Draw, count: int) -> Batch:
+    common = Draw("pairs", "views")
+    maps = [common.randn(8, VIEW_SIZE) / math.sqrt(8) for _ in range(2)]
+    return _noisy_views(g, 2 * g.randn(count, 8), maps)
 
 
 class _CLIP(nn.Module):
@@ -590,39 +452,26 @@ class _CLIP(nn.Module):
         self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (
-            self.scale.exp()
-            * F.normalize(self.one(a), dim=-1)
-            @ F.normalize(self.other(b), dim=-1).T
-        )
+        a, b = F.normalize(self.one(a), dim=-1), F.normalize(self.other(b), dim=-1)
+        return self.scale.exp() * a @ b.T
 
 
-def _clip_views(key: Key, count: int) -> Batch:
-    generator, maps = seeded("matched", *key), seeded("matched", "maps")
-    hidden = torch.randn(count, 8, generator=generator)
-    views = [torch.tanh(hidden @ torch.randn(8, wide, generator=maps)) for wide in (24, 20)]
-    return tuple(view + 0.5 * torch.randn(view.shape, generator=generator) for view in views)
+@workload(
+    "clip-views",
+    (SAME_POINT, "lion", "linear", 1e-4),
+    _CLIP, contrast, FIELD, key="matched", size=64,
+)  # fmt: skip
+def _clip_views(g: Draw, count: int) -> Batch:
+    common = Draw("matched", "maps")
+    return _noisy_views(g, g.randn(count, 8), [common.randn(8, wide) for wide in (24, 20)])
 
 
-TRIPLET_THINGS = 200
+THINGS = 200
 
 
 @cache
 def _triplet_things() -> Tensor:
-    return torch.randn(TRIPLET_THINGS, SINE_INPUTS, generator=seeded("threes", "things"))
-
-
-def _triplets(key: Key, count: int) -> Batch:
-    generator = seeded("threes", *key)
-    one = torch.randint(TRIPLET_THINGS, (count,), generator=generator)
-    other = (one + torch.randint(1, TRIPLET_THINGS, (count,), generator=generator)) % TRIPLET_THINGS
-    views = torch.stack([_triplet_things()[one], _triplet_things()[one], _triplet_things()[other]])
-    return tuple(
-        (
-            views * (1 + 0.5 * torch.randn(3, count, 1, generator=generator))
-            + 1.0 * torch.randn(views.shape, generator=generator)
-        ).unbind()
-    )
+    return Draw("threes", "things").randn(THINGS, INPUTS)
 
 
 def _triplet_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -630,16 +479,17 @@ def _triplet_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.relu((a - same).square().sum(-1) - (a - other).square().sum(-1) + 0.3)
 
 
-TWO_TOWERS_VIEWS = problem("two-towers-views", drawn(Towers), _view_pairs, contrast, size=64)
-CLIP_VIEWS = problem("clip-views", drawn(_CLIP), _clip_views, contrast, size=64)
-TRIPLET_MLP_VIEWS = problem(
+@workload(
     "triplet-mlp-views",
-    drawn(lambda: _gelu_mlp(12)),
-    _triplets,
-    _triplet_losses,
-    size=64,
-    decay=1e-4,
-)
+    ("which views are of the same thing", "sgd", "one-cycle", 0.1),
+    lambda: _gelu_mlp(12),
+    _triplet_losses, FIELD, key="threes", size=64, decay=1e-4,
+)  # fmt: skip
+def _triplets(g: Draw, count: int) -> Batch:
+    one = g.below(THINGS, count)
+    other = (one + g.between(1, THINGS, count)) % THINGS
+    views = _triplet_things()[torch.stack([one, one, other])]
+    return tuple((views * (1 + 0.5 * g.randn(3, count, 1)) + 1.0 * g.randn(*views.shape)).unbind())
 
 
 # -- Poisson regression on embeddings: how often people do things ----------------------------------
@@ -652,45 +502,36 @@ class Counter(nn.Module):
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
-        self.people, self.things = (
-            nn.Embedding(COUNTED_PEOPLE, width),
-            nn.Embedding(COUNTED_THINGS, width),
-        )
-        self.body = nn.Sequential(
-            nn.Linear(3 * width, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)
-        )
+        self.people = nn.Embedding(COUNTED_PEOPLE, width)
+        self.things = nn.Embedding(COUNTED_THINGS, width)
+        self.body = mlp(3 * width, 64, 64, 1, of=nn.SiLU, flat=True)
 
     def forward(self, people: Tensor, things: Tensor) -> Tensor:
         a, b = self.people(people), self.things(things)
-        return self.body(torch.cat([a, b, a * b], -1))[:, 0]
+        return self.body(torch.cat([a, b, a * b], -1))
 
 
 @cache
 def _habits() -> tuple[Tensor, Tensor]:
-    generator = seeded("counted", "tastes")
-    return torch.randn(COUNTED_PEOPLE, 5, generator=generator), torch.randn(
-        COUNTED_THINGS, 5, generator=generator
-    )
-
-
-def _counts(key: Key, count: int) -> Batch:
-    generator = seeded("counted", *key)
-    people, things = (
-        torch.randint(COUNTED_PEOPLE, (count,), generator=generator),
-        torch.randint(COUNTED_THINGS, (count,), generator=generator),
-    )
-    mean = torch.exp(0.5 * (_habits()[0][people] * _habits()[1][things]).sum(-1).clamp(-5, 5))
-    return people, things, torch.poisson(mean, generator=generator)
+    g = Draw("counted", "tastes")
+    return g.randn(COUNTED_PEOPLE, 5), g.randn(COUNTED_THINGS, 5)
 
 
 def _poisson_losses(model: nn.Module, batch: Batch) -> Tensor:
     people, things, seen = batch
-    return F.poisson_nll_loss(
-        model(people, things), seen, log_input=True, full=True, reduction="none"
-    )
+    said = model(people, things)
+    return F.poisson_nll_loss(said, seen, log_input=True, full=True, reduction="none")
 
 
-POISSON_COUNTS = problem("poisson-counts", drawn(Counter), _counts, _poisson_losses, size=64)
+@workload(
+    "poisson-counts",
+    ("counts of what people do", "lion", "wsd", 1e-4),
+    Counter, _poisson_losses, FIELD, key="counted", size=64,
+)  # fmt: skip
+def _counts(g: Draw, count: int) -> Batch:
+    people, things = g.below(COUNTED_PEOPLE, count), g.below(COUNTED_THINGS, count)
+    mean = torch.exp(0.5 * (_habits()[0][people] * _habits()[1][things]).sum(-1).clamp(-5, 5))
+    return people, things, torch.poisson(mean, generator=g.generator)
 
 
 # -- matrix factorisation with biases: ratings of films, a finite set ------------------------------
@@ -711,118 +552,81 @@ class _Factors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         person, film = x.T
-        return (
-            (self.people(person) * self.films(film)).sum(1)
-            + (self.kindness(person) + self.fame(film))[:, 0]
-            + self.middle
-        )
+        biases = (self.kindness(person) + self.fame(film))[:, 0]
+        return (self.people(person) * self.films(film)).sum(1) + biases + self.middle
 
 
 @cache
 def _film_tastes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = seeded("rated", "tastes")
-    kindness, fame = (0.4 * torch.randn(many, generator=generator) for many in (VIEWERS, FILMS))
-    tastes, kinds = (
-        torch.randn(many, 5, generator=generator) / 5**0.5 for many in (VIEWERS, FILMS)
-    )
+    g = Draw("rated", "tastes")
+    kindness, fame = (0.4 * g.randn(many) for many in (VIEWERS, FILMS))
+    tastes, kinds = (g.randn(many, 5) / 5**0.5 for many in (VIEWERS, FILMS))
     return kindness, fame, tastes, kinds
 
 
-def _ratings(key: Key, count: int) -> Batch:
+@workload(
+    "matrix-factorization-ratings",
+    ("ratings of films, seen 11 times", "adamw-0.999", "wsd", 1e-3),
+    _Factors, squares, FIELD, key="rated", size=128, epochs=11,
+)  # fmt: skip
+def _ratings(g: Draw, count: int) -> Batch:
     """One to five stars, minus 3.5."""
-    generator = seeded("rated", *key)
-    person, film = (
-        torch.randint(VIEWERS, (count,), generator=generator),
-        zipf(generator, FILMS, count),
-    )
+    person, film = g.below(VIEWERS, count), g.zipf(FILMS, count)
     kindness, fame, tastes, kinds = _film_tastes()
     liking = kindness[person] + fame[film] + 1.5 * (tastes[person] * kinds[film]).sum(1)
-    stars = (3.6 + liking + 0.6 * torch.randn(count, generator=generator)).round().clamp(1, 5)
+    stars = (3.6 + liking + 0.6 * g.randn(count)).round().clamp(1, 5)
     return torch.stack([person, film], 1), stars - 3.5
-
-
-MATRIX_FACTORIZATION_RATINGS = finite(
-    problem("matrix-factorization-ratings", drawn(_Factors), _ratings, squares, size=128),
-    _ratings,
-    epochs=11,
-    key="rated",
-)
 
 
 # -- a factorisation machine with hashed crosses: clicks by eight categories, a finite set ---------
 
 COLUMNS = (3000, 1500, 600, 300, 100, 40, 16, 8)
-CROSSES = ((0, 4), (1, 5), (2, 6), (3, 7))
+CROSSES = torch.tensor(((0, 1, 2, 3), (4, 5, 6, 7)))
 BUCKETS = 8192
+
+
+def _pairs(parts: Tensor) -> Tensor:
+    """Sums of the products of all pairs of a row's factors."""
+    return (parts.sum(1).square() - parts.square().sum(1)).sum(1) / 2
 
 
 class _FactorizationMachine(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.parts, self.alone, self.crossed = (
-            nn.Embedding(sum(COLUMNS), width),
-            nn.Embedding(sum(COLUMNS), 1),
-            nn.Embedding(BUCKETS, 1),
-        )
+        self.parts, self.alone = nn.Embedding(sum(COLUMNS), width), nn.Embedding(sum(COLUMNS), 1)
+        self.crossed = nn.Embedding(BUCKETS, 1)
         nn.init.normal_(self.parts.weight, std=0.05)
         for table in (self.alone, self.crossed):
             nn.init.zeros_(table.weight)
-        self.layers = nn.Sequential(
-            nn.Linear(len(COLUMNS) * width, 64), nn.ReLU(), nn.Linear(64, 1)
-        )
+        self.layers = mlp(len(COLUMNS) * width, 64, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = torch.tensor(CROSSES).T
+        first, second = CROSSES
         parts, buckets = self.parts(x), (x[:, first] * 7919 + x[:, second]) % BUCKETS
-        pairs = (parts.sum(1).square() - parts.square().sum(1)).sum(1) / 2
-        return (
-            self.layers(parts.flatten(1))[:, 0]
-            + pairs
-            + self.alone(x).sum((1, 2))
-            + self.crossed(buckets).sum((1, 2))
-        )
+        both = _pairs(parts)
+        linear = self.alone(x).sum((1, 2)), self.crossed(buckets).sum((1, 2))
+        return self.layers(parts.flatten(1))[:, 0] + both + linear[0] + linear[1]
 
 
 @cache
 def _click_weights() -> tuple[Tensor, Tensor, Tensor]:
     """Weights of categories, their factors in pairs, and weights of hashed crosses."""
-    generator = seeded("crossed", "worth")
-    many = sum(COLUMNS)
-    alone, parts = (
-        0.35 * torch.randn(many, generator=generator),
-        0.3 * torch.randn(many, 4, generator=generator),
-    )
-    return alone, parts, 0.4 * torch.randn(65_536, generator=generator)
+    g, many = Draw("crossed", "worth"), sum(COLUMNS)
+    return 0.35 * g.randn(many), 0.3 * g.randn(many, 4), 0.4 * g.randn(65_536)
 
 
-def _click_columns(key: Key, count: int) -> Batch:
-    generator = seeded("crossed", *key)
+@workload(
+    "factorization-machine-clicks",
+    ("clicks by categories, seen twice", "adamw-0.999", "cosine", 1e-3),
+    _FactorizationMachine, either, FIELD, key="crossed", size=128, epochs=2,
+)  # fmt: skip
+def _click_columns(g: Draw, count: int) -> Batch:
     before = torch.tensor((0, *COLUMNS[:-1])).cumsum(0)
-    x = torch.stack([zipf(generator, many, count) for many in COLUMNS], 1) + before
+    x = torch.stack([g.zipf(many, count) for many in COLUMNS], 1) + before
     alone, parts, together = _click_weights()
-    pairs = (parts[x].sum(1).square() - parts[x].square().sum(1)).sum(1) / 2
-    first, second = torch.tensor(CROSSES).T
-    chance = torch.sigmoid(
-        -1.5
-        + alone[x].sum(1)
-        + pairs
-        + together[(x[:, first] * 4099 + x[:, second]) % len(together)].sum(1)
-    )
-    return x, (torch.rand(count, generator=generator) < chance).float()
-
-
-FACTORIZATION_MACHINE_CLICKS = finite(
-    problem(
-        "factorization-machine-clicks",
-        drawn(_FactorizationMachine),
-        _click_columns,
-        either,
-        size=128,
-    ),
-    _click_columns,
-    epochs=2,
-    key="crossed",
-)
+    first, second = CROSSES
+    crossed = together[(x[:, first] * 4099 + x[:, second]) % len(together)].sum(1)
+    return x, g.coins(torch.sigmoid(-1.5 + alone[x].sum(1) + _pairs(parts[x]) + crossed))
 
 
 # -- an MLP on embeddings: insurance claims (Tweedie's deviance), a finite set ---------------------
@@ -834,34 +638,11 @@ class _Insurer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.regions, self.cars = nn.Embedding(REGIONS, 8), nn.Embedding(CARS, 8)
-        self.layers = nn.Sequential(
-            nn.Linear(CLAIM_NUMBERS + 16, 96),
-            nn.GELU(),
-            nn.Linear(96, 96),
-            nn.GELU(),
-            nn.Linear(96, 1),
-        )
+        self.layers = mlp(CLAIM_NUMBERS + 16, 96, 96, 1, of=nn.GELU, flat=True)
 
     def forward(self, names: Tensor, numbers: Tensor) -> Tensor:
-        return self.layers(
-            torch.cat([self.regions(names[:, 0]), self.cars(names[:, 1]), numbers], 1)
-        )[:, 0]
-
-
-def _claims(key: Key, count: int) -> Batch:
-    generator, common = seeded("claims", *key), seeded("claims", "common")
-    by_region, by_car = (0.4 * torch.randn(many, 2, generator=common) for many in (REGIONS, CARS))
-    region, car = zipf(generator, REGIONS, count), zipf(generator, CARS, count)
-    numbers = torch.randn(count, CLAIM_NUMBERS, generator=generator)
-    waves, weights = sines(("claims", "waves"), CLAIM_NUMBERS, outs=(2,))
-    often, dear = (torch.sin(numbers @ waves) @ weights + by_region[region] + by_car[car]).T
-    happened = torch.poisson(torch.exp(often - 0.7), generator=generator)
-    each = torch.exp(0.6 * dear[:, None] + torch.randn(count, MOST_CLAIMS, generator=generator))
-    return (
-        torch.stack([region, car], 1),
-        numbers,
-        (each * (torch.arange(MOST_CLAIMS) < happened[:, None])).sum(1),
-    )
+        region, car = self.regions(names[:, 0]), self.cars(names[:, 1])
+        return self.layers(torch.cat([region, car, numbers], 1))
 
 
 def _deviance(model: nn.Module, batch: Batch) -> Tensor:
@@ -871,12 +652,22 @@ def _deviance(model: nn.Module, batch: Batch) -> Tensor:
     return 2 * (paid * torch.exp(-half) + torch.exp(half))
 
 
-TWEEDIE_CLAIMS = finite(
-    problem("tweedie-claims", drawn(_Insurer), _claims, _deviance, size=128),
-    _claims,
-    epochs=3,
-    key="claims",
-)
+@workload(
+    "tweedie-claims",
+    ("insurance claims, seen 3 times", "adamw-0.999", "linear", 1e-3),
+    _Insurer, _deviance, FIELD, key="claims", size=128, epochs=3,
+)  # fmt: skip
+def _claims(g: Draw, count: int) -> Batch:
+    common = Draw("claims", "common")
+    by_region, by_car = (0.4 * common.randn(many, 2) for many in (REGIONS, CARS))
+    region, car = g.zipf(REGIONS, count), g.zipf(CARS, count)
+    numbers = g.randn(count, CLAIM_NUMBERS)
+    waves = sines(("claims", "waves"), CLAIM_NUMBERS, outs=(2,))(numbers)
+    often, dear = (waves + by_region[region] + by_car[car]).T
+    happened = torch.poisson(torch.exp(often - 0.7), generator=g.generator)
+    each = torch.exp(0.6 * dear[:, None] + g.randn(count, MOST_CLAIMS))
+    paid = (each * (torch.arange(MOST_CLAIMS) < happened[:, None])).sum(1)
+    return torch.stack([region, car], 1), numbers, paid
 
 
 # -- strengths of players: which of two wins on a map (Bradley and Terry), a finite set ------------
@@ -887,53 +678,39 @@ PLAYERS, MAPS = 3000, 20
 class _Strength(nn.Module):
     def __init__(self, width: int = 24) -> None:
         super().__init__()
-        self.players, self.maps, self.begins = (
-            nn.Embedding(PLAYERS, width),
-            nn.Embedding(MAPS, width),
-            nn.Embedding(MAPS, 1),
-        )
+        self.players, self.maps = nn.Embedding(PLAYERS, width), nn.Embedding(MAPS, width)
+        self.begins = nn.Embedding(MAPS, 1)
         nn.init.zeros_(self.begins.weight)
-        self.layers = nn.Sequential(nn.Linear(2 * width, 48), nn.ReLU(), nn.Linear(48, 1))
+        self.layers = mlp(2 * width, 48, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        board = self.maps(x[:, 2:])
-        strength = self.layers(torch.cat([self.players(x[:, :2]), board.expand(-1, 2, -1)], 2))[
-            ..., 0
-        ]
+        boards = self.maps(x[:, 2:]).expand(-1, 2, -1)
+        strength = self.layers(torch.cat([self.players(x[:, :2]), boards], 2))[..., 0]
         return strength[:, 0] - strength[:, 1] + self.begins(x[:, 2])[:, 0]
 
 
 @cache
 def _strengths() -> tuple[Tensor, Tensor]:
     """Strengths (players, maps), and the advantage of the first player on each map."""
-    generator = seeded("won", "strengths")
-    skill, habits = (
-        torch.randn(PLAYERS, 1, generator=generator),
-        torch.randn(PLAYERS, 3, generator=generator),
-    )
-    suits = torch.randn(3, MAPS, generator=generator) / 3**0.5
-    return 1.2 * skill + 0.8 * habits @ suits, 0.3 * torch.randn(MAPS, generator=generator)
+    g = Draw("won", "strengths")
+    skill, habits = g.randn(PLAYERS, 1), g.randn(PLAYERS, 3)
+    suits = g.randn(3, MAPS) / 3**0.5
+    return 1.2 * skill + 0.8 * habits @ suits, 0.3 * g.randn(MAPS)
 
 
-def _games(key: Key, count: int) -> Batch:
+@workload(
+    "bradley-terry-games",
+    ("who wins, seen 8 times", "adamw-0.95", "linear", 1e-3),
+    _Strength, either, FIELD, key="won", epochs=8,
+)  # fmt: skip
+def _games(g: Draw, count: int) -> Batch:
     """Some players play much more than others; nobody plays against himself."""
-    generator = seeded("won", *key)
-    one = (PLAYERS * torch.rand(count, generator=generator) ** 1.5).long().clamp(max=PLAYERS - 1)
-    other = (one + torch.randint(1, PLAYERS, (count,), generator=generator)) % PLAYERS
-    board = torch.randint(MAPS, (count,), generator=generator)
+    one = (PLAYERS * g.rand(count) ** 1.5).long().clamp(max=PLAYERS - 1)
+    other = (one + g.between(1, PLAYERS, count)) % PLAYERS
+    board = g.below(MAPS, count)
     strengths, begins = _strengths()
-    chance = torch.sigmoid(strengths[one, board] - strengths[other, board] + begins[board])
-    return torch.stack([one, other, board], 1), (
-        torch.rand(count, generator=generator) < chance
-    ).float()
-
-
-BRADLEY_TERRY_GAMES = finite(
-    problem("bradley-terry-games", drawn(_Strength), _games, either, size=32),
-    _games,
-    epochs=8,
-    key="won",
-)
+    ahead = strengths[one, board] - strengths[other, board] + begins[board]
+    return torch.stack([one, other, board], 1), g.coins(torch.sigmoid(ahead))
 
 
 # -- ordinal regression: five grades, of which one in five is random, a finite set -----------------
@@ -949,27 +726,13 @@ class _Graded(nn.Module):
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
-        self.first, self.second, self.value = (
-            nn.Linear(GRADED_INPUTS, width),
-            nn.Linear(width, width),
-            nn.Linear(width, 1, bias=False),
-        )
+        self.first, self.second = nn.Linear(GRADED_INPUTS, width), nn.Linear(width, width)
+        self.value = nn.Linear(width, 1, bias=False)
         self.thresholds = nn.Parameter(torch.linspace(1, -1, GRADES - 1))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.first(x))
         return self.value(hidden + F.relu(self.second(hidden))) + self.thresholds
-
-
-def _graded_rows(key: Key, count: int) -> Batch:
-    """One grade in five is random."""
-    generator = seeded("graded", *key)
-    x = torch.randn(count, GRADED_INPUTS, generator=generator)
-    waves, weights = sines(("graded", "waves"), GRADED_INPUTS, frequency=0.3)
-    value = 1.5 * torch.sin(x @ waves) @ weights + 0.5 * torch.randn(count, generator=generator)
-    grade = (value[:, None] > torch.tensor((-1.0, -0.3, 0.3, 1.0))).sum(1)
-    careless = torch.rand(count, generator=generator) < 0.2
-    return x, torch.where(careless, torch.randint(GRADES, (count,), generator=generator), grade)
 
 
 def _grade_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -978,49 +741,31 @@ def _grade_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(x), above, reduction="none").sum(1)
 
 
-ORDINAL_MLP_GRADES = finite(
-    problem("ordinal-mlp-grades", drawn(_Graded), _graded_rows, _grade_losses, decay=5e-4),
-    _graded_rows,
-    epochs=6,
-    key="graded",
-)
+@workload(
+    "ordinal-mlp-grades",
+    ("20 % of the grades random, seen 6 times", "sgd", "cosine", 0.1),
+    _Graded, _grade_losses, FIELD, key="graded", decay=5e-4, epochs=6,
+)  # fmt: skip
+def _graded_rows(g: Draw, count: int) -> Batch:
+    x = g.randn(count, GRADED_INPUTS)
+    wave = sines(("graded", "waves"), GRADED_INPUTS, frequency=0.3)(x)
+    value = 1.5 * wave + 0.5 * g.randn(count)
+    return x, g.wrong((value[:, None] > torch.tensor((-1.0, -0.3, 0.3, 1.0))).sum(1), GRADES, 0.2)
 
 
 # -- a wide MLP: ten classes; three labels in ten are random, a finite set -------------------------
 
-NOISY_INPUTS, NOISY_CLASSES = 16, 10
 
-
-class _NoisyLabelMLP(nn.Module):
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(NOISY_INPUTS, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, NOISY_CLASSES),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def _noisy_rows(key: Key, count: int) -> Batch:
-    generator = seeded("doubted", *key)
-    x = torch.randn(count, NOISY_INPUTS, generator=generator)
-    waves, weights = sines(("doubted", "waves"), NOISY_INPUTS, frequency=0.2, outs=(NOISY_CLASSES,))
-    return x, with_wrong_labels(
-        generator, (torch.sin(x @ waves) @ weights).argmax(1), NOISY_CLASSES, 0.3
-    )
-
-
-MLP_NOISY_LABELS = finite(
-    problem("mlp-noisy-labels", drawn(_NoisyLabelMLP), _noisy_rows, labelled),
-    _noisy_rows,
-    epochs=60,
-    key="doubted",
-)
+@workload(
+    "mlp-noisy-labels",
+    ("ten classes, 30 % of the labels random, seen 60 times", "adamw-0.95", "cosine", 1e-3),
+    lambda: mlp(16, 128, 128, 10),
+    labelled, FIELD, key="doubted", epochs=60, spare_validates=True,
+)  # fmt: skip
+def _noisy_rows(g: Draw, count: int) -> Batch:
+    x = g.randn(count, 16)
+    values = sines(("doubted", "waves"), 16, frequency=0.2, outs=(10,))(x)
+    return x, g.wrong(values.argmax(1), 10, 0.3)
 
 
 # -- a mean of embeddings: the taste of a mixture of six spices, a finite set ----------------------
@@ -1031,8 +776,7 @@ SPICES, SPOONS, QUALITIES, TASTES = 60, 6, 8, 5
 class _EmbeddingBag(nn.Module):
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.spices = nn.Embedding(SPICES, width)
-        self.layers = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, TASTES))
+        self.spices, self.layers = nn.Embedding(SPICES, width), mlp(width, 24, TASTES, of=nn.GELU)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(self.spices(x).mean(1))
@@ -1040,31 +784,25 @@ class _EmbeddingBag(nn.Module):
 
 @cache
 def _qualities() -> Tensor:
-    return torch.randn(SPICES, QUALITIES, generator=seeded("tasted", "qualities"))
+    return Draw("tasted", "qualities").randn(SPICES, QUALITIES)
 
 
-def _mixtures(key: Key, count: int) -> Batch:
+@workload(
+    "embedding-bag-mixtures",
+    ("the taste of a mixture of spices, seen 40 times", "sgd", "wsd", 0.1),
+    _EmbeddingBag, labelled, FIELD,
+    key="tasted", size=64, decay=1e-4, epochs=40, spare_validates=True,
+)  # fmt: skip
+def _mixtures(g: Draw, count: int) -> Batch:
     """One label in fifty is random."""
-    generator = seeded("tasted", *key)
-    x = torch.randint(SPICES, (count, SPOONS), generator=generator)
-    waves, weights = sines(("tasted", "waves"), QUALITIES, outs=(TASTES,))
-    taste = torch.sin(_qualities()[x].sum(1) / SPOONS**0.5 @ waves) @ weights
-    return x, with_wrong_labels(generator, taste.argmax(1), TASTES, 0.02)
-
-
-EMBEDDING_BAG_MIXTURES = finite(
-    problem(
-        "embedding-bag-mixtures", drawn(_EmbeddingBag), _mixtures, labelled, size=64, decay=1e-4
-    ),
-    _mixtures,
-    epochs=40,
-    key="tasted",
-)
+    x = g.below(SPICES, count, SPOONS)
+    taste = sines(("tasted", "waves"), QUALITIES, outs=(TASTES,))
+    return x, g.wrong(taste(_qualities()[x].sum(1) / SPOONS**0.5).argmax(1), TASTES, 0.02)
 
 
 # -- an MLP: a regression whose data comes in blocks of 25 batches of one of six domains -----------
 
-DOMAINS, BLOCK, DOMAIN_INPUTS, DOMAIN_WAVES = 6, 25, 16, 32
+DOMAINS, BLOCK, WAVES = 6, 25, 32
 
 
 @cache
@@ -1073,51 +811,26 @@ def _domains() -> tuple[Tensor, Tensor, Tensor]:
 
     the centers of the domains' inputs (domains, inputs).
     """
-    generator = torch.Generator().manual_seed(1)
-    waves, own, common, at = (
-        torch.randn(shape, generator=generator)
-        for shape in (
-            (DOMAIN_INPUTS, DOMAIN_WAVES),
-            (DOMAINS, DOMAIN_WAVES),
-            (DOMAIN_WAVES,),
-            (DOMAINS, DOMAIN_INPUTS),
-        )
-    )
+    g = torch.Generator().manual_seed(1)
+    shapes = (INPUTS, WAVES), (DOMAINS, WAVES), (WAVES,), (DOMAINS, INPUTS)
+    waves, own, common, at = (torch.randn(shape, generator=g) for shape in shapes)
     return 0.375 * waves, 0.25 * torch.cat([own, common[None]]), at
 
 
-def _domain_rows(key: Key, count: int, domain: int | None = None) -> Batch:
+@workload(
+    "mlp-domain-blocks",
+    ("data in blocks of one domain", "adamw-0.999", "cosine", 1e-3),
+    lambda: mlp(INPUTS, 128, 128, 1, of=nn.GELU, flat=True),
+    squares, FIELD, key="misleading",
+    varies=lambda step: None if step is None else step // BLOCK % DOMAINS,
+)  # fmt: skip
+def _domain_rows(g: Draw, count: int, domain: int | None) -> Batch:
     """Rows of one domain; None: of all domains."""
-    generator = seeded("misleading", *key)
     waves, own, at = _domains()
-    of = (
-        torch.randint(DOMAINS, (count,), generator=generator)
-        if domain is None
-        else torch.full((count,), domain)
-    )
-    x = torch.randn(count, DOMAIN_INPUTS, generator=generator) + at[of]
+    of = g.below(DOMAINS, count) if domain is None else torch.full((count,), domain)
+    x = g.randn(count, INPUTS) + at[of]
     y = (torch.sin(x @ waves) * (own[-1] + own[of])).sum(1)
-    return x, y + 0.1 * torch.randn(count, generator=generator)
-
-
-def _block_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(DOMAIN_INPUTS, 128),
-        nn.GELU(),
-        nn.Linear(128, 128),
-        nn.GELU(),
-        nn.Linear(128, 1),
-        nn.Flatten(0),
-    )
-
-
-MLP_DOMAIN_BLOCKS = replace(
-    problem("mlp-domain-blocks", drawn(_block_mlp), _domain_rows, squares),
-    batch=lambda seed, step: _domain_rows((seed, step), 32, step // BLOCK % DOMAINS),
-    spare=lambda seed, step, number: _domain_rows(
-        (seed, "spare", number), 32, step // BLOCK % DOMAINS
-    ),
-)
+    return x, y + 0.1 * g.randn(count)
 
 
 # -- a linear regression: 300 inputs say nothing, and the 20 that matter are small -----------------
@@ -1126,107 +839,66 @@ IDLE, TELLING = 300, 20
 
 
 def _linear() -> nn.Module:
-    net = nn.Sequential(nn.Linear(IDLE + TELLING, 1), nn.Flatten(0))
+    net = mlp(IDLE + TELLING, 1, flat=True)
     nn.init.zeros_(net[0].weight)  # type: ignore[arg-type]
     nn.init.zeros_(net[0].bias)  # type: ignore[arg-type]
     return net
 
 
-def _mostly_idle(key: Key, count: int) -> Batch:
-    x = torch.randn(count, IDLE + TELLING, generator=seeded("misleading", "line", *key))
+@workload(
+    "linear-idle-inputs",
+    ("most inputs say nothing", "sgd", "wsd", 0.0096),
+    _linear, squares, FIELD, key=("misleading", "line"), decay=0.0,
+)  # fmt: skip
+def _mostly_idle(g: Draw, count: int) -> Batch:
+    x = g.randn(count, IDLE + TELLING)
     return torch.cat([x[:, :IDLE], 0.05 * x[:, IDLE:]], 1), x[:, IDLE:].sum(1) / TELLING**0.5
-
-
-LINEAR_IDLE_INPUTS = problem("linear-idle-inputs", drawn(_linear), _mostly_idle, squares, decay=0.0)
 
 
 # -- an MLP: a hundred classes with Zipf's frequencies; and clicks by user and item, a finite set --
 
-CLASSES, CLICK_INPUTS, CLICK_ROWS, USERS, ITEMS, CLICK_BATCH = 100, 16, 60_000, 6000, 3000, 64
+CLASSES, USERS, ITEMS = 100, 6000, 3000
 CLICK_WAVES = ("misleading", "body")
 
 
-def _waving(x: Tensor) -> Tensor:
-    waves, weights = sines(CLICK_WAVES, CLICK_INPUTS)
-    return 1.4 * torch.sin(x @ waves) @ weights
-
-
-def _zipf_classes(key: Key, count: int) -> Batch:
-    """A hundred classes with Zipf's frequencies."""
-    generator, common = seeded("misleading", "kinds", *key), seeded("misleading", "kinds")
-    x = torch.randn(count, CLICK_INPUTS, generator=generator)
-    known = torch.sin(x @ sines(CLICK_WAVES, CLICK_INPUTS)[0])[:, :CLICK_INPUTS] @ (
-        0.375 * torch.randn(CLICK_INPUTS, CLASSES, generator=common)
-    )
-    noise = -torch.rand(count, CLASSES, generator=generator).clamp(1e-9, 1 - 1e-7).log().neg().log()
+@workload(
+    "mlp-zipf-classes",
+    ("100 classes with Zipf's frequencies", "lion", "cosine", 1e-3),
+    lambda: mlp(INPUTS, 64, 64, CLASSES),
+    labelled, FIELD, key=("misleading", "kinds"), size=64, decay=0.0,
+)  # fmt: skip
+def _zipf_classes(g: Draw, count: int) -> Batch:
+    x = g.randn(count, INPUTS)
+    waves = 0.5 * Draw(*CLICK_WAVES).randn(INPUTS, 24)
+    weights = 0.375 * Draw("misleading", "kinds").randn(INPUTS, CLASSES)
+    known = torch.sin(x @ waves)[:, :INPUTS] @ weights
+    noise = -g.rand(count, CLASSES).clamp(1e-9, 1 - 1e-7).log().neg().log()
     return x, (known - 1.2 * torch.arange(1.0, CLASSES + 1).log() + noise).argmax(1)
 
 
-def _zipf_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(CLICK_INPUTS, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)
-    )
-
-
 class Clicks(nn.Module):
-    """(user, item, features, ...) -> logit of a click (batch,)"""
+    """user, item, features -> logit of a click (batch,)"""
 
     def __init__(self) -> None:
         super().__init__()
         self.users, self.things = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
         for table in (self.users, self.things):
             nn.init.normal_(table.weight, std=0.01)
-        self.layers = nn.Sequential(
-            nn.Linear(CLICK_INPUTS + 16, 64),
-            nn.ReLU(),
-            nn.Linear(64, 64),
-            nn.ReLU(),
-            nn.Linear(64, 1),
-            nn.Flatten(0),
-        )
+        self.layers = mlp(INPUTS + 16, 64, 64, 1, flat=True)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.layers(torch.cat([self.users(batch[0]), self.things(batch[1]), batch[2]], 1))
+    def forward(self, user: Tensor, item: Tensor, features: Tensor) -> Tensor:
+        return self.layers(torch.cat([self.users(user), self.things(item), features], 1))
 
 
-def _draw_clicks(generator: torch.Generator, count: int) -> Batch:
-    common = seeded("misleading", "clicks")
-    of_user, of_thing = (0.3 * torch.randn(many, generator=common) for many in (USERS, ITEMS))
-    user, thing = (torch.randint(many, (count,), generator=generator) for many in (USERS, ITEMS))
-    x = torch.randn(count, CLICK_INPUTS, generator=generator)
-    chance = torch.sigmoid(-2.5 + 1.2 * _waving(x) + of_user[user] + of_thing[thing])
-    return user, thing, x, (torch.rand(count, generator=generator) < chance).float()
-
-
-@cache
-def _click_rows() -> Batch:
-    return _draw_clicks(seeded("misleading", "clicks", "rows"), CLICK_ROWS)
-
-
-@cache
-def _click_order(seed: int, epoch: int) -> Tensor:
-    return torch.randperm(CLICK_ROWS, generator=seeded("misleading", "clicks", seed, epoch))
-
-
-def _clicks(key: Key, count: int) -> Batch:
-    return _draw_clicks(seeded("misleading", "clicks", *key), count)
-
-
-def _click_epochs(seed: int, step: int) -> Batch:
-    """A batch of 60 000 rows, in a new order in each epoch."""
-    epoch, at = divmod(step, CLICK_ROWS // CLICK_BATCH)
-    chosen = _click_order(seed, epoch)[at * CLICK_BATCH : (at + 1) * CLICK_BATCH]
-    return tuple(column[chosen] for column in _click_rows())
-
-
-def _click_losses(model: nn.Module, batch: Batch) -> Tensor:
-    return F.binary_cross_entropy_with_logits(model(batch), batch[3], reduction="none")
-
-
-MLP_ZIPF_CLASSES = problem(
-    "mlp-zipf-classes", drawn(_zipf_mlp), _zipf_classes, labelled, size=64, decay=0.0
-)
-EMBEDDING_MLP_CLICKS = replace(
-    problem("embedding-mlp-clicks", drawn(Clicks), _clicks, _click_losses, size=CLICK_BATCH),
-    batch=_click_epochs,
-)
+@workload(
+    "embedding-mlp-clicks",
+    ("clicks, seen about 11 times", "adamw-0.95", "cosine", 3e-4),
+    Clicks, either, FIELD, key=("misleading", "clicks"), size=64, rows=60_000,
+)  # fmt: skip
+def _clicks(g: Draw, count: int) -> Batch:
+    common = Draw("misleading", "clicks")
+    of_user, of_thing = (0.3 * common.randn(many) for many in (USERS, ITEMS))
+    user, thing = (g.below(many, count) for many in (USERS, ITEMS))
+    x = g.randn(count, INPUTS)
+    waves = 1.2 * (1.4 * sines(CLICK_WAVES, INPUTS)(x))
+    return user, thing, x, g.coins(torch.sigmoid(-2.5 + waves + of_user[user] + of_thing[thing]))

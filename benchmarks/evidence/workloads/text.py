@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from examples.bytes.data import load_corpus, sample_batch
+from examples.bytes.data import sample_batch
 
-from ..problems import Batch
+from ..problems import Batch, Problem
+from ..problems.problem import mean_loss
+from ..problems.transformer import corpus
+from ..problems.transformer import losses as window_losses
+from .kit import FAR, decaying
 
 _DOCSTRING = re.compile(rb'"""(.{80,}?)"""', re.DOTALL)
-HELD_OUT_PERCENT = 10
 CONTEXT, WINDOWS = 64, 8
 
 
@@ -24,15 +28,12 @@ def english() -> tuple[Tensor, Tensor]:
 
     Docstrings are in the part of their module; of the topics each tenth is in the validation.
     """
-    corpus = load_corpus()
     train, validation = (
         [found.group(1) for found in _DOCSTRING.finditer(text.numpy().tobytes())]
-        for text in (corpus.train, corpus.validation)
+        for text in (corpus().train, corpus().validation)
     )
     for place, name in enumerate(sorted(topics)):
-        (validation if place % (100 // HELD_OUT_PERCENT) == 0 else train).append(
-            topics[name].encode()
-        )
+        (train if place % 10 else validation).append(topics[name].encode())
     return _tensor(train), _tensor(validation)
 
 
@@ -40,15 +41,28 @@ def _tensor(texts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
 
 
-def windows(seed: int, step: int, context: int = CONTEXT) -> Batch:
-    """`WINDOWS` windows of training text: inputs and the bytes that follow."""
-    return sample_batch(english()[0], WINDOWS, context, seed=seed, stream="train", index=step)
-
-
 @cache
-def held_out(context: int = CONTEXT) -> list[Batch]:
-    """512 windows that are not trained on."""
-    return [
-        sample_batch(english()[1], 64, context, seed=0, stream="validation", index=i)
-        for i in range(8)
-    ]
+def held_out(text: Tensor, context: int = CONTEXT) -> list[Batch]:
+    """512 windows."""
+    return [sample_batch(text, 64, context, seed=0, stream="validation", index=i) for i in range(8)]
+
+
+def on_english(
+    name: str, build: Callable[[int], nn.Module], context: int = CONTEXT, decay: float = 0.01
+) -> Problem:
+    """The next byte of windows of ``context`` bytes."""
+
+    def batch(seed: int, step: int) -> Batch:
+        return sample_batch(english()[0], WINDOWS, context, seed=seed, stream="train", index=step)
+
+    return Problem(
+        name=name,
+        steps=1500,
+        batch_size=WINDOWS,
+        build=build,
+        groups=decaying(decay),
+        batch=batch,
+        spare=lambda seed, step, number: batch(seed, FAR + number),
+        losses=window_losses,
+        validate=lambda m: mean_loss(m, window_losses, held_out(english()[1], context)),
+    )

@@ -11,14 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems import digits
-from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, drawn, mean_loss
-from .generated import Key, finite, labelled, problem, squares
-from .groups import decaying_matrices, hidden_matrices
-from .staged import staged
+from ..problems import PROBLEMS, Batch, Problem, digits
+from ..problems.problem import drawn
+from .kit import (
+    FAR,
+    Draw,
+    Losses,
+    add,
+    decaying,
+    encoder,
+    for_muon,
+    labelled,
+    mlp,
+    rising,
+    squares,
+    workload,
+)
 
-IMAGES, CLASSES = 32, 10
+FIELD, CLASSES = "vision", 10
+NOISY_DIGITS = "digits with noise"
+add(PROBLEMS["cnn-digits"], (NOISY_DIGITS, "adamw-0.95", "wsd", 1e-3), FIELD)
 
 
 # -- handwritten digits: a residual network with BatchNorm, a vision transformer, an MLP-Mixer -----
@@ -43,11 +55,8 @@ class ResNet(nn.Module):
     def __init__(self, width: int = 12) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        self.body = nn.Sequential(
-            Residual(width, width, 1),
-            Residual(width, 2 * width, 2),
-            Residual(2 * width, 4 * width, 2),
-        )
+        shapes = ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2))
+        self.body = nn.Sequential(*(Residual(*shape) for shape in shapes))
         self.out = nn.Linear(4 * width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -57,20 +66,11 @@ class ResNet(nn.Module):
 class ViT(nn.Module):
     """images (batch, 1, 8, 8), as sixteen patches of 2 x 2 -> logits (batch, 10)."""
 
-    def __init__(self, width: int = 32, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, width, 2, 2)
         self.positions = nn.Parameter(0.02 * torch.randn(16, width))
-        layer = nn.TransformerEncoderLayer(
-            width,
-            heads,
-            4 * width,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-        )
-        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.body = encoder(width, 4 * width, activation="gelu")
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -86,16 +86,13 @@ class Mixer(nn.Module):
 
     def __init__(self, width: int = 48, layers: int = 2) -> None:
         super().__init__()
-        self.inside, self.out = (
-            nn.Linear(4, width, bias=False),
-            nn.Linear(width, CLASSES, bias=False),
-        )
+
+        def plain(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.inside, self.out = plain(4, width), plain(width, CLASSES)
         self.mixed = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(size, 2 * size, bias=False),
-                nn.GELU(),
-                nn.Linear(2 * size, size, bias=False),
-            )
+            nn.Sequential(plain(size, 2 * size), nn.GELU(), plain(2 * size, size))
             for _ in range(layers)
             for size in (16, width)
         )
@@ -110,39 +107,40 @@ class Mixer(nn.Module):
 
 def on_digits(
     name: str,
-    kind: type[nn.Module],
+    kind: Callable[[], nn.Module],
     decay: float,
-    batch: Callable[[int, int], Batch],
-    losses: Callable[[nn.Module, Batch], Tensor],
-    validate: Callable[[nn.Module], float],
+    batch: Callable[[int, int], Batch] = digits.batch,
+    losses: Losses = digits.losses,
+    validate: Callable[[nn.Module], float] = digits.DIGITS.validate,
 ) -> Problem:
     return Problem(
         name=name,
         steps=1500,
-        batch_size=IMAGES,
+        batch_size=digits.IMAGES,
         build=drawn(kind),
-        groups=lambda model: decaying_matrices(model, decay),
+        groups=decaying(decay),
         batch=batch,
-        spare=lambda seed, step, number: batch(seed, 10_000_000 + number),
+        spare=lambda seed, step, number: batch(seed, FAR + number),
         losses=losses,
         validate=validate,
     )
 
 
-def _classifier(name: str, kind: type[nn.Module], decay: float) -> Problem:
-    return on_digits(
-        name,
-        kind,
-        decay,
-        digits.batch,
-        digits.losses,
-        lambda model: mean_loss(model, digits.losses, [digits.held_out()]),
-    )
-
-
-RESNET_DIGITS_SGD = _classifier("resnet-digits-sgd", ResNet, 5e-4)
-VIT_DIGITS = _classifier("vit-digits", ViT, 0.05)
-MIXER_DIGITS = _classifier("mixer-digits", Mixer, 0.01)
+add(
+    on_digits("resnet-digits-sgd", ResNet, 5e-4),
+    (NOISY_DIGITS, "sgd", "cosine", 0.1),
+    FIELD,
+)
+add(
+    on_digits("vit-digits", ViT, 0.05),
+    (NOISY_DIGITS, "adamw-0.999", "cosine", 1e-3),
+    FIELD,
+)
+add(
+    on_digits("mixer-digits", Mixer, 0.01),
+    (NOISY_DIGITS, "muon", "one-cycle", 0.02),
+    FIELD,
+)
 
 
 # -- handwritten digits: weights of one bit, straight-through gradients (arXiv 1602.02830) ---------
@@ -157,25 +155,19 @@ class SignConv(nn.Conv2d):
 
 
 def _binary_cnn() -> nn.Module:
-    blocks = [(1, 16), (16, 32), (32, 32)]
-    layers = [
-        layer
-        for a, b in blocks
-        for layer in (
-            SignConv(a, b, 3, padding=1, bias=False),
-            nn.BatchNorm2d(b),
-            nn.Hardtanh(),
-            nn.MaxPool2d(2),
-        )
-    ]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
+    layers: list[nn.Module] = []
+    for a, b in ((1, 16), (16, 32), (32, 32)):
+        layers += [SignConv(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b)]
+        layers += [nn.Hardtanh(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, CLASSES))
 
 
-BINARY_CNN_DIGITS = replace(
-    digits.DIGITS,
-    name="binary-cnn-digits",
-    build=drawn(_binary_cnn),
-    groups=lambda model: decaying_matrices(model, 1e-4),
+add(
+    replace(
+        digits.DIGITS, name="binary-cnn-digits", build=drawn(_binary_cnn), groups=decaying(1e-4)
+    ),
+    ("digits with noise, one-bit weights", "sgd", "cosine", 0.1),
+    FIELD,
 )
 
 
@@ -186,59 +178,43 @@ STROKES, STROKE_SIDE = 16, 12
 
 def stroke_cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 12, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(12, 24, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(3),
-        nn.Flatten(),
-        nn.Linear(24 * 9, 48),
-        nn.ReLU(),
-        nn.Linear(48, STROKES),
-    )
+        nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(12, 24, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
+        mlp(24 * 9, 48, STROKES),
+    )  # fmt: skip
 
 
 @cache
 def _templates(alphabet: str) -> Tensor:
     """(16, 12, 12), each a random walk of 18 dots."""
-    generator, walks = seeded("letters", alphabet), torch.zeros(STROKES, STROKE_SIDE, STROKE_SIDE)
+    g, walks = Draw("letters", alphabet), torch.zeros(STROKES, STROKE_SIDE, STROKE_SIDE)
     for walk in walks:
-        place = torch.randint(3, 9, (2,), generator=generator)
+        place = g.between(3, 9, 2)
         for _ in range(18):
             walk[tuple(place.tolist())] = 1.0
-            place = (place + torch.randint(-1, 2, (2,), generator=generator)).clamp(
-                1, STROKE_SIDE - 2
-            )
+            place = (place + g.between(-1, 2, 2)).clamp(1, STROKE_SIDE - 2)
     return walks
 
 
-def strokes(key: Key, count: int, alphabet: str = "first", noise: float = 0.7) -> Batch:
-    generator = seeded("letters", alphabet, *key)
-    y, shift = (
-        torch.randint(STROKES, (count,), generator=generator),
-        torch.randint(-1, 2, (count, 2), generator=generator).tolist(),
-    )
-    drawn_at = torch.stack(
-        [
-            torch.roll(_templates(alphabet)[letter], tuple(by), (0, 1))
-            for letter, by in zip(y.tolist(), shift, strict=True)
-        ]
-    )
-    return (drawn_at + noise * torch.randn(count, STROKE_SIDE, STROKE_SIDE, generator=generator))[
-        :, None
-    ], y
+FIRST_STROKES = ("letters", "first")
 
 
-NOISES = (0.0, 0.3, 0.7, 1.0)
-"""Standard deviation of the noise in each stage."""
-CNN_STROKES = problem("cnn-strokes", drawn(stroke_cnn), strokes, labelled)
-CNN_STROKES_RISING_NOISE = staged(
+@workload(
     "cnn-strokes-rising-noise",
-    drawn(stroke_cnn),
-    lambda key, count, stage: strokes(key, count, noise=NOISES[stage]),
-    labelled,
-)
+    ("strokes under ever more noise", "adamw-0.999", "cosine", 1e-3),
+    stroke_cnn, labelled, FIELD, key=FIRST_STROKES, decay=0.0, varies=rising(0.0, 0.3, 0.7, 1.0),
+)  # fmt: skip
+@workload(
+    "cnn-strokes",
+    ("strokes under noise", "sgd", "one-cycle", 0.1),
+    stroke_cnn, labelled, FIELD, key=FIRST_STROKES,
+)  # fmt: skip
+def strokes(g: Draw, count: int, noise: float = 0.7) -> Batch:
+    """The second part of the key says which alphabet they are from."""
+    y, shift = g.below(STROKES, count), g.between(-1, 2, count, 2).tolist()
+    letters = _templates(str(g.key[1]))[y]
+    moved = [torch.roll(x, tuple(by), (0, 1)) for x, by in zip(letters, shift, strict=True)]
+    return (torch.stack(moved) + noise * g.randn(count, STROKE_SIDE, STROKE_SIDE))[:, None], y
 
 
 # -- a U-Net: which pixels belong to discs, to bars, and to nothing (segmentation) -----------------
@@ -257,12 +233,8 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.down, self.deep, self.up = (
-            _block(1, width),
-            _block(width, 2 * width),
-            _block(3 * width, width),
-        )
-        self.out = nn.Conv2d(width, 3, 1)
+        self.down, self.deep = _block(1, width), _block(width, 2 * width)
+        self.up, self.out = _block(3 * width, width), nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         fine = self.down(x)
@@ -270,28 +242,23 @@ class UNet(nn.Module):
         return self.out(self.up(torch.cat([fine, F.interpolate(coarse, scale_factor=2)], 1)))
 
 
-def _shapes(key: Key, count: int) -> Batch:
-    generator = seeded("shapes", *key)
+def _pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
+    return labelled(model, batch).mean((1, 2))
+
+
+@workload(
+    "unet-shapes",
+    ("segmentation of discs and bars", "sgd", "linear", 0.1),
+    UNet, _pixel_losses, FIELD, key="shapes", size=16, decay=5e-4,
+)  # fmt: skip
+def _shapes(g: Draw, count: int) -> Batch:
     y, x = torch.meshgrid(torch.arange(SHAPE_SIDE), torch.arange(SHAPE_SIDE), indexing="ij")
-    center, size = (
-        torch.randint(2, SHAPE_SIDE - 2, (4, count, 1, 1), generator=generator),
-        torch.rand(2, count, 1, 1, generator=generator),
-    )
+    center, size = g.between(2, SHAPE_SIDE - 2, 4, count, 1, 1), g.rand(2, count, 1, 1)
     disc = (y - center[0]).square() + (x - center[1]).square() < (2 + 3 * size[0]) ** 2
     bar = ((y - center[2]).abs() < 2) & ((x - center[3]).abs() < 2 + 4 * size[1])
     kind = torch.where(bar, 2, torch.where(disc, 1, 0))
-    seen = (kind > 0).float() + 0.8 * torch.randn(
-        count, SHAPE_SIDE, SHAPE_SIDE, generator=generator
-    )
+    seen = (kind > 0).float() + 0.8 * g.randn(count, SHAPE_SIDE, SHAPE_SIDE)
     return seen[:, None], kind
-
-
-def _pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none").mean((1, 2))
-
-
-UNET_SHAPES = problem("unet-shapes", drawn(UNet), _shapes, _pixel_losses, size=16, decay=5e-4)
 
 
 # -- convolutions: which of twelve textures; one label in five is random, a finite set -------------
@@ -307,40 +274,24 @@ def _texture_cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def _textures(key: Key, count: int) -> Batch:
+@workload(
+    "cnn-textures",
+    ("20 % of the labels random, seen 5 times", "sgd", "one-cycle", 0.1),
+    _texture_cnn, labelled, FIELD, key="gratings", decay=5e-4, epochs=5,
+)  # fmt: skip
+def _textures(g: Draw, count: int) -> Batch:
     """Each texture has two waves, of random phase and contrast."""
-    generator, common = seeded("gratings", *key), seeded("gratings", "waves")
-    turn, pace = (
-        math.pi * torch.rand(TEXTURES, 2, generator=common),
-        0.5 + torch.rand(TEXTURES, 2, generator=common),
-    )
-    kind = torch.randint(TEXTURES, (count,), generator=generator)
+    common = Draw("gratings", "waves")
+    turn, pace = math.pi * common.rand(TEXTURES, 2), 0.5 + common.rand(TEXTURES, 2)
+    kind = g.below(TEXTURES, count)
     down, across = (pace * turn.sin())[kind], (pace * turn.cos())[kind]
-    phase, contrast = (
-        2 * math.pi * torch.rand(count, 2, generator=generator),
-        0.5 + torch.rand(count, 2, generator=generator),
-    )
+    phase, contrast = 2 * math.pi * g.rand(count, 2), 0.5 + g.rand(count, 2)
+    down, across, phase, contrast = (x[:, :, None, None] for x in (down, across, phase, contrast))
     at = torch.arange(TEXTURE_SIDE)
-    waves = (
-        down[:, :, None, None] * at[:, None]
-        + across[:, :, None, None] * at
-        + phase[:, :, None, None]
-    )
-    seen = (contrast[:, :, None, None] * waves.sin()).sum(1, keepdim=True)
-    named = torch.where(
-        torch.rand(count, generator=generator) < 0.2,
-        torch.randint(TEXTURES, (count,), generator=generator),
-        kind,
-    )
-    return seen + torch.randn(seen.shape, generator=generator), named
-
-
-CNN_TEXTURES = finite(
-    problem("cnn-textures", drawn(_texture_cnn), _textures, labelled, decay=5e-4),
-    _textures,
-    epochs=5,
-    key="gratings",
-)
+    waves = down * at[:, None] + across * at + phase
+    seen = (contrast * waves.sin()).sum(1, keepdim=True)
+    named = g.wrong(kind, TEXTURES, 0.2)
+    return seen + g.randn(*seen.shape), named
 
 
 # -- how far a picture has moved, from a correlation of features (FlowNet, arXiv 1504.06852) -------
@@ -355,7 +306,7 @@ class _FlowNet(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(1, width, 5, padding=2), nn.GELU())
-        self.layers = nn.Sequential(nn.Linear(MOVES, 64), nn.GELU(), nn.Linear(64, MOVES))
+        self.layers = mlp(MOVES, 64, MOVES, of=nn.GELU)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.features(x.flatten(0, 1)[:, None]).unflatten(0, (-1, 2)).unbind(1)
@@ -364,28 +315,22 @@ class _FlowNet(nn.Module):
         return self.layers(alike[:, 0] / PICTURE_SIDE)
 
 
-def _shifted(key: Key, count: int) -> Batch:
+@workload(
+    "flownet-shifts",
+    ("how far a picture has moved", "fused-muon", "linear", 1e-3),
+    _FlowNet, labelled, FIELD, key="moved", size=16, decay=for_muon,
+)  # fmt: skip
+def _shifted(g: Draw, count: int) -> Batch:
     """Two parts of a smooth scene; each has its own noise and brightness."""
-    generator = seeded("moved", *key)
     wide = PICTURE_SIDE + 2 * FARTHEST
-    scene = (
-        F.avg_pool2d(torch.randn(count, 1, wide + 1, wide + 1, generator=generator), 2, 1)[:, 0] * 2
-    )
-    move = torch.randint(MOVES, (count,), generator=generator)
+    scene = F.avg_pool2d(g.randn(count, 1, wide + 1, wide + 1), 2, 1)[:, 0] * 2
+    move = g.below(MOVES, count)
     down, across = move // (2 * FARTHEST + 1), move % (2 * FARTHEST + 1)
     at, example = torch.arange(PICTURE_SIDE), torch.arange(count)[:, None, None]
     later = scene[example, (down[:, None] + at)[:, :, None], (across[:, None] + at)[:, None]]
     pictures = torch.stack([scene[:, FARTHEST:-FARTHEST, FARTHEST:-FARTHEST], later], 1)
-    noise, light = (
-        torch.randn(pictures.shape, generator=generator),
-        torch.randn(count, 2, 1, 1, generator=generator),
-    )
+    noise, light = g.randn(*pictures.shape), g.randn(count, 2, 1, 1)
     return pictures + 0.8 * noise + 0.5 * light, move
-
-
-FLOWNET_SHIFTS = replace(
-    problem("flownet-shifts", drawn(_FlowNet), _shifted, labelled, size=16), groups=hidden_matrices
-)
 
 
 # -- a sine network (SIREN, arXiv 2006.09661): the brightness of a picture at coordinates ----------
@@ -398,9 +343,7 @@ class Siren(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Linear(2, width), nn.Linear(width, width), nn.Linear(width, width)]
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, width) for a in (2, width, width))
         self.out = nn.Linear(width, 1)
         nn.init.uniform_(self.layers[0].weight, -0.5, 0.5)
         for layer in self.layers[1:]:
@@ -414,24 +357,22 @@ class Siren(nn.Module):
 
 @cache
 def _spots() -> tuple[Tensor, Tensor, Tensor]:
-    generator = seeded("painted", "spots")
-    at, size = (
-        2 * torch.rand(SPOTS, 2, generator=generator) - 1,
-        0.05 + 0.2 * torch.rand(SPOTS, generator=generator),
-    )
-    return at, size, torch.randn(SPOTS, generator=generator)
+    """Places, sizes, brightness."""
+    g = Draw("painted", "spots")
+    return 2 * g.rand(SPOTS, 2) - 1, 0.05 + 0.2 * g.rand(SPOTS), g.randn(SPOTS)
 
 
-def _picture(key: Key, count: int) -> Batch:
+@workload(
+    "siren-picture",
+    ("brightness at coordinates", "adamw-0.999", "linear", 1e-3),
+    Siren, squares, FIELD, key="painted", size=128, decay=0.0,
+)  # fmt: skip
+def _picture(g: Draw, count: int) -> Batch:
     at, size, light = _spots()
-    x = 2 * torch.rand(count, 2, generator=seeded("painted", *key)) - 1
+    x = 2 * g.rand(count, 2) - 1
     away = (x[:, None] - at).square().sum(-1) / size.square()
-    return x, (light * torch.exp(-away)).sum(-1) + 0.3 * torch.sign(
-        torch.sin(9 * x[:, 0] + 4 * x[:, 1])
-    )
-
-
-SIREN_PICTURE = problem("siren-picture", drawn(Siren), _picture, squares, size=128, decay=0.0)
+    edges = torch.sign(torch.sin(9 * x[:, 0] + 4 * x[:, 1]))
+    return x, (light * torch.exp(-away)).sum(-1) + 0.3 * edges
 
 
 # -- an MLP on Fourier features of coordinates: the colours of a picture ---------------------------
@@ -440,18 +381,8 @@ SIREN_PICTURE = problem("siren-picture", drawn(Siren), _picture, squares, size=1
 class _FourierMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer(
-            "bands", 3.0 * torch.randn(2, 24, generator=seeded("coordinates", "bands"))
-        )
-        self.layers = nn.Sequential(
-            nn.Linear(48, 96),
-            nn.ReLU(),
-            nn.Linear(96, 96),
-            nn.ReLU(),
-            nn.Linear(96, 96),
-            nn.ReLU(),
-            nn.Linear(96, 3),
-        )
+        self.bands = nn.Buffer(3.0 * Draw("coordinates", "bands").randn(2, 24))
+        self.layers = mlp(48, 96, 96, 96, 3)
 
     def forward(self, place: Tensor) -> Tensor:
         at = 2 * math.pi * place @ self.bands
@@ -460,27 +391,23 @@ class _FourierMLP(nn.Module):
 
 @cache
 def _discs() -> tuple[Tensor, Tensor, Tensor]:
-    generator = seeded("coordinates", "strokes")
-    return (
-        torch.rand(60, 2, generator=generator),
-        0.03 + 0.1 * torch.rand(60, generator=generator),
-        torch.rand(60, 3, generator=generator),
-    )
-
-
-def _coloured_places(key: Key, count: int) -> Batch:
-    place = torch.rand(count, 2, generator=seeded("coordinates", *key))
-    middles, sizes, colours = _discs()
-    near = torch.sigmoid((sizes - torch.cdist(place, middles)) * 60)
-    left = torch.cat([torch.ones(count, 1), (1 - near).cumprod(1)[:, :-1]], 1)
-    return place, (near * left) @ colours
+    """Middles, sizes, colours."""
+    g = Draw("coordinates", "strokes")
+    return g.rand(60, 2), 0.03 + 0.1 * g.rand(60), g.rand(60, 3)
 
 
 def _colour_losses(model: nn.Module, batch: Batch) -> Tensor:
     return squares(model, batch).sum(1)
 
 
-FOURIER_MLP_PICTURE = replace(
-    problem("fourier-mlp-picture", drawn(_FourierMLP), _coloured_places, _colour_losses, size=128),
-    groups=hidden_matrices,
-)
+@workload(
+    "fourier-mlp-picture",
+    ("colours at coordinates", "fused-muon", "linear", 1e-3),
+    _FourierMLP, _colour_losses, FIELD, key="coordinates", size=128, decay=for_muon,
+)  # fmt: skip
+def _coloured_places(g: Draw, count: int) -> Batch:
+    place = g.rand(count, 2)
+    middles, sizes, colours = _discs()
+    near = torch.sigmoid((sizes - torch.cdist(place, middles)) * 60)
+    left = torch.cat([torch.ones(count, 1), (1 - near).cumprod(1)[:, :-1]], 1)
+    return place, (near * left) @ colours
