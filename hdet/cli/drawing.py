@@ -1,4 +1,4 @@
-"""Runs as a picture, by matplotlib: losses, learning rates, and the losses of each trial."""
+"""Runs as a picture, by matplotlib: the losses of each trial, losses, learning rates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hdet.cli.runs import LARGEST, Points, RecordedRun
 
 # Okabe and Ito's colours are told apart with any kind of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MOST_MARKS = 20
+"""Of moves. A controller that moves in each cycle would fill the picture."""
 GREY = "#6B6B6B"
 """Of runs without cycles, with which the others are compared."""
 STYLE = {
@@ -31,7 +33,7 @@ def draw_runs(runs: Sequence[RecordedRun], kind: str) -> bytes:
         warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
         rows = 2 + len(trials)
         figure = Figure(figsize=(9, 3.2 * rows), dpi=130, layout="constrained")
-        losses, rates, *others = figure.subplots(rows, 1)
+        *others, losses, rates = figure.subplots(rows, 1)
         _draw_losses(losses, runs)
         _draw_rates(rates, runs)
         for axes, (run, step, interval) in zip(others, trials, strict=True):
@@ -58,6 +60,8 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
             *_columns(_smooth(run.losses)), color=colour, label=f"{last}in {_plain(run.name)}"
         )
         axes.plot(*_columns(run.validation), "o", color=colour, markeredgecolor="white")
+        for step in run.moves[:MOST_MARKS]:
+            axes.axvline(step, color=colour, linestyle=":", linewidth=1)
         # The first steps, which fall far, would flatten the rest.
         start = 0.1 * max((step for step, _ in run.losses), default=0.0)
         framed += [loss for step, loss in run.losses if step > start and math.isfinite(loss)]
@@ -65,7 +69,10 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
     if framed:
         margin = 0.05 * (max(framed) - min(framed)) or 0.1 * abs(framed[0]) or 0.1
         axes.set_ylim(min(framed) - margin, max(framed) + margin)
-    axes.set(title="Training loss (smoothed) and validation loss (points)", xlabel="step")
+    title = "Training loss (smoothed) and validation loss (points)"
+    if any(run.moves for run in runs):
+        title += "; dotted: where a value moved"
+    axes.set(title=title, xlabel="step")
     axes.legend()
 
 

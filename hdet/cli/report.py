@@ -39,7 +39,8 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </head>
 <body>
 <h1>hdet report: {names}</h1>
-<img alt="Losses and learning rates over steps, and the losses of trials" src="{picture}">
+<p>{summary}</p>
+<img alt="The losses of trials; losses and learning rates over steps" src="{picture}">
 <pre>{report}</pre>
 <details><summary>Settings</summary><pre>{settings}</pre></details>
 <footer>Written by hdet report, version {version}.</footer>
@@ -70,7 +71,7 @@ def print_report(
     console = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for heading in ("validation loss", "time", "probe cost", "converge cost"):
+    for heading in ("validation loss", "time", "trial cost", "probe cost", "converge cost"):
         table.add_column(heading, justify="right")
     for one in runs:
         table.add_row(one.name, *_cells(one))
@@ -87,13 +88,25 @@ def _cells(run: RecordedRun) -> list[str]:
     """Of a row of the table, after the run's name."""
     last = run.validation[-1][1] if run.validation else None
     loss = "-" if last is None else "not finite" if math.isnan(last) else f"{last:.4f}"
+    trial = "-" if run.trial_cost is None else f"{100 * run.trial_cost:.1f} %"
     if run.seconds is None:
-        return [f"{loss} (not ended)", "-", "-", "-"]
+        return [f"{loss} (not ended)", "-", trial, "-", "-"]
     costs = [
         f"{0.1 * ms / run.seconds:.2f} %" if run.cycles and run.seconds else "-"
         for ms in (run.probe_ms, run.converge_ms)
     ]
-    return [loss, f"{run.seconds:.1f} s", *costs]
+    return [loss, f"{run.seconds:.1f} s", trial, *costs]
+
+
+def _summary(run: RecordedRun) -> str:
+    """What became of its learning rate, in a sentence."""
+    if run.trials:
+        said = printable(str(run.trials[-1][1]).splitlines()[0])
+    elif run.moves:
+        said = f"{len(run.moves)} moves, the last one before step {run.moves[-1]:.0f}"
+    else:
+        said = "nothing has moved"
+    return f"{run.name}: {said}"
 
 
 def make_page(runs: Sequence[RecordedRun]) -> str:
@@ -108,6 +121,7 @@ def make_page(runs: Sequence[RecordedRun]) -> str:
     ]
     return PAGE.format(
         names=escape(", ".join(run.name for run in runs)),
+        summary="<br>".join(escape(_summary(run)) for run in runs),
         picture=f"data:image/svg+xml;base64,{picture}",
         report=escape(report.getvalue()),
         settings=escape("\n".join(settings)),

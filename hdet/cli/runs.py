@@ -30,6 +30,8 @@ class RecordedRun:
         cycle_losses, cycle_rates: the mean losses of cycles and their base values, which stand in
             where nobody has recorded ``train`` events.
         events: sentences, by step: what trials found, moved corrections, notes.
+        moves: steps at which a correction has changed.
+        trial_cost: of all trials, as a part of the run. None: there was no trial.
         seconds: of training. None: the run has not ended.
         probe_ms, converge_ms: of all cycles.
     """
@@ -44,6 +46,8 @@ class RecordedRun:
     cycle_rates: Points = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     trials: list[tuple[float, RateInterval]] = field(default_factory=list)
+    moves: list[float] = field(default_factory=list)
+    trial_cost: float | None = None
     seconds: float | None = None
     probe_ms: float = 0.0
     converge_ms: float = 0.0
@@ -77,6 +81,7 @@ class RecordedRun:
         if record.get("trial") is not None:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
+            self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
             found = printable("; ".join(str(interval).splitlines()))
             self.events.append(f"trial before step {step:.0f}: {found}")
         # A note that every cycle has again is said once.
@@ -84,17 +89,18 @@ class RecordedRun:
         known = [str(note) for note in self.last_cycle.get("notes", ())]
         new = [note for note in notes if note not in known]
         self.events += [
-            f"step {step:.0f}: {printable(text)}" for text in (*self._moves(record), *new)
+            f"step {step:.0f}: {printable(text)}" for text in (*self._list_moves(record), *new)
         ]
         self.probe_ms += _number(record.get("probe_ms", 0))
         self.converge_ms += _number(record.get("converge_ms", 0))
         self.cycles, self.last_cycle = self.cycles + 1, record
 
-    def _moves(self, record: Record) -> Iterator[str]:
+    def _list_moves(self, record: Record) -> Iterator[str]:
         last = self.last_cycle.get("corrections", {})
         for name, value in record.get("corrections", {}).items():
             before, now = _number(last.get(name, 1.0)), _number(value)
             if now != before:
+                self.moves.append(_number(record["step"]))
                 yield f"{name}: correction {before:.4g} -> {now:.4g}"
 
 

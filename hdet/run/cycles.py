@@ -66,6 +66,8 @@ class Cycles:
         """For the next record."""
         self.trial: Mapping[str, Any] | None = None
         """What an `AutoLR` has measured, for the next record."""
+        self.trial_steps = 0.0
+        """What that cost, in steps of the run."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False
@@ -149,7 +151,7 @@ class Cycles:
         if factor < 1:  # the first weights are in place again
             self.note_restore()
         assert search.interval is not None
-        self.trial = search.interval.to_dict()
+        self.trial, self.trial_steps = search.interval.to_dict(), search.cost
         self.notes.append(search.note)
         return search.note
 
@@ -228,7 +230,8 @@ class Cycles:
         record = cycle_record(
             self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
             notes=self.notes, probe_ms=1e3 * (probed - started),
-            converge_ms=1e3 * (averaged - probed), trial=self.trial, searching=is_searching,
+            converge_ms=1e3 * (averaged - probed), trial=self.trial,
+            trial_steps=self.trial_steps, searching=is_searching,
         )  # fmt: skip
         self.notes, self.trial = [], None
         self.begin()

@@ -89,7 +89,8 @@ def cycle_record(
     **more: Any,
 ) -> dict[str, Any]:
     """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/index.md has the keys;
-    ``more``: those that the Ensemble knows (losses, trial, searching, converge_ms, probe_ms)."""
+    ``more``: those that the Ensemble knows (losses, trial, trial_steps, searching, converge_ms,
+    probe_ms)."""
     columns: dict[str, Iterable[Any]] = {
         "values": schedule.base_values(),
         "scheduled": schedule.values(),

@@ -23,7 +23,8 @@ def cycle(step: int, correction: float = 1.0, **changes: Any) -> dict[str, Any]:
     return {
         "event": "cycle", "step": step, "values": {"lr": 0.1 * correction},
         "scheduled": {"lr": 0.1}, "corrections": {"lr": correction}, "losses": [5.0, None],
-        "probe_ms": 2.0, "converge_ms": 1.0, "notes": [], "trial": None, **changes,
+        "probe_ms": 2.0, "converge_ms": 1.0, "notes": [], "trial": None, "trial_steps": 140.0,
+        **changes,
     }  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def test_the_table_and_the_events(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.strip()]
-    assert rows[2] == ["fixed", "2.0000", "(not", "ended)", "-", "-", "-"]
-    assert rows[3] == ["with", "4.2500", "0.2", "s", "2.00", "%", "1.00", "%"]
+    assert rows[2] == ["fixed", "2.0000", "(not", "ended)", "-", "-", "-", "-"]
+    assert rows[3] == ["with", "4.2500", "0.2", "s", "7.0", "%", "2.00", "%", "1.00", "%"]
     found = str(INTERVAL).replace("\n", "; ")
     assert f"with: trial before step 50: {found}\nwith: step 50: a note\n" in out
     assert "with: step 100: lr: correction 1 -> 2.5\n" in out
@@ -87,7 +87,7 @@ def test_names_and_notes_are_shown_as_they_are(
     shown = HOSTILE.replace("\x1b", " ").replace("\x07", " ")
     name = shown.replace("/", "|")
     assert out.count(shown) == 2 and out.count(name + ":") == 2
-    assert text.count(escape(shown)) == 4  # two of the settings, a note, the trial's reason
+    assert text.count(escape(shown)) == 5  # two of the settings, a note, the trial's reason (twice)
     assert text.count(escape(name)) >= 5  # two titles, before the settings, note and trial
     assert not {"\x1b", "\x07"} & {*out, *text}
     elements = _Elements(text)
