@@ -1,5 +1,6 @@
-"""The weighted mean of K co-resident sets, and the operations between two sets, beside torch's
-ways. JSON lines; see compare.py.
+"""The weighted mean of K co-resident sets, and a copy into a bucket, beside torch's ways.
+
+JSON lines; see compare.py.
 
 python -m benchmarks.average [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
@@ -41,35 +42,6 @@ def average(
     )
 
 
-def lerp(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """A running average: 12 bytes."""
-    new, ours, theirs = (options.randn(shapes) for _ in range(3))
-    plan = hk.pair_plan(new, ours, backend=options.backend)
-    return compare(
-        options,
-        "lerp",
-        name,
-        shapes,
-        lambda: plan.lerp(0.01),
-        lambda: torch._foreach_lerp_(theirs, new, 0.01),
-        12,
-        **notes,
-    )
-
-
-def swap(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """The probe's exchange: 16 bytes. torch: over a third set."""
-    one, other, kept = (options.randn(shapes) for _ in range(3))
-    plan = hk.pair_plan(one, other, backend=options.backend)
-
-    def in_torch() -> None:
-        torch._foreach_copy_(kept, one)
-        torch._foreach_copy_(one, other)
-        torch._foreach_copy_(other, kept)
-
-    return compare(options, "swap", name, shapes, plan.swap, in_torch, 16, **notes)
-
-
 def pack(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """bfloat16 parameters into a float32 bucket, scaled: 6 bytes."""
     params, ours, theirs = (
@@ -77,7 +49,7 @@ def pack(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> 
         options.zeros(shapes),
         options.zeros(shapes),
     )
-    plan = hk.pair_plan(params, ours, backend=options.backend)
+    plan = hk.copy_plan(params, ours, backend=options.backend)
 
     def in_torch() -> None:
         torch._foreach_copy_(theirs, params)
@@ -95,26 +67,10 @@ def pack(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> 
     )
 
 
-def norm(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """The global norm: 4 bytes."""
-    gradients = options.randn(shapes)
-    plan = hk.norm_plan(gradients, options.backend)
-    return compare(
-        options,
-        "norm",
-        name,
-        shapes,
-        plan.norm,
-        lambda: torch.nn.utils.get_total_norm(gradients),
-        4,
-        **notes,
-    )
-
-
 def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
     records = []
-    for benchmark, memory in ((average, 64 + 40), (lerp, 12), (swap, 12), (pack, 10), (norm, 4)):
+    for benchmark, memory in ((average, 64 + 40), (pack, 10)):
         for name, shapes, notes in options.shapes(memory):
             if benchmark is average or options.wants(name):
                 records.append(benchmark(options, name, shapes, notes))

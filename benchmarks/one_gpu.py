@@ -26,7 +26,7 @@ from torch import Tensor
 from hdet import kernels
 from hdet.converge.buckets import Buckets, Part
 from hdet.kernels import StepSettings, StepTensors
-from hdet.kernels.spec.eight_bit import count_scales
+from hdet.kernels.numbers import count_scales
 from hdet.optim.newton_schulz import Iteration, SymmetricProduct, iterate, symmetric_product
 
 from .compare import Call, cuda_copy, gpt2, graph_of, numel, torch_adamw

@@ -27,8 +27,8 @@ SOURCES = ROOT / "csrc"
 Edit = tuple[str, str, str]
 """(file, what is replaced, by what)"""
 
-CODED, VEC, UPDATE, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/update.cuh", "cuda/step.cuh"
-LONG: Edit = (UPDATE, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
+CODED, VEC, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/step.cuh"
+LONG: Edit = (STEP, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
 HINTS: list[Edit] = [
     (
         VEC,
@@ -52,8 +52,8 @@ def coded_blocks(count: int) -> Edit:
 VARIANTS: dict[str, list[Edit]] = {
     "as it is": [],
     "a block for a chunk": [LONG],
-    "1024 elements a block": [(UPDATE, "kSliceElements = 2048;", "kSliceElements = 1024;")],
-    "4096 elements a block": [(UPDATE, "kSliceElements = 2048;", "kSliceElements = 4096;")],
+    "1024 elements a block": [(STEP, "kSliceElements = 2048;", "kSliceElements = 1024;")],
+    "4096 elements a block": [(STEP, "kSliceElements = 2048;", "kSliceElements = 4096;")],
     "hints": HINTS,
     "hints, a block for a chunk": [*HINTS, LONG],
     "a division for each code": [DIVISION],
@@ -90,7 +90,7 @@ def program(folder: Path, name: str) -> Path:
 
 
 def build(folder: Path, arch: str, names: Sequence[str]) -> None:
-    from hdet.kernels.spec.eight_bit import codebook
+    from hdet.kernels.numbers import codebook
 
     nvcc = shutil.which("nvcc")
     if nvcc is None:

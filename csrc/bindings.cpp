@@ -65,10 +65,10 @@ void define_average_plan(py::module_& m) {
       HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(weights);
 }
 
-void define_pair_plan(py::module_& m) {
-  using Plan = hdet::PairPlan;
-  PlanClass<Plan>(m, "PairPlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(all_float) HDET_FIELD(pairing) HDET_FIELD(sources) HDET_FIELD(source_lowers)
+void define_copy_plan(py::module_& m) {
+  using Plan = hdet::CopyPlan;
+  PlanClass<Plan>(m, "CopyPlan")
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(all_float) HDET_FIELD(sources) HDET_FIELD(source_lowers)
       HDET_FIELD(destinations) HDET_FIELD(masters) HDET_FIELD(scale);
 }
 
@@ -110,30 +110,14 @@ void write_addresses(Address out, const std::vector<Address>& addresses) {
 void define_cpu(py::module_& m) {
   m.def("cpu_step", &hdet::cpu::step, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
   m.def("cpu_average", &hdet::cpu::average, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def("cpu_pair", &hdet::cpu::pair, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def(
-      "cpu_norm",
-      [](Address chunks, int64_t num_chunks, Address tensors, Address partials, Address result, int threads, const std::string& isa) {
-        hdet::cpu::norm(at<const hdet::Chunk>(chunks), num_chunks, at<void* const>(tensors), at<double>(partials), at<float>(result),
-                        threads, isa);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("tensors"), py::arg("partials"), py::arg("result"), py::arg("threads"),
-      py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_copy", &hdet::cpu::copy, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
 }
 
 #ifdef HDET_CUDA
 void define_cuda(py::module_& m) {
   m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_pair", &hdet::cuda::pair, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def(
-      "cuda_norm",
-      [](Address chunks, int64_t num_chunks, Address tensors, Address partials, Address result, int device, Address stream) {
-        hdet::cuda::norm(at<const hdet::Chunk>(chunks), num_chunks, at<void* const>(tensors), at<double>(partials), at<float>(result),
-                         device, stream);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("tensors"), py::arg("partials"), py::arg("result"), py::arg("device"),
-      py::arg("stream"), ReleaseGil());
+  m.def("cuda_copy", &hdet::cuda::copy, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
 }
 #endif
 
@@ -163,7 +147,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 11;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 12;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
@@ -177,7 +161,7 @@ PYBIND11_MODULE(_C, m) {
 
   define_step_plan(m);
   define_average_plan(m);
-  define_pair_plan(m);
+  define_copy_plan(m);
   define_gradients(m);
 
   m.def("chunk_length", &hdet::chunk_length, py::arg("elements"), py::arg("least"));

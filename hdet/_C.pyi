@@ -85,11 +85,10 @@ class AveragePlan:
     masters: int
     weights: int
 
-class PairPlan:
+class CopyPlan:
     chunks: int
     num_chunks: int
     all_float: int
-    pairing: int
     sources: int
     source_lowers: int
     destinations: int
@@ -136,21 +135,9 @@ class Addresses:
 # isa: one of build_info()["isa"]; "" takes the environment's HDET_ISA, else the best
 def cpu_step(plan: StepPlan, threads: int, isa: str = "") -> None: ...
 def cpu_average(plan: AveragePlan, threads: int, isa: str = "") -> None: ...
-def cpu_pair(plan: PairPlan, threads: int, isa: str = "") -> None: ...
-def cpu_norm(
-    chunks: int,
-    num_chunks: int,
-    tensors: int,
-    partials: int,
-    result: int,
-    threads: int,
-    isa: str = "",
-) -> None: ...
+def cpu_copy(plan: CopyPlan, threads: int, isa: str = "") -> None: ...
 
 # only where `cuda` is true
 def cuda_step(plan: StepPlan, device: int, stream: int) -> None: ...
 def cuda_average(plan: AveragePlan, device: int, stream: int) -> None: ...
-def cuda_pair(plan: PairPlan, device: int, stream: int) -> None: ...
-def cuda_norm(
-    chunks: int, num_chunks: int, tensors: int, partials: int, result: int, device: int, stream: int
-) -> None: ...
+def cuda_copy(plan: CopyPlan, device: int, stream: int) -> None: ...

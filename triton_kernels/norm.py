@@ -1,10 +1,9 @@
-"""Sums of squares in float64: of each chunk, and of all. A square of a float32 is exact there."""
+"""Sums of squares in float64, one for each chunk. A square of a float32 is exact there."""
 
 import triton
 import triton.language as tl
 
 from .chunks import TAIL, live_length, load_chunk, whole_vectors
-from .hyper import total
 from .numbers import BF16, F16, F32, load, pointer
 
 
@@ -39,8 +38,3 @@ def squares(chunks, tensors, partials, ALIGNED: tl.constexpr, BLOCK: tl.constexp
     else:
         result = chunk_squares(address, chunk, F16, 8 if ALIGNED else 1, BLOCK)
     tl.store(partials + tl.program_id(0), result)
-
-
-@triton.jit(do_not_specialize=["num_partials"])
-def finish_norm(partials, norm, num_partials, BLOCK: tl.constexpr):
-    tl.store(norm, tl.sqrt(total(partials, num_partials, BLOCK)).to(tl.float32))

@@ -107,24 +107,9 @@ def take_step(step_size, decay, param, u):
 
 
 @triton.jit
-def running_average(average, param, weight):
-    """Weight 1 starts it, whatever stood there before; weight 0 leaves it."""
-    return tl.where(weight == 1, param, lerp(average, param, weight, 1 - weight))
-
-
-@triton.jit
 def empty_sum(BLOCK: tl.constexpr):
     """Where a weighted sum starts: -0, the neutral element of addition, by its bits.
 
     (As a number Triton takes it for +0.)
     """
     return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scaled(factor, x):
-    """A number on its way into a weighted sum, or out of it.
-
-    Factor 0 gives 0, also where x is NaN or infinite.
-    """
-    return tl.where(factor == 0, 0.0, factor * x)

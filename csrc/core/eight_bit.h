@@ -1,4 +1,4 @@
-// Moments in 8 bits: blocks of numbers with a scale each, and codes from a table (hdet/kernels/spec/eight_bit.py, which computes it,
+// Moments in 8 bits: blocks of numbers with a scale each, and codes from a table (hdet/kernels/numbers.py, which computes it,
 // says what holds of them). Here is how a number becomes a code, the same on every device.
 #pragma once
 

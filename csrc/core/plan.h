@@ -121,20 +121,14 @@ struct AveragePlan {
   const float* weights;  // [replica], summing to 1; a replica of weight 0 does not enter the mean but receives it
 };
 
-enum class Pairing : int32_t {
-  copy = 0,  // destination = scale * source; scale 0 writes zeros without reading: NaN times zero would be NaN
-  lerp = 1,  // destination moves by `scale` of the way towards the source (running_average)
-  swap = 2,  // contents change places; both have one type
-};
-
-// Two sets of tensors: into a communication bucket and out of it, a running average, an exchange. No overlap.
-// Formats::gradient is the type of the source, Formats::param and Formats::master are those of the destination. From a set that
-// has masters one copies those; to a set that has masters both are written.
-struct PairPlan {
+// destination = scale * source, for two sets of tensors that do not overlap: into a communication bucket and out of it. Scale 0 writes
+// zeros without reading, as NaN times zero would be NaN. Formats::gradient is the type of the source, Formats::param and
+// Formats::master are those of the destination. From a set that has masters one copies those; to a set that has masters both are
+// written.
+struct CopyPlan {
   const Chunk* chunks;
   int64_t num_chunks;
   int32_t all_float;
-  Pairing pairing;
   void* const* sources;
   void* const* source_lowers;  // the lower halves of sources in the split form; an entry, or the table, may be null
   void* const* destinations;

@@ -69,11 +69,6 @@ HDET_HD float take_step(const ReplicaRow& replica, float param, float direction)
   return param * replica.decay - replica.step_size * direction;
 }
 
-// A running average. Weight 1 starts it, whatever stood there before; weight 0 leaves it.
-HDET_HD float running_average(float average, float param, float weight) {
-  return weight == 1.0f ? param : lerp(average, param, weight, 1.0f - weight);
-}
-
 // Where a weighted sum starts. Minus zero is the neutral element of addition for every float, plus zero is not (-0 + +0 = +0).
 constexpr float kEmptySum = -0.0f;
 

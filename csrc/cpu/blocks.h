@@ -195,17 +195,6 @@ void start_sums(float* sums, int length) {
   for (int i = 0; i < length; ++i) sums[i] = hdet::kEmptySum;
 }
 
-// A running average. Each branch has a loop of its own: with the choice inside, the loop is bound by arithmetic.
-void move_towards(float* __restrict averages, float weight, const float* __restrict values, int length) {
-  if (weight == 1.0f) {
-    for (int i = 0; i < length; ++i) averages[i] = hdet::running_average(averages[i], values[i], 1.0f);
-  } else if (weight < 0.5f) {
-    for (int i = 0; i < length; ++i) averages[i] = hdet::running_average(averages[i], values[i], weight);
-  } else {
-    for (int i = 0; i < length; ++i) averages[i] = hdet::running_average(averages[i], values[i], weight);
-  }
-}
-
 void* entry(void* const* table, int64_t place) { return table == nullptr ? nullptr : table[place]; }
 
 // The blocks of a chunk: work(element, length), elements counted from the start of the tensor.

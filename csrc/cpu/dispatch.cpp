@@ -24,8 +24,8 @@ namespace hdet::cpu {
 #define HDET_DECLARE(isa)                                     \
   void step_##isa(const StepPlan&, int64_t, int64_t);         \
   void average_##isa(const AveragePlan&, int64_t, int64_t);   \
-  void pair_##isa(const PairPlan&, int64_t, int64_t);         \
-  void norm_##isa(const Chunk*, void* const*, double*, int64_t, int64_t);
+  void copy_##isa(const CopyPlan&, int64_t, int64_t);         \
+  void norm_##isa(const StepPlan&, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
 HDET_DECLARE(x86_64_v2)
@@ -40,10 +40,10 @@ struct Variant {
   const char* name;
   void (*step)(const StepPlan& plan, int64_t first, int64_t last);
   void (*average)(const AveragePlan& plan, int64_t first, int64_t last);
-  void (*pair)(const PairPlan& plan, int64_t first, int64_t last);
-  void (*norm)(const Chunk* chunks, void* const* tensors, double* partials, int64_t first, int64_t last);
+  void (*copy)(const CopyPlan& plan, int64_t first, int64_t last);
+  void (*norm)(const StepPlan& plan, int64_t first, int64_t last);
 };
-#define HDET_LOOPS(isa) step_##isa, average_##isa, pair_##isa, norm_##isa
+#define HDET_LOOPS(isa) step_##isa, average_##isa, copy_##isa, norm_##isa
 
 // Below this many elements a region costs more than a second thread saves.
 constexpr int64_t kParallelElements = 65536;
@@ -100,19 +100,15 @@ void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& lo
   loop(0, count);
 }
 
-void sum_squares(const Variant& loops, const Chunk* chunks, int64_t count, void* const* tensors, double* partials, int threads) {
-  over_chunks(chunks, count, threads, [&](int64_t first, int64_t last) { loops.norm(chunks, tensors, partials, first, last); });
-}
-
 double sum_in_order(const double* partials, int64_t count) {
   double sum = 0.0;
-  for (int64_t i = 0; i < count; ++i) sum += partials[i];
+  for (int64_t i = 0; partials != nullptr && i < count; ++i) sum += partials[i];
   return sum;
 }
 
 // The derive phase. Neighbours mostly have one group and one count, and powers and roots are what it costs.
 void prepare(const StepPlan& plan) {
-  *plan.control = prepare_control(plan, plan.partials != nullptr ? sum_in_order(plan.partials, plan.num_chunks) : 0.0);
+  *plan.control = prepare_control(plan, sum_in_order(plan.partials, plan.num_chunks));
   int64_t before = -1;
   for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) before = prepare_tensor(plan, *plan.control, tensor, before);
 }
@@ -135,7 +131,9 @@ bool has_openmp() {
 
 void step(const StepPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
+  if (plan.partials != nullptr) {
+    over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.norm(plan, first, last); });
+  }
   prepare(plan);
   const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
   if (nothing) return;
@@ -147,15 +145,9 @@ void average(const AveragePlan& plan, int threads, const std::string& isa) {
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.average(plan, first, last); });
 }
 
-void pair(const PairPlan& plan, int threads, const std::string& isa) {
+void copy(const CopyPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.pair(plan, first, last); });
-}
-
-void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int threads,
-          const std::string& isa) {
-  sum_squares(choose(isa), chunks, num_chunks, tensors, partials, threads);
-  *result = static_cast<float>(square_root(sum_in_order(partials, num_chunks)));
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.copy(plan, first, last); });
 }
 
 }  // namespace hdet::cpu

@@ -25,10 +25,6 @@ bool has_openmp();
 // this processor or this build does not have.
 void step(const StepPlan& plan, int threads, const std::string& isa);
 void average(const AveragePlan& plan, int threads, const std::string& isa);
-void pair(const PairPlan& plan, int threads, const std::string& isa);
-
-// Norm of tensors of the type Formats::gradient: partials[num_chunks] are left behind, *result is the root of their sum.
-void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int threads,
-          const std::string& isa);
+void copy(const CopyPlan& plan, int threads, const std::string& isa);
 
 }  // namespace hdet::cpu

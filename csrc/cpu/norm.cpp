@@ -45,8 +45,8 @@ double sum_of_squares(const hdet::Chunk& c, void* tensor) {
 
 namespace hdet::cpu {
 
-void HDET_VARIANT(norm_)(const Chunk* chunks, void* const* tensors, double* partials, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) partials[i] = sum_of_squares(chunks[i], tensors[chunks[i].tensor]);
+void HDET_VARIANT(norm_)(const StepPlan& plan, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) plan.partials[i] = sum_of_squares(plan.chunks[i], plan.gradients[plan.chunks[i].tensor]);
 }
 
 }  // namespace hdet::cpu

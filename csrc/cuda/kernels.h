@@ -15,10 +15,6 @@ namespace hdet::cuda {
 void step(const StepPlan& plan, int device, std::uintptr_t stream);
 
 void average(const AveragePlan& plan, int device, std::uintptr_t stream);
-void pair(const PairPlan& plan, int device, std::uintptr_t stream);
-
-// Norm of tensors of the type Formats::gradient: partials[num_chunks] are left behind, *result is the root of their sum.
-void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int device,
-          std::uintptr_t stream);
+void copy(const CopyPlan& plan, int device, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

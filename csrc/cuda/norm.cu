@@ -1,4 +1,4 @@
-// Sums of squares on a GPU: a block for each chunk, in float64, where the square of a float32 is exact. Reads every element once.
+// Sums of squares of a step's gradients on a GPU: a block for each chunk, in float64, where the square of a float32 is exact. Reads every element once.
 #include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -9,7 +9,6 @@ namespace hdet::cuda {
 namespace {
 
 constexpr int kNormThreads = 256;
-constexpr int kTotalThreads = 512;
 
 __device__ __forceinline__ void add_square(double& sum, float x) { sum += static_cast<double>(x) * static_cast<double>(x); }
 
@@ -76,30 +75,10 @@ __global__ void __launch_bounds__(kNormThreads, 5)
   });
 }
 
-__global__ void __launch_bounds__(kTotalThreads) total_kernel(const double* __restrict__ partials, int64_t count, float* __restrict__ result) {
-  __shared__ double sums[kTotalThreads];
-  phase([&](int thread) {
-    double sum = 0.0;
-    for (int64_t i = thread; i < count; i += kTotalThreads) sum += partials[i];
-    sums[thread] = sum;
-  });
-  add_up<kTotalThreads>(sums);
-  threads([&](int thread) {
-    if (thread == 0) *result = static_cast<float>(square_root(sums[0]));
-  });
-}
-
 }  // namespace
 
 void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, std::uintptr_t stream) {
   launch("cudaLaunchKernelEx(norm)", norm_kernel, {num_chunks, kNormThreads}, stream, chunks, tensors, partials);
-}
-
-void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int device,
-          std::uintptr_t stream) {
-  use_device(device);
-  launch_norm(chunks, num_chunks, tensors, partials, stream);
-  launch("cudaLaunchKernelEx(total)", total_kernel, {1, kTotalThreads}, stream, static_cast<const double*>(partials), num_chunks, result);
 }
 
 }  // namespace hdet::cuda

@@ -227,21 +227,6 @@ __device__ __forceinline__ void store(const Param& p, const Place& at, const flo
   }
 }
 
-// A stream's bits as they are.
-__device__ __forceinline__ void store_raw(DType type, void* stream, const Place& at, const Raw<kEight>& raw) {
-  if (type == DType::f32) {
-    write(static_cast<float*>(stream) + at.first, 0, raw.low);
-    write(static_cast<float*>(stream) + at.second, 0, raw.high);
-  } else {
-    write_halves(stream, at, raw.low);
-  }
-}
-
-__device__ __forceinline__ void store_raw(DType type, void* stream, const Place& at, const Raw<1>& raw) {
-  if (type == DType::f32) write<uint32_t>(stream, at.first, raw.low);
-  else write<uint16_t>(stream, at.first, static_cast<uint16_t>(raw.low));
-}
-
 // How a chunk is cut: `head` elements one by one, `turns` turns of eight, and the rest one by one.
 struct Cut {
   int head, turns, tail, gap;

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..core.validate import whole
-from ..kernels.spec.arguments import FLOATS
+from ..kernels.checks import FLOATS
 from ..optim.snapshot import Masters
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
@@ -124,8 +124,8 @@ class Filling:
         native = native and all(t.dtype in FLOATS and t.is_contiguous() for t in tensors)
         backend = "auto" if native else "torch"
         values, lowers = [part.value for part in parts], [part.lower for part in parts]
-        self._way_in = kernels.pair_plan(values, views, source_lowers=lowers, backend=backend)
-        self._way_out = kernels.pair_plan(views, tensors, masters=masters, backend=backend)
+        self._way_in = kernels.copy_plan(values, views, source_lowers=lowers, backend=backend)
+        self._way_out = kernels.copy_plan(views, tensors, masters=masters, backend=backend)
         self._versioned = [t for t in tensors if not t.is_inference()]
 
     def pack(self, weight: float = 1.0) -> torch.Tensor:

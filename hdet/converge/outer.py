@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..core.validate import within
+from ..kernels import numbers
 from ..kernels.reference.rules import store
-from ..kernels.spec import rounding
 from ..optim.sgd import FusedSGD
 from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part
@@ -163,4 +163,4 @@ class _Outer(Averager):
 
 def _exact_value(part: Part) -> torch.Tensor:
     """What the part stands for, in its place in memory unless two halves have to be joined."""
-    return part.value if part.lower is None else rounding.join(part.tensor, part.lower)
+    return part.value if part.lower is None else numbers.join(part.tensor, part.lower)

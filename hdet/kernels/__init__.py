@@ -19,14 +19,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import native
-from .spec import arguments as checks
-from .spec.interface import (
+from . import checks, native
+from .interface import (
     AveragePlan,
     Backend,
     Column,
-    NormPlan,
-    PairPlan,
+    CopyPlan,
     StepOptions,
     StepPlan,
     StepSettings,
@@ -36,8 +34,7 @@ from .spec.interface import (
 __all__ = [
     "AveragePlan",
     "Backend",
-    "NormPlan",
-    "PairPlan",
+    "CopyPlan",
     "StepOptions",
     "StepPlan",
     "StepSettings",
@@ -46,8 +43,7 @@ __all__ = [
     "average_",
     "average_plan",
     "check_name",
-    "norm_plan",
-    "pair_plan",
+    "copy_plan",
     "select",
     "step_plan",
 ]
@@ -199,16 +195,16 @@ def average_plan(
     return chosen.average_plan(params, masters)
 
 
-def pair_plan(
+def copy_plan(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
     *,
     source_lowers: Column | None = None,
     masters: Column | None = None,
     backend: str = "auto",
-) -> PairPlan:
-    """Prepares `copy(scale)`, `lerp(weight)` and `swap()` between two sets of tensors; a source and
-    a destination may not overlap.
+) -> CopyPlan:
+    """Prepares `copy(scale)` of one set of tensors to another; a source and a destination may not
+    overlap.
 
     float32, bfloat16 and float16 in any combination. `source_lowers`: the int16 lower halves of
     bfloat16 sources in the split form. `masters`: float32 or int16 (split) masters of the
@@ -225,18 +221,7 @@ def pair_plan(
     checks.check_pairs(
         sources, destinations, source_lowers, masters, any_layout=chosen.name == "torch"
     )
-    return chosen.pair_plan(sources, destinations, source_lowers, masters)
-
-
-def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
-    """Prepares the global norm of float32, bfloat16 or float16 tensors, contiguous, on one
-    device."""
-    if len(tensors) == 0:
-        raise ValueError("there are no tensors to take the norm of")
-    chosen = select(backend, checks.device_of(tensors[0], "tensor 0"))
-    for i, tensor in enumerate(tensors):
-        checks.check_tensor(tensor, f"tensor {i}", tensors[0].device)
-    return chosen.norm_plan(tensors)
+    return chosen.copy_plan(sources, destinations, source_lowers, masters)
 
 
 def average_(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import AveragePlan, StepOptions
-from hdet.kernels.spec.interface import Column
+from hdet.kernels.interface import Column
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels.spec.arguments import FLOATS
+from hdet.kernels.checks import FLOATS
 
 from .moment_storage import EIGHT_BIT
 

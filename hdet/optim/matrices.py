@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels import StepOptions, StepSettings, StepTensors, numbers
+from hdet.kernels.checks import check_step_tensors
+from hdet.kernels.interface import Column
 from hdet.kernels.reference.rules import store, values_of, wide_dtype
-from hdet.kernels.spec import rounding
-from hdet.kernels.spec.arguments import check_step_tensors
-from hdet.kernels.spec.interface import Column
 
 from .moment_storage import entries, scale_key
 from .moment_storage import values_of as values_of_moment
@@ -262,14 +261,14 @@ class MatrixStep:
         copies: list[tuple[Tensor, Tensor]] = []
         for matrix, value, param, master in zip(matrices, values, params, masters, strict=True):
             if self.stochastic is not None and param.dtype == torch.bfloat16 and master is None:
-                words = rounding.random_words(
+                words = numbers.random_words(
                     self.stochastic,
                     matrix.state["step"] + 1,
                     self.first_replica + k,
                     matrix.place,
                     value,
                 )
-                rounded = rounding.stochastic_bfloat16(value, words & 0xFFFF)
+                rounded = numbers.stochastic_bfloat16(value, words & 0xFFFF)
                 # a value that is not moved is not rounded anew, as it is exact
                 copies.append(
                     (

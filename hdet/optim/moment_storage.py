@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels.spec.eight_bit import CODES, count_scales, decode, encode
+from hdet.kernels.numbers import CODES, count_scales, decode, encode
 from hdet.tensors.strides import alike
 
 EIGHT_BIT = "8bit"

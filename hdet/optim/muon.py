@@ -12,8 +12,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from hdet.kernels import StepSettings
-from hdet.kernels.spec.arguments import check_apart
-from hdet.kernels.spec.settings import check_group
+from hdet.kernels.checks import check_apart, check_group
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet.kernels import StepOptions
-from hdet.kernels.spec.interface import PLAIN, Column
+from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
 
 from .matrices import Matrix, MatrixStep, batches, check_matrices

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels.spec import rounding
-from hdet.kernels.spec.eight_bit import CODES
+from hdet.kernels import numbers
+from hdet.kernels.numbers import CODES
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -291,11 +291,11 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
         )
     kept = kept.to(param.device)
     if key == "master_param":
-        return rounding.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
+        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
     if kept.dtype == torch.int16:
         return kept
     # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
-    upper, lower = rounding.split(kept)
+    upper, lower = numbers.split(kept)
     current = kept.to(torch.bfloat16) == values
     values.copy_(torch.where(current, upper, values))
     return torch.where(current, lower, torch.zeros_like(lower))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import StepOptions, StepPlan, StepSettings
-from hdet.kernels.spec.arguments import check_gradients
-from hdet.kernels.spec.interface import Column
+from hdet.kernels.checks import check_gradients
+from hdet.kernels.interface import Column
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 

@@ -122,7 +122,7 @@ def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 def is_plain(key: str) -> bool:
     """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and
-    the scales of this rank's own blocks of codes (hdet/kernels/spec/eight_bit.py), which no
+    the scales of this rank's own blocks of codes (hdet/kernels/numbers.py), which no
     other sharding has."""
     return key == "step" or key.endswith("_scale")
 

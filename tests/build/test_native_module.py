@@ -75,7 +75,7 @@ def test_torch_and_hdet_share_one_openmp_runtime() -> None:
 @pytest.mark.skipif(
     compiler() is None or shutil.which("nm") is None, reason="needs a C++ compiler and nm"
 )
-@pytest.mark.parametrize("source", ["step.cpp", "average.cpp", "pair.cpp", "norm.cpp"])
+@pytest.mark.parametrize("source", ["step.cpp", "average.cpp", "copy.cpp", "norm.cpp"])
 def test_loops_share_no_function_between_instruction_sets(source: str, tmp_path: Path) -> None:
     """A weak symbol could be taken from the AVX-512 object by a processor without it. -O0 inlines
     nothing that need not be."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pytest import MonkeyPatch
 
 from hdet.converge import Task
-from hdet.kernels.spec import rounding
+from hdet.kernels import numbers
 from hdet.replicas import Replicas
 
 Tensors, Masters = Sequence[torch.Tensor], Sequence[torch.Tensor | None]
@@ -30,7 +30,7 @@ def held(values: Tensors, kinds: Sequence[str]) -> tuple[list[Any], list[Any]]:
             master = value.float()
             tensor = master.bfloat16()
         elif stored == "bfloat16 split":
-            tensor, master = rounding.split(value.float())
+            tensor, master = numbers.split(value.float())
         else:
             tensor = value.to(getattr(torch, stored))
         if stored != kind and value.dim() == 2:
@@ -46,7 +46,7 @@ def exact(tensors: Tensors, masters: Masters) -> list[torch.Tensor]:
 
     def value(tensor: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
         if master is not None and master.dtype == torch.int16:
-            return rounding.join(tensor, master).double()
+            return numbers.join(tensor, master).double()
         return (tensor if master is None else master).double()
 
     return [value(*pair) for pair in zip(tensors, masters, strict=True)]

@@ -206,16 +206,6 @@ def scaled(x: Bounded, weight: float) -> Bounded:
     return Bounded(weight * x.value, weight * (x.error + EPSILON * x.value.abs()))
 
 
-def running_average(average: Tensor, new: Bounded, weight: float) -> Bounded:
-    """average + weight * (new - average); weight 1 starts one, whatever stood there."""
-    if weight == 1:
-        return new
-    return Bounded(
-        _lerp(average, new.value, weight),
-        EPSILON * (average.abs() + new.value.abs()) + weight * new.error,
-    )
-
-
 _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _LOWEST = {
     torch.float32: -149,

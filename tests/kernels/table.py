@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from hdet.kernels import StepSettings
-from hdet.kernels.spec import interface
+from hdet.kernels import StepSettings, interface
 
 from .cases import CHUNK, SIZES
 

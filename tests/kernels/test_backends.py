@@ -12,7 +12,7 @@ import torch
 
 from hdet import _C, kernels
 from hdet.kernels import native
-from hdet.kernels.spec.settings import CALL_SETTINGS, GROUP_SETTINGS
+from hdet.kernels.tables import CALL_SETTINGS, GROUP_SETTINGS
 
 from ..limits import HANG_S
 

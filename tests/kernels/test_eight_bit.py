@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepSettings, StepTensors
-from hdet.kernels.spec import eight_bit
+from hdet.kernels import StepSettings, StepTensors, numbers
 
 from . import reference
 from .cases import BACKENDS, CHUNK, device_of
@@ -42,13 +41,14 @@ def spread(count: int, signed: bool, seed: int = 0) -> Tensor:
 def test_the_table_is_the_papers(signed: bool) -> None:
     table, thresholds = (
         torch.tensor(of(signed), dtype=torch.float64)
-        for of in (eight_bit.magnitudes, eight_bit.thresholds)
+        for of in (numbers.magnitudes, numbers.thresholds)
     )
     assert len(table) == (128 if signed else 256) == len(thresholds) + 1
     torch.testing.assert_close(table, reference.tree(signed), rtol=2.0**-24, atol=0)
     assert ((table[:-1] < thresholds) & (thresholds < table[1:]))[0 if signed else 1 :].all()
     assert signed or thresholds[0] == 0, "a second moment that is not 0 never becomes 0"
-    assert _C.CODE_BLOCK == eight_bit.BLOCK and eight_bit.codebook().shape == (2, _C.CODEBOOK_BYTES)
+    assert _C.CODE_BLOCK == numbers.CODE_BLOCK
+    assert numbers.codebook().shape == (2, _C.CODEBOOK_BYTES)
     # where a search begins: a part of 128 for each exponent has one threshold at most, and the
     # first part reaches down to 0
     edges = (torch.arange(21 * 128 + 2) << 16) + (106 << 23)
@@ -60,7 +60,7 @@ def test_the_table_is_the_papers(signed: bool) -> None:
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 5000])
 def test_every_number_gets_the_nearest_code(count: int, signed: bool) -> None:
     values = spread(count, signed)
-    codes, scales = eight_bit.encode(values, signed)
+    codes, scales = numbers.encode(values, signed)
     assert (
         codes.shape == values.shape
         and codes.dtype == torch.uint8
@@ -69,7 +69,7 @@ def test_every_number_gets_the_nearest_code(count: int, signed: bool) -> None:
     reference.assert_coded(codes, scales, reference.exactly(values.double()), "", signed)
     exact = reference.decoded(codes, scales, signed)
     torch.testing.assert_close(
-        eight_bit.decode(codes, scales, signed).double(), exact, rtol=2.0**-22, atol=0
+        numbers.decode(codes, scales, signed).double(), exact, rtol=2.0**-22, atol=0
     )
 
 
@@ -93,8 +93,8 @@ def test_values_of_codes_become_the_same_codes(signed: bool, flushing: bool) -> 
     )
     codes = torch.arange(256).repeat(len(scales)).to(torch.uint8)
     codes[codes == 128] = 0 if signed else 128  # minus zero, which no number becomes
-    values = eight_bit.decode(codes, scales, signed)
-    again, scales_again = eight_bit.encode(values, signed)
+    values = numbers.decode(codes, scales, signed)
+    again, scales_again = numbers.encode(values, signed)
     assert torch.equal(again, codes) and torch.equal(scales_again, scales)
 
 
@@ -107,17 +107,17 @@ def test_what_is_decoded_stays_what_it_is(largest: float, signed: bool) -> None:
     values."""
     values = spread(700, signed) * (largest if math.isfinite(largest) else 1.0)
     values[300] = largest
-    codes, scales = eight_bit.encode(values, signed)
-    decoded = eight_bit.decode(codes, scales, signed)
+    codes, scales = numbers.encode(values, signed)
+    decoded = numbers.decode(codes, scales, signed)
     block = slice(256, 512)
     assert bool(decoded[block].isnan().all()) != math.isfinite(largest)
     assert not decoded[:256].isnan().any() and not decoded[512:].isnan().any()
-    again = eight_bit.encode(decoded, signed)
+    again = numbers.encode(decoded, signed)
     assert torch.equal(again[0], codes) and all(
         a == b or (a.isnan() and b.isnan()) for a, b in zip(again[1], scales, strict=True)
     )
     if math.isfinite(largest):
-        assert decoded[300] == largest or largest < eight_bit.LEAST_SCALE, "the largest is exact"
+        assert decoded[300] == largest or largest < numbers.LEAST_SCALE, "the largest is exact"
         assert signed or torch.equal(decoded == 0, values == 0)
 
 
@@ -127,7 +127,7 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
     """A momentum that stays: SGD with momentum 1 and a gradient of zeros leaves codes and
     scales, bit for bit."""
     device = device_of(backend)
-    codes, scales = (t.to(device) for t in eight_bit.encode(spread(CHUNK + 300, True) * size, True))
+    codes, scales = (t.to(device) for t in numbers.encode(spread(CHUNK + 300, True) * size, True))
     param = torch.ones(CHUNK + 300, device=device)
     tensors = StepTensors(
         "sgd",
@@ -143,7 +143,7 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
     assert torch.equal(tensors.exp_avgs[0], codes) and torch.equal(
         tensors.exp_avg_scales[0], scales
     )  # type: ignore[index, arg-type]
-    torch.testing.assert_close(param, 1 - eight_bit.decode(codes, scales, True))
+    torch.testing.assert_close(param, 1 - numbers.decode(codes, scales, True))
 
 
 def usual() -> StepTensors:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepTensors
-from hdet.kernels.spec import rounding
+from hdet.kernels import StepTensors, numbers
 
 from .cases import BACKENDS, CHUNK, Guarded, device_of
 from .problem import Problem
@@ -86,38 +85,25 @@ def average(backend: str) -> Prepared:
     return plan, call, [t for row in sets for t in row]
 
 
-def pair(operation: str, *scale: float) -> Callable[[str], Prepared]:
-    def prepared(backend: str) -> Prepared:
-        sources, destinations = (
-            Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(2)
-        )
-        kept = [t.clone() for t in destinations]
-        plan = kernels.pair_plan(sources, destinations, backend=backend)
+def copy(backend: str) -> Prepared:
+    sources, destinations = (
+        Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(2)
+    )
+    kept = [t.clone() for t in destinations]
+    plan = kernels.copy_plan(sources, destinations, backend=backend)
 
-        def call() -> list[Tensor]:
-            if operation == "copy":
-                torch._foreach_copy_(destinations, kept)
-            getattr(plan, operation)(*scale)
-            return []
+    def call() -> list[Tensor]:
+        torch._foreach_copy_(destinations, kept)
+        plan.copy(0.5)
+        return []
 
-        return plan, call, [*sources, *destinations]
-
-    return prepared
-
-
-def norm(backend: str) -> Prepared:
-    tensors = Guarded(SIZES, 1, 3, device_of(backend), BF16).tensors
-    plan = kernels.norm_plan(tensors, backend)
-    return plan, lambda: [plan.norm()], tensors
+    return plan, call, [*sources, *destinations]
 
 
 OPERATIONS = {
     "step": pytest.param(step, marks=with_exchange),
     "average": average,
-    "copy": pair("copy", 0.5),
-    "lerp": pair("lerp", 0.5),
-    "swap": pair("swap"),
-    "norm": norm,
+    "copy": copy,
 }
 
 
@@ -166,8 +152,8 @@ def test_random_numbers_know_where_they_are(backend: str) -> None:
     for identity, value, found in zip([5, 9], exact.params[0], tensors.params[0], strict=True):
         element = FAR + torch.arange(value.numel())
         zero, quad = torch.zeros_like(element), element // 4
-        words = rounding.philox(
+        words = numbers.philox(
             77, (quad & 0xFFFFFFFF, (quad >> 32) | 3 << 16, zero + identity, zero + 1)
         )
         word = torch.stack(words)[element % 4, torch.arange(value.numel())]
-        assert torch.equal(found.cpu(), rounding.stochastic_bfloat16(value.cpu(), word & 0xFFFF))
+        assert torch.equal(found.cpu(), numbers.stochastic_bfloat16(value.cpu(), word & 0xFFFF))

@@ -1,4 +1,4 @@
-"""What travels to a device between steps, and what a capture refuses: hdet/kernels/spec/mirrors.py,
+"""What travels to a device between steps, and what a capture refuses: hdet/kernels/tables.py,
 on tables in host memory."""
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import StepSettings, StepTensors
+from hdet.kernels import StepSettings, StepTensors, tables
 from hdet.kernels.native import Memory, cuda
 from hdet.kernels.native.step import NativeStepPlan
-from hdet.kernels.spec import mirrors
 
 
 def check_rates(backend: str) -> None:
@@ -56,10 +55,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.copies += 1
         placed.copy_(table)
 
-    monkeypatch.setattr(mirrors, "_capturing", lambda device: state.capturing)
-    monkeypatch.setattr(mirrors, "_multiprocessors", lambda device: 0)
-    monkeypatch.setattr(mirrors, "_placed", lambda table, device: table.clone())
-    monkeypatch.setattr(mirrors, "_copy_without_waiting", copy)
+    monkeypatch.setattr(tables, "_capturing", lambda device: state.capturing)
+    monkeypatch.setattr(tables, "_multiprocessors", lambda device: 0)
+    monkeypatch.setattr(tables, "_placed", lambda table, device: table.clone())
+    monkeypatch.setattr(tables, "_copy_without_waiting", copy)
     return state
 
 
@@ -139,7 +138,7 @@ def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(
 
 def test_addresses_among_doubles_are_compared_as_bits(device: SimpleNamespace) -> None:
     """As doubles they are numbers so small that a processor may be told to take them for 0."""
-    memory, placed = mirrors.DeviceMemory(torch.device("cpu")), torch.zeros(2, dtype=torch.float64)
+    memory, placed = tables.DeviceMemory(torch.device("cpu")), torch.zeros(2, dtype=torch.float64)
     assert torch.set_flush_denormal(True) or pytest.skip("this processor keeps small numbers")
     try:
         for address in (1 << 40, 1 << 40, 1 << 41):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import native
-from hdet.kernels.spec import rounding
+from hdet.kernels import native, numbers
 
 from .cases import BACKENDS, device_of
 
@@ -42,7 +41,7 @@ def all_kinds_of_floats() -> Tensor:
 
 def copied(values: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     found = torch.empty(len(values), dtype=dtype, device=device_of(backend))
-    kernels.pair_plan([values.to(found.device)], [found], backend=backend).copy()
+    kernels.copy_plan([values.to(found.device)], [found], backend=backend).copy()
     return found.cpu()
 
 
@@ -51,13 +50,13 @@ def split(values: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         torch.empty(len(values), dtype=dtype, device=device_of(backend))
         for dtype in (torch.bfloat16, torch.int16)
     )
-    kernels.pair_plan([values.to(upper.device)], [upper], masters=[lower], backend=backend).copy()
+    kernels.copy_plan([values.to(upper.device)], [upper], masters=[lower], backend=backend).copy()
     return upper, lower
 
 
 def joined(upper: Tensor, lower: Tensor, backend: str) -> Tensor:
     found = torch.empty(len(upper), device=device_of(backend))
-    kernels.pair_plan([upper], [found], source_lowers=[lower], backend=backend).copy()
+    kernels.copy_plan([upper], [found], source_lowers=[lower], backend=backend).copy()
     return found.cpu()
 
 
@@ -121,7 +120,7 @@ def test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half(backen
 def test_stochastic_rounding_goes_up_as_often_as_what_is_cut_off() -> None:
     for value in (1.0, 1.0 + 2**-9, 1.0 + 2**-23, -3.14159, 1e-40, -1e-42, 3.4e38):
         values = torch.full((65536,), value)
-        found = rounding.stochastic_bfloat16(values, torch.arange(65536))
+        found = numbers.stochastic_bfloat16(values, torch.arange(65536))
         down, up = (
             values.view(torch.int32)[0] & -65536,
             (values.view(torch.int32)[0] & -65536) + 65536,
@@ -135,7 +134,7 @@ def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
     values = torch.tensor(
         [0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32
     ).view(torch.float32)
-    assert equal(rounding.stochastic_bfloat16(values, torch.full((5,), 0xFFFF)), values.bfloat16())
+    assert equal(numbers.stochastic_bfloat16(values, torch.full((5,), 0xFFFF)), values.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
 def test_philox_gives_the_published_numbers(
     seed: int, counter: list[int], expected: list[int]
 ) -> None:
-    words = rounding.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
+    words = numbers.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
     assert [int(word) for word in words] == expected
 
 

@@ -22,7 +22,7 @@ from .shim import build
 
 HERE = Path(__file__).resolve().parent
 TABLES = [
-    f"test_{name}.py" for name in ("step", "average", "pair", "norm", "numbers", "far_offsets")
+    f"test_{name}.py" for name in ("step", "average", "copy", "norm", "numbers", "far_offsets")
 ]
 pytestmark = [
     pytest.mark.skipif(

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
 
 import hdet
-from hdet.kernels.spec import eight_bit
+from hdet.kernels import numbers
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
 from hdet.optim.moment_storage import SMALLEST
 from tests.distributed import run_ranks
@@ -116,10 +116,10 @@ def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
     one, other = made(make, backend=backend), made(make, backend=backend)
     run(one[1], one[0], range(2))
     for cached in (
-        eight_bit.codebook,
-        eight_bit._tables,
-        eight_bit.magnitudes,
-        eight_bit.thresholds,
+        numbers.codebook,
+        numbers._tables,
+        numbers.magnitudes,
+        numbers.thresholds,
     ):
         cached.cache_clear()
     for step in range(2):
@@ -165,7 +165,7 @@ def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
     small[1].load_state_dict(wide[1].state_dict())
     for p, q in zip(small[0][:CODED], wide[0], strict=False):
         for place, name in enumerate(key for key in wide[1].state[q] if key != "step"):
-            codes, scales = eight_bit.encode(wide[1].state[q][name], signed=place == 0)
+            codes, scales = numbers.encode(wide[1].state[q][name], signed=place == 0)
             assert torch.equal(small[1].state[p][name], codes) and torch.equal(
                 small[1].state[p][f"{name}_scale"], scales
             )
@@ -180,7 +180,7 @@ def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
         name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
         held = small[1].state[p]
         assert torch.equal(
-            state[name], eight_bit.decode(held[name], held[f"{name}_scale"], signed=True)
+            state[name], numbers.decode(held[name], held[f"{name}_scale"], signed=True)
         )
     run(back[1], back[0], range(5, 6))
 

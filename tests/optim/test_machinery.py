@@ -12,8 +12,7 @@ import torch
 from torch.nn import Parameter
 
 import hdet
-from hdet.kernels import native
-from hdet.kernels.spec import eight_bit, interface
+from hdet.kernels import interface, native, numbers
 from hdet.optim import step_plans as plans
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
@@ -102,7 +101,7 @@ def test_tables_of_plans_are_float32_whatever_the_default_dtype(
     """torch.set_default_dtype: native code reads and writes float32."""
     found = []
     for default in (torch.float32, dtype):
-        for cached in (eight_bit.codebook, eight_bit._tables):
+        for cached in (numbers.codebook, numbers._tables):
             cached.cache_clear()
         param = Parameter(torch.linspace(-1, 1, 5000))
         optimizer = hdet.FusedAdamW(
@@ -126,7 +125,7 @@ def test_tables_of_plans_are_float32_whatever_the_default_dtype(
             assert optimizer.grad_norm is not None and optimizer.grad_norm.dtype == torch.float32
         finally:
             torch.set_default_dtype(torch.float32)
-            for cached in (eight_bit.codebook, eight_bit._tables):
+            for cached in (numbers.codebook, numbers._tables):
                 cached.cache_clear()
         found.append((param.detach(), optimizer.grad_norm))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])

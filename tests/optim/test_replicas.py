@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
-from hdet.kernels.spec.interface import COUPLED
-from hdet.kernels.spec.rounding import join
+from hdet.kernels.interface import COUPLED
+from hdet.kernels.numbers import join
 from hdet.optim import FusedAdamW, FusedOptimizer
 
 from .common import (

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.kernels.spec.mirrors import DeviceMemory
+from hdet.kernels.tables import DeviceMemory
 from hdet.kernels.triton.launch import COMPILER
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

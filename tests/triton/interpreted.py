@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors
-from hdet.kernels.spec import mirrors, rounding
-from hdet.kernels.spec.settings import CALL_SETTINGS, GROUP_SETTINGS
+from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
+from hdet.kernels import numbers as numbers_in_torch
+from hdet.kernels.tables import CALL_SETTINGS, GROUP_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
@@ -36,7 +36,6 @@ from tests.kernels import (
     test_memory,
     test_norm,
     test_numbers,
-    test_pair,
 )
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.problem import check, one_nan
@@ -138,7 +137,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair):
+    for module in (cases, test_average, test_gradients, test_norm, test_numbers):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -191,7 +190,7 @@ def test_random_bits_are_those_of_every_backend(element: int) -> None:
         identity + 0 * quads,
         step + 0 * quads,
     )
-    assert torch.equal(out, torch.stack(rounding.philox(seed, counter), dim=1).flatten())
+    assert torch.equal(out, torch.stack(numbers_in_torch.philox(seed, counter), dim=1).flatten())
 
 
 def test_elements_beyond_two_to_the_31() -> None:
@@ -225,22 +224,6 @@ def test_elements_beyond_two_to_the_31() -> None:
 # the other operations, by the tests of the other backends
 
 
-@pytest.mark.parametrize("operation", ["copy", "scaled copy", "lerp", "lerp to the end"])
-@pytest.mark.parametrize("destination", test_pair.KINDS, ids=str)
-def test_pairs(destination: test_pair.Kind, operation: str) -> None:
-    test_pair.check_operation(
-        test_pair.Pair([5, 0, 33, 1, 64, 9], test_pair.SOURCES, [destination], "triton"), operation
-    )
-
-
-def test_copies_of_long_tensors_and_exchanges() -> None:
-    test_pair.test_mixed_sets("triton", SIZES["chunk edges"], "scaled copy")
-    test_pair.test_swap_exchanges_bits_and_back("triton", test_pair.SOURCES)
-    test_pair.test_swap_keeps_every_bit_pattern_of_nan("triton")
-    for kind in test_pair.KINDS:
-        test_pair.test_scale_zero_reads_nothing_and_lerp_to_the_end_copies("triton", kind)
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("storage", list(STORAGE))
 def test_averages(storage: str, count: int) -> None:
@@ -267,7 +250,6 @@ def test_norms(sizes: str, dtypes: tuple[torch.dtype, ...]) -> None:
 
 def test_norm_edges() -> None:
     test_norm.test_large_and_small_numbers_neither_overflow_nor_vanish("triton")
-    test_norm.test_each_call_gives_a_tensor_of_its_own("triton")
     for bad in (math.nan, -math.inf):
         test_norm.test_is_not_finite_where_one_element_is_not("triton", torch.float16, bad)
 
@@ -295,7 +277,7 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(
 ) -> None:
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
-    monkeypatch.setattr(mirrors, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(tables, "_capturing", lambda device: capturing[0])
     plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
     plan.step([g], [StepSettings(0.5)])
     for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):

@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
 
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
-from hdet.kernels.spec.interface import PLAIN, RULES
+from hdet.kernels.interface import PLAIN, RULES
 from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
@@ -262,45 +262,6 @@ def test_averages(
     )  # type: ignore[arg-type]
     read, written = stored.streams()
     check_accesses(check_code(launches[0][1], tmp_path), read[3:], written[2:])
-
-
-@pytest.mark.parametrize(
-    ("source", "destination", "master"), [(F32, F32, None), (F32, BF16, I16), (BF16, BF16, None)]
-)
-def test_pairs(
-    source: torch.dtype,
-    destination: torch.dtype,
-    master: torch.dtype | None,
-    launches: Any,
-    tmp_path: Path,
-) -> None:
-    sizes = [40000]
-    plan = backend.TritonBackend().pair_plan(
-        tensors(source, sizes), tensors(destination, sizes), None, tensors(master, sizes)
-    )  # type: ignore[arg-type]
-    plan.copy(0.5)
-    plan.lerp(0.5)
-    to = [destination] if master is None else [destination, master]
-    check_accesses(check_code(launches[0][1], tmp_path), [source], to)
-    check_accesses(check_code(launches[1][1], tmp_path), [source, *to], to)
-    if source == destination:
-        plan.swap()
-        check_accesses(check_code(launches[2][1], tmp_path), [source, source], [source, source])
-    plan.copy(0.25)
-    plan.copy(1.0)
-    assert launches[-1][1] is launches[-2][1] is launches[0][1], (
-        "a scale is not part of what is compiled"
-    )
-
-
-def test_norms(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
-    backend.TritonBackend().norm_plan(
-        [torch.zeros(40000), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=F16)]
-    ).norm()
-    binary = check_code(launches[0][1], tmp_path, float64=True, shared=True)
-    assert binary.accesses("ld", "v4.b32") == 2 + 1 + 1
-    assert (binary.accesses("ld", "b32"), binary.accesses("ld", "b16")) == (1, 2)
-    check_code(launches[1][1], tmp_path, float64=True, shared=True)
 
 
 def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[str, Any]]) -> None:

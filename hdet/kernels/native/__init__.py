@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
 from torch import Tensor
 
-from ..spec.eight_bit import CODES
-from ..spec.interface import Column
-from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
+from ..interface import Column
+from ..numbers import CODES
+from ..tables import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 11
+INTERFACE = 12
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
 change"""
 

@@ -24,27 +24,26 @@ from __future__ import annotations
 
 import torch
 
-from .. import native
-from ..spec import mirrors
+from .. import native, tables
 from .plans import NativeBackend
 
 BLOCKS = 16
 """of a kernel for each multiprocessor: two waves of the eight that fit at most"""
 
 
-class CudaMemory(mirrors.DeviceMemory, native.Memory):
+class CudaMemory(tables.DeviceMemory, native.Memory):
     """The tables of one plan in the memory of a CUDA device."""
 
     carries = native._C.CARRIED if native.missing is None else 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.chunks = BLOCKS * mirrors._multiprocessors(device)
+        self.chunks = BLOCKS * tables._multiprocessors(device)
 
     def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
         """Launches kernels on this device and its current stream."""
         self.check_launched((operation, norm))
-        with mirrors._on(self.device):
+        with tables._on(self.device):
             getattr(native._C, "cuda_" + operation)(
                 *arguments, -1 if self.device.index is None else self.device.index, self.stream()
             )

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...tensors.profiling import ranged
 from .. import native
-from ..spec.interface import Column, StepTensors
-from ..spec.pairing import PAIRINGS, Pairing
-from ..spec.settings import check_shares
+from ..checks import check_shares
+from ..interface import Column, StepTensors
 from .step import NativeStepPlan
 
 
@@ -53,8 +52,8 @@ class NativeAveragePlan:
         self.memory.call("average", self.plan)
 
 
-class NativePairPlan(Pairing):
-    """Operations between two sets of tensors."""
+class NativeCopyPlan:
+    """A scaled copy of one set of tensors to another."""
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class NativePairPlan(Pairing):
         masters: Column | None,
         memory: native.Memory,
     ) -> None:
-        super().__init__(sources, destinations, source_lowers, masters)
+        self.tensors = (sources, destinations, source_lowers, masters)  # the tables point to them
         self.memory = memory
-        self.plan = plan = native._C.PairPlan()
+        self.plan = plan = native._C.CopyPlan()
         count = len(sources)
         nothing: Column = [None] * count
         chunks = native.chunks_of(
@@ -86,31 +85,10 @@ class NativePairPlan(Pairing):
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
 
-    @ranged("hdet.pair")
-    def _pair(self, pairing: str, scale: float) -> None:
-        self.plan.pairing = PAIRINGS.index(pairing)
+    @ranged("hdet.copy")
+    def copy(self, scale: float = 1.0) -> None:
         self.plan.scale = scale
-        self.memory.call("pair", self.plan)
-
-
-class NativeNormPlan:
-    """The global norm of a set of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor], memory: native.Memory) -> None:
-        self.tensors = tensors  # keeps alive what the tables point to
-        self.memory = memory
-        chunks = native.chunks_of(tensors, native.formats(len(tensors), tensors), memory.chunks)
-        self.num_chunks = chunks.number
-        self.chunks = memory.place(chunks.table)
-        self.addresses = memory.place(native.address_table(tensors))
-        self.partials = memory.room(8 * self.num_chunks)
-
-    @ranged("hdet.norm")
-    def norm(self) -> Tensor:
-        result = torch.empty((), dtype=torch.float32, device=self.memory.device)
-        addresses = (table.data_ptr() for table in (self.addresses, self.partials, result))
-        self.memory.call("norm", self.chunks.data_ptr(), self.num_chunks, *addresses)
-        return result
+        self.memory.call("copy", self.plan)
 
 
 class NativeBackend:
@@ -125,19 +103,16 @@ class NativeBackend:
     ) -> NativeAveragePlan:
         return NativeAveragePlan(params, masters, self.memory(params[0][0].device))
 
-    def pair_plan(
+    def copy_plan(
         self,
         sources: Sequence[Tensor],
         destinations: Sequence[Tensor],
         source_lowers: Column | None,
         masters: Column | None,
-    ) -> NativePairPlan:
-        return NativePairPlan(
+    ) -> NativeCopyPlan:
+        return NativeCopyPlan(
             sources, destinations, source_lowers, masters, self.memory(sources[0].device)
         )
-
-    def norm_plan(self, tensors: Sequence[Tensor]) -> NativeNormPlan:
-        return NativeNormPlan(tensors, self.memory(tensors[0].device))
 
 
 class CpuBackend(NativeBackend):

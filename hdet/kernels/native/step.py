@@ -10,10 +10,8 @@ from torch import Tensor
 
 from ...tensors.profiling import ranged
 from .. import native
-from ..spec.arguments import check_gradients
-from ..spec.eight_bit import codebook
-from ..spec.inputs import Inputs
-from ..spec.interface import (
+from ..checks import check_gradients, check_options
+from ..interface import (
     PLAIN,
     RULES,
     Column,
@@ -21,7 +19,8 @@ from ..spec.interface import (
     StepSettings,
     StepTensors,
 )
-from ..spec.settings import SettingsTable, check_options
+from ..numbers import codebook
+from ..tables import Inputs, SettingsTable
 
 
 class NativeStepPlan:

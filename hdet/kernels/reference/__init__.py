@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import rounding
-from ..spec.interface import Column
-from ..spec.pairing import Pairing
-from ..spec.settings import check_shares
-from .rules import Many, global_norm, running_average, store, value_of, values_of, weighted_sum
+from .. import numbers
+from ..checks import check_shares
+from ..interface import Column
+from .rules import store, values_of, weighted_sum
 from .step import TorchStepPlan
 
 
@@ -39,63 +38,37 @@ class TorchAveragePlan:
                 store(value, param, master)
 
 
-class TorchPairPlan(Pairing):
-    """Operations between two sets of tensors of any floating dtypes and strides."""
+class TorchCopyPlan:
+    """A scaled copy of one set of tensors, of any floating dtypes and strides, to another."""
+
+    def __init__(
+        self,
+        sources: Sequence[Tensor],
+        destinations: Sequence[Tensor],
+        source_lowers: Column | None,
+        masters: Column | None,
+    ) -> None:
+        nothing: Column = [None] * len(sources)
+        self.sources = list(zip(sources, source_lowers or nothing, strict=True))
+        self.destinations, self.masters = list(destinations), masters or nothing
 
     @torch.no_grad()
-    def _pair(self, pairing: str, scale: float) -> None:
-        sources, destinations, *others = self.tensors
-        lowers, masters = (other or [None] * len(sources) for other in others)
-        one_pair = {"copy": _copy, "lerp": _lerp, "swap": _swap}[pairing]
-        for source, destination, lower, master in zip(
-            sources, destinations, lowers, masters, strict=True
-        ):
-            one_pair(source, destination, lower, master, scale)
-
-
-def _copy(
-    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, scale: float
-) -> None:
-    value = source if lower is None else rounding.join(source, lower)
-    if scale == 0:
-        value = torch.zeros_like(value)
-    elif scale != 1:
-        value = (value if value.dtype == torch.float64 else value.float()) * scale
-    store(value, destination, master)
-
-
-def _lerp(
-    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, weight: float
-) -> None:
-    towards, old = value_of(source, lower), value_of(destination, master)
-    w = torch.tensor(weight, dtype=torch.float32, device="cpu")
-    store(running_average(Many([old]), Many([towards]), w).tensors[0], destination, master)
-
-
-def _swap(
-    source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, _: float
-) -> None:
-    for one, other in ((source, destination), (lower, master)):
-        if one is not None and other is not None:
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
-
-
-class TorchNormPlan:
-    """The global norm of one set of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        return global_norm(self.tensors).float()
+    def copy(self, scale: float = 1.0) -> None:
+        values = [t if lower is None else numbers.join(t, lower) for t, lower in self.sources]
+        if scale == 0:
+            values = [torch.zeros_like(value) for value in values]
+        elif scale != 1:
+            wide = [v if v.dtype == torch.float64 else v.float() for v in values]
+            values = list(torch._foreach_mul(wide, scale))
+        if all(master is None for master in self.masters):
+            torch._foreach_copy_(self.destinations, values)
+            return
+        for value, destination, master in zip(values, self.destinations, self.masters, strict=True):
+            store(value, destination, master)
 
 
 class TorchBackend:
     name = "torch"
     step_plan = TorchStepPlan
     average_plan = TorchAveragePlan
-    pair_plan = TorchPairPlan
-    norm_plan = TorchNormPlan
+    copy_plan = TorchCopyPlan

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import rounding
-from ..spec.arguments import wide_dtype
-from ..spec.interface import COUPLED
+from .. import numbers
+from ..checks import wide_dtype
+from ..interface import COUPLED
 
 _EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
 _COUNTER_BITS = 25  # float32 counts to 2^24
@@ -114,10 +114,6 @@ def direction(rule: str, row: Row, g: Many, p: Many, m: Many, v: Many) -> tuple[
     return {"adamw": _adamw, "adam": _adamw, "sgd": _sgd, "lion": _lion}[rule](row, g, m, v)
 
 
-def running_average(average: Many, param: Many, weight: Tensor) -> Many:
-    return where(weight == 1, param, lerp(average, param, weight, 1 - weight))
-
-
 def weighted_sum(values: Sequence[Many], weights: Tensor) -> Many:
     total = Many([torch.full_like(x, _EMPTY_SUM) for x in values[0].tensors])
     for value, weight in zip(values, weights, strict=True):
@@ -151,12 +147,12 @@ def values_of(params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> Man
 def value_of(param: Tensor, master: Tensor | None) -> Tensor:
     if master is None:
         return param.float()
-    return master if master.dtype == torch.float32 else rounding.join(param, master)
+    return master if master.dtype == torch.float32 else numbers.join(param, master)
 
 
 def store(value: Tensor, param: Tensor, master: Tensor | None) -> None:
     if master is not None and master.dtype == torch.int16:
-        upper, lower = rounding.split(value.float())
+        upper, lower = numbers.split(value.float())
         param.copy_(upper)
         master.copy_(lower)
         return

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import eight_bit, rounding
-from ..spec.arguments import check_gradients
-from ..spec.interface import (
+from .. import numbers
+from ..checks import check_gradients, check_options
+from ..interface import (
     DECOUPLED,
     PLAIN,
     Column,
@@ -21,13 +21,7 @@ from ..spec.interface import (
     StepSettings,
     StepTensors,
 )
-from ..spec.settings import (
-    CALL_SETTINGS,
-    GROUP_SETTINGS,
-    SettingsTable,
-    check_options,
-    count_settings,
-)
+from ..tables import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, count_settings
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
 
@@ -48,7 +42,7 @@ def _value(kept: Tensor | None, scales: Tensor | None, signed: bool, like: Tenso
     """A moment in float32; zeros where none is kept."""
     if kept is None:
         return torch.zeros_like(like)
-    return kept.float() if scales is None else eight_bit.decode(kept, scales, signed)
+    return kept.float() if scales is None else numbers.decode(kept, scales, signed)
 
 
 class TorchStepPlan:
@@ -183,7 +177,7 @@ class TorchStepPlan:
                 zip(values.tensors, params[k], masters[k], strict=True)
             ):
                 if self._stochastic(param) and master is None:
-                    value = rounding.stochastic_bfloat16(
+                    value = numbers.stochastic_bfloat16(
                         value, self._random(row.step[j], k, members[j], value) & 0xFFFF
                     )
                 store(value, param, master)
@@ -227,7 +221,7 @@ class TorchStepPlan:
     def _random(self, step: Tensor, k: int, i: int, like: Tensor) -> Tensor:
         t = self.tensors
         assert t.stochastic is not None
-        return rounding.random_words(
+        return numbers.random_words(
             t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like
         )
 
@@ -245,7 +239,7 @@ class TorchStepPlan:
                     continue
                 if scales is not None:
                     for stored, after in zip(
-                        (moment, scales), eight_bit.encode(value, signed=not second), strict=True
+                        (moment, scales), numbers.encode(value, signed=not second), strict=True
                     ):
                         stored.copy_(after if skip is None else torch.where(skip, stored, after))
                     continue
@@ -255,5 +249,5 @@ class TorchStepPlan:
                     random = self._random(
                         row.step[j], -self.tensors.first_replica, members[j], value
                     )
-                    value = rounding.stochastic_bfloat16(value, random >> 16)
+                    value = numbers.stochastic_bfloat16(value, random >> 16)
                 moment.copy_(value)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ...tensors.profiling import ranged
-from ...triton_kernels import average, norm, pair
+from ...triton_kernels import average
 from ...triton_kernels import tables as t
-from ..spec.interface import Column
-from ..spec.pairing import Pairing
-from ..spec.settings import check_shares
-from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
+from ..checks import check_shares
+from ..interface import Column
+from ..reference import TorchCopyPlan
+from .launch import Memory, place_by_format, registers_for
 from .step import TritonStepPlan
 
 
@@ -62,81 +62,8 @@ class TritonAveragePlan:
             )
 
 
-class TritonPairPlan(Pairing):
-    """Operations between two sets of tensors: one launch for each combination of formats."""
-
-    def __init__(
-        self,
-        sources: Sequence[Tensor],
-        destinations: Sequence[Tensor],
-        source_lowers: Column | None,
-        masters: Column | None,
-    ) -> None:
-        super().__init__(sources, destinations, source_lowers, masters)
-        self.memory = Memory(sources[0].device)
-        count = len(sources)
-        addresses = t.address_table(sources, source_lowers, destinations, masters, count=count)
-        self.addresses = self.memory.place(addresses)
-        self.aligned = not bool((addresses % 16).any())
-        columns = (
-            t.formats_of(sources, count),
-            t.formats_of(source_lowers, count, t.MASTERS),
-            t.formats_of(destinations, count),
-            t.formats_of(masters, count, t.MASTERS),
-        )
-        self.launches = place_by_format(
-            self.memory, columns, [source.numel() for source in sources]
-        )
-
-    @ranged("hdet.pair")
-    def _pair(self, pairing: str, scale: float) -> None:
-        for formats, block, chunks in self.launches:
-            variant = replace(
-                pair.PairVariant(pairing, *formats),
-                vector=t.vector(formats, self.aligned),
-                block=block,
-            )
-            self.memory.launch(
-                pair.pair, len(chunks), chunks, self.addresses, float(scale), V=variant
-            )
-
-
-class TritonNormPlan:
-    """The global norm of a set of tensors: two launches."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors  # keeps alive what the table points to
-        self.memory = Memory(tensors[0].device)
-        count, elements = len(tensors), [tensor.numel() for tensor in tensors]
-        table = t.typed_addresses(
-            [tensor.data_ptr() for tensor in tensors], [tensor.dtype for tensor in tensors]
-        )
-        self.aligned = not bool((table[:, 0] % 16).any())
-        self.table = self.memory.place(table)
-        self.chunks = self.memory.place(t.chunk_table(range(count), elements))
-        self.partials = self.memory.room(len(self.chunks), torch.float64)
-        self.block = min(block_for(max(elements)), TABLE_BLOCK)
-
-    @ranged("hdet.norm")
-    def norm(self) -> Tensor:
-        result = torch.empty((), dtype=torch.float32, device=self.memory.device)
-        programs = len(self.chunks)
-        self.memory.launch(
-            norm.squares,
-            programs,
-            self.chunks,
-            self.table,
-            self.partials,
-            ALIGNED=self.aligned,
-            BLOCK=self.block,
-        )
-        self.memory.launch(norm.finish_norm, 1, self.partials, result, programs, BLOCK=TABLE_BLOCK)
-        return result
-
-
 class TritonBackend:
     name = "triton"
     step_plan = TritonStepPlan
     average_plan = TritonAveragePlan
-    pair_plan = TritonPairPlan
-    norm_plan = TritonNormPlan
+    copy_plan = TorchCopyPlan  # a call for all tensors, too

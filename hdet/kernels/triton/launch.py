@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ...triton_kernels import tables as t
-from ..spec.mirrors import DeviceMemory
+from ..tables import DeviceMemory
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for

@@ -15,11 +15,10 @@ from ...triton_kernels import hyper, norm
 from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
-from ..spec.arguments import check_gradients
-from ..spec.eight_bit import BLOCK, CODES, codebook
-from ..spec.inputs import Inputs
-from ..spec.interface import PLAIN, Column, StepOptions, StepSettings, StepTensors
-from ..spec.settings import SettingsTable, check_options
+from ..checks import check_gradients, check_options
+from ..interface import PLAIN, Column, StepOptions, StepSettings, StepTensors
+from ..numbers import CODE_BLOCK, CODES, codebook
+from ..tables import Inputs, SettingsTable
 from .launch import (
     DERIVED,
     TABLE_BLOCK,
@@ -203,7 +202,7 @@ class TritonStepPlan:
         for formats, block, chunks in place_by_format(self.memory, columns, self.elements):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
             block = (
-                max(block, BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block
+                max(block, CODE_BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block
             )  # whole blocks of codes
             self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 

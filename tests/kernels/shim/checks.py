@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepOptions, StepSettings
+from hdet.kernels import StepOptions, StepSettings, tables
 from hdet.kernels.native import cuda
-from hdet.kernels.spec import mirrors
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
@@ -100,7 +99,7 @@ def test_launches() -> None:
     assert counted.shim_early() - early == 3 and launched() - launches == 5
     before = launched()
     kernels.average_plan([[t] for t in torch.randn(3, 50)], backend="cuda").average([0.2, 0.3, 0.5])
-    kernels.pair_plan([torch.randn(5)], [torch.randn(5)], backend="cuda").copy()
+    kernels.copy_plan([torch.randn(5)], [torch.randn(5)], backend="cuda").copy()
     assert launched() - before == 2
     kernels.average_plan([[torch.empty(0)]] * 2, backend="cuda").average([0.5, 0.5])
     assert launched() - before == 2, "an empty grid is an error to CUDA"
@@ -260,16 +259,16 @@ def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
 
 def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
     _, plan, gradients, settings = prepared()
-    count = len(mirrors.captured)
+    count = len(tables.captured)
     plan.step(gradients, settings)
-    assert len(mirrors.captured) == count
+    assert len(tables.captured) == count
     state.capturing = True
     plan.step(gradients, settings)
     plan.step(gradients, settings)
     addresses = {address for _, address in state.used}
     del plan
-    assert len(mirrors.captured) == count + 1, "once for each plan"
-    assert addresses == {table.data_ptr() for table in mirrors.captured[-1]}
+    assert len(tables.captured) == count + 1, "once for each plan"
+    assert addresses == {table.data_ptr() for table in tables.captured[-1]}
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ loader.exec_module(module)
 sys.modules["hdet._C"] = module
 
 from hdet import kernels
+from hdet.kernels import tables
 from hdet.kernels.native import cuda
-from hdet.kernels.spec import mirrors
 from tests.kernels import cases
 
 NONE = SimpleNamespace(params={})
 
 state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[], multiprocessors=0)
-"""what tests of hdet/kernels/spec/mirrors.py change and count"""
+"""what tests of hdet/kernels/tables.py change and count"""
 
 
 def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:
@@ -57,13 +57,13 @@ def _on(device: torch.device) -> Iterator[None]:
         counted.shim_set_device(before)
 
 
-mirrors._on = _on
-mirrors._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
-mirrors._capturing = lambda device: state.capturing  # type: ignore[misc]
-mirrors._multiprocessors = lambda device: state.multiprocessors  # type: ignore[misc]
-mirrors._placed = lambda table, device: table.clone()  # type: ignore[misc]
-mirrors._copy_without_waiting = _copy
-mirrors._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
+tables._on = _on
+tables._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
+tables._capturing = lambda device: state.capturing  # type: ignore[misc]
+tables._multiprocessors = lambda device: state.multiprocessors  # type: ignore[misc]
+tables._placed = lambda table, device: table.clone()  # type: ignore[misc]
+tables._copy_without_waiting = _copy
+tables._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
 
 _select = kernels.select
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .eight_bit import CODES
+from .numbers import CODES
 
 
 class Rule(NamedTuple):
@@ -47,7 +47,7 @@ class StepTensors:
     lists. groups: which entry of the settings tensor i uses. Numbered from 0 without a gap. steps:
     torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
     Each speaks for its own tensor. exp_avgs, exp_avg_sqs: float32, bfloat16, or the uint8 codes of
-    eight_bit.py, then for both moments of a tensor. Rules with one moment
+    numbers.py, then for both moments of a tensor. Rules with one moment
         (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD without momentum has None
         there.
     exp_avg_scales, exp_avg_sq_scales: of codes, float32, one for each block of 256 elements; None
@@ -167,29 +167,14 @@ class AveragePlan(Protocol):
         weight 0 is not read."""
 
 
-class PairPlan(Protocol):
-    """Operations between two sets of tensors. Neither may overlap the other."""
+class CopyPlan(Protocol):
+    """A scaled copy of one set of tensors to another, which it does not overlap."""
 
     def copy(self, scale: float = 1.0) -> None:
         """destination = scale * source, for each pair.
 
         Scale 0 writes zeros, also where a source holds NaN.
         """
-
-    def lerp(self, weight: float) -> None:
-        """destination moves by `weight` of the way towards the source; 1 copies, whatever stood
-        there."""
-
-    def swap(self) -> None:
-        """The contents change places, bit for bit. Both sides have equal dtypes."""
-
-
-class NormPlan(Protocol):
-    """The global norm of one set of tensors."""
-
-    def norm(self) -> Tensor:
-        """sqrt(sum of squares), 0-d float32 on the device, summed in float64; not finite where an
-        element is not. Does not wait."""
 
 
 class Backend(Protocol):
@@ -203,14 +188,12 @@ class Backend(Protocol):
         self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None
     ) -> AveragePlan: ...
 
-    def pair_plan(
+    def copy_plan(
         self,
         sources: Sequence[Tensor],
         destinations: Sequence[Tensor],
         source_lowers: Column | None,
         masters: Column | None,
-    ) -> PairPlan:
+    ) -> CopyPlan:
         """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of
         the destinations, written with them."""
-
-    def norm_plan(self, tensors: Sequence[Tensor]) -> NormPlan: ...

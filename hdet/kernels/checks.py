@@ -1,8 +1,5 @@
-"""Refusals of tensors: every check runs before anything is written, and its message names the
-tensor, what is wrong, and the remedy.
-
-What is refused in settings and options is in settings.py.
-"""
+"""Refusals: every check runs before anything is written, and its message names the argument, what
+is wrong, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .eight_bit import CODES, count_scales
-from .interface import RULES, Column, StepTensors
+from .interface import COUPLED, DECOUPLED, RULES, Column, StepOptions, StepSettings, StepTensors
+from .numbers import CODES, count_scales
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16, CODES)
@@ -380,25 +377,6 @@ def _check_sides_apart(
         last[side] = max(last[side], (end, name))
 
 
-def check_swap(
-    sources: Sequence[Tensor],
-    destinations: Sequence[Tensor],
-    source_lowers: Column | None,
-    masters: Column | None,
-) -> None:
-    """Contents can change places only where both sides are stored alike."""
-    nothing: Column = [None] * len(sources)
-    lowers = zip(_dtypes(source_lowers or nothing), _dtypes(masters or nothing), strict=True)
-    for i, (source, destination, (lower, master)) in enumerate(
-        zip(sources, destinations, lowers, strict=True)
-    ):
-        if source.dtype != destination.dtype or lower != master:
-            raise TypeError(
-                f"source {i} ({source.dtype}, lower half {lower}) and destination {i} "
-                f"({destination.dtype}, {master}) cannot change places: both must be stored alike"
-            )
-
-
 def normalised(weights: Sequence[float], num_replicas: int) -> list[float]:
     """The weights divided by their sum."""
     values = [float(w) for w in weights]
@@ -412,3 +390,97 @@ def normalised(weights: Sequence[float], num_replicas: int) -> list[float]:
     if total <= 0:
         raise ValueError(f"weights must not all be 0, got {values}: no replica is left to average")
     return [w / total for w in values]
+
+
+def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> None:
+    """One entry for each group, with hyperparameters that are finite and in range."""
+    if len(settings) != tensors.num_groups:
+        raise ValueError(f"{len(settings)} settings for {tensors.num_groups} groups")
+    device = tensors.params[0][0].device
+    for g, s in enumerate(settings):
+        check_group(s, tensors.rule, tensors.num_replicas, device, f"group {g}")
+    if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
+        for i, group in enumerate(tensors.groups):
+            if settings[group].beta1 != 0 and (
+                tensors.exp_avgs is None or tensors.exp_avgs[i] is None
+            ):
+                raise ValueError(
+                    f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is "
+                    "missing: plan again with one"
+                )
+
+
+def check_group(
+    s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str
+) -> None:
+    """The hyperparameters of one group. NaN fails every comparison."""
+    if isinstance(s.lr, Tensor):
+        check_scalar(s.lr, f"lr of {name}", device)
+    elif not 0 <= s.lr < math.inf:
+        raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
+    if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
+        raise ValueError(
+            f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and "
+            f"{s.weight_decay}"
+        )
+    if len(s.multipliers) != num_replicas:
+        raise ValueError(
+            f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas"
+        )
+    for rho in s.multipliers:
+        if not 0 <= rho < math.inf:
+            raise ValueError(
+                f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}"
+            )
+    if rule == "sgd":
+        if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
+            raise ValueError(
+                f"momentum of {name} must be finite and not negative and dampening finite, got "
+                f"beta1={s.beta1}, dampening={s.dampening}"
+            )
+        if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
+            raise ValueError(
+                f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, "
+                f"dampening={s.dampening}"
+            )
+    elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
+        raise ValueError(
+            f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}"
+        )
+    if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
+        raise ValueError(
+            f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so "
+            f"{num_replicas} replicas cannot share moments: "
+            f"set it to 0 or use {' or '.join(DECOUPLED)}"
+        )
+
+
+def check_scalar(tensor: object, name: str, device: torch.device) -> None:
+    """Accepts one float32 number on the device."""
+    check_tensor(tensor, name, device, (torch.float32,))
+    if tensor.numel() != 1:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must hold one number, got the shape {tuple(tensor.shape)}")  # type: ignore[attr-defined]
+
+
+def check_options(options: StepOptions, tensors: StepTensors) -> None:
+    """What is folded into a step must fit the plan."""
+    device = tensors.params[0][0].device
+    for name in ("grad_scale", "found_inf"):
+        if (value := getattr(options, name)) is not None:
+            check_scalar(value, name, device)
+    if not options.max_norm >= 0:
+        raise ValueError(
+            f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not "
+            "clip"
+        )
+
+
+def check_shares(weights: Sequence[float], num_replicas: int) -> None:
+    """Weights of a mean, as `normalised` returns them."""
+    if len(weights) != num_replicas:
+        raise ValueError(f"weights has {len(weights)} entries for {num_replicas} replicas")
+    if not (all(0 <= w < math.inf for w in weights) and abs(math.fsum(weights) - 1) < 1e-6):
+        raise ValueError(
+            f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them "
+            "by their sum"
+        )
