@@ -8,8 +8,6 @@ limit: ``pytest --timeout 0 tests/adversary``.
 
 from __future__ import annotations
 
-import copy
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 LONGER = int(os.environ.get("HDET_ADVERSARY", "1"))
@@ -42,28 +39,18 @@ def quiet() -> Iterator[None]:
 def trial(examples: int, steps: int = 20) -> settings:
     """``examples`` in CI, of at most ``steps`` rules each where the test is a state machine."""
     return settings(
-        max_examples=examples * LONGER,
-        stateful_step_count=steps,
-        derandomize=LONGER == 1,
-        database=None,
-        deadline=None,
-        print_blob=True,
+        max_examples=examples * LONGER, stateful_step_count=steps, derandomize=LONGER == 1,
+        database=None, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, *SHRINKS),
-        suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
 
 
 def bits(value: Any) -> Any:
     """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself);
     of a DTensor this rank's part."""
     if isinstance(value, torch.Tensor):
-        flat = (
-            (value.to_local() if isinstance(value, DTensor) else value)
-            .detach()
-            .cpu()
-            .contiguous()
-            .view(-1)
-        )
+        own = value.to_local() if isinstance(value, DTensor) else value
+        flat = own.detach().cpu().contiguous().view(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
@@ -79,66 +66,3 @@ def tree(path: Path) -> Any:
     if path.is_dir():
         return {entry.name: tree(entry) for entry in sorted(path.iterdir())}
     return path.read_bytes() if path.exists() else None
-
-
-JUNK: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    10**30,
-    1.5,
-    -0.0,
-    math.nan,
-    math.inf,
-    -math.inf,
-    "",
-    "x",
-    "1",
-    [],
-    [1],
-    {},
-    {"x": 1},
-    b"x",
-    (),
-]
-"""What may stand where something else belongs."""
-
-
-@st.composite
-def mutated(draw: st.DrawFn, value: Any, junk: list[Any] = JUNK) -> Any:
-    """A copy of nested dicts and lists in which one to three things are replaced, left out, doubled
-    or added."""
-    value = copy.deepcopy(value)
-    for _ in range(draw(st.integers(1, 3))):
-        places = [place for place in _places(value) if place]
-        if not places:
-            break
-        *path, key = draw(st.sampled_from(places))
-        owner = value
-        for part in path:
-            owner = owner[part]
-        kind = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add"]))
-        if kind == "replace":
-            owner[key] = draw(st.sampled_from(junk))
-        elif kind == "drop":
-            del owner[key]
-        elif isinstance(owner, list):
-            owner.insert(key, copy.deepcopy(owner[key]))
-        else:
-            owner["unknown"] = draw(st.sampled_from(junk))
-    return value
-
-
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, item in items:
-        yield from _places(item, (*path, key))

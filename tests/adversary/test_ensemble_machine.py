@@ -13,7 +13,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,12 +30,10 @@ from tests.harness import Scripted
 from .common import Boom, bits, quiet, trial
 
 RATE, TOTAL = 0.0625, 400
-OPTIMIZERS: dict[str, Callable[..., type]] = {
-    "SGD": lambda: torch.optim.SGD,
-    "AdamW": lambda: torch.optim.AdamW,
-    "FusedSGD": lambda: hdet.FusedSGD,
-    "FusedAdamW": lambda: hdet.FusedAdamW,
-}
+OPTIMIZERS: dict[str, type] = {
+    "SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW,
+    "FusedSGD": hdet.FusedSGD, "FusedAdamW": hdet.FusedAdamW,
+}  # fmt: skip
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda optimizer: None,
     "step": lambda optimizer: torchs.StepLR(optimizer, 7, 0.5),
@@ -55,7 +53,7 @@ class Decides(Scripted):
         self.script, self.asked, self.bomb = script, 0, False
 
     def decision(self, cycle: int, correction: float) -> float:
-        """The factor: what is written for the cycle, as long as training bears it."""
+        """The factor that is written for the cycle, as long as training bears it."""
         factor = self.script[cycle % len(self.script)] if self.script else 1.0
         return factor if 0.25 <= correction * factor <= 4 else 1.0
 
@@ -75,8 +73,7 @@ class Decides(Scripted):
 
 
 def watched(kind: type) -> type:
-    """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to
-    raise."""
+    """Notes the rates at which it is stepped, and can be told to raise."""
 
     class Watched(kind):
         bomb, seen = False, ()
@@ -109,14 +106,14 @@ def optimizer_of(
     if setup["frozen"]:
         for p in head:
             p.requires_grad_(False)
-    return cls(OPTIMIZERS[setup["optimizer"]]())(
-        [{"params": body}, {"params": head, "lr": RATE / 2}], lr=RATE, **settings
-    )
+    groups = [{"params": body}, {"params": head, "lr": RATE / 2}]
+    return cls(OPTIMIZERS[setup["optimizer"]])(groups, lr=RATE, **settings)
 
 
 class Shadow:
-    """The schedule that nobody corrects, counters, and the correction: what the base value has to
-    be."""
+    """Counters, the schedule that nobody corrects, and the correction."""
+
+    PLAIN = ("step", "position", "cycle", "correction", "temperature")
 
     def __init__(self, setup: dict[str, Any], script: list[float]) -> None:
         self.setup, self.script = setup, script
@@ -129,38 +126,30 @@ class Shadow:
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
 
     def state(self) -> dict[str, Any]:
-        plain = {
-            key: getattr(self, key)
-            for key in ("step", "position", "cycle", "correction", "temperature")
-        }
-        schedulers = {
-            key: s and copy.deepcopy(s.state_dict())
-            for key, s in (("scheduler", self.scheduler), ("own", self.own))
-        }
-        return {
-            "plain": plain,
-            "lr": [group["lr"] for group in self.optimizer.param_groups],
-            **schedulers,
-        }
+        schedulers = [s and s.state_dict() for s in (self.scheduler, self.own)]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        plain = {key: getattr(self, key) for key in self.PLAIN}
+        return copy.deepcopy({"plain": plain, "rates": rates, "schedulers": schedulers})
 
     def load(self, state: dict[str, Any]) -> None:
-        for key, value in state["plain"].items():
-            setattr(self, key, value)
-        for key in ("scheduler", "own"):
-            if state[key] is not None:
-                getattr(self, key).load_state_dict(copy.deepcopy(state[key]))
-        for group, lr in zip(self.optimizer.param_groups, state["lr"], strict=True):
-            group["lr"] = lr
+        vars(self).update(state["plain"])
+        for scheduler, saved in zip((self.scheduler, self.own), state["schedulers"], strict=True):
+            if scheduler is not None:
+                scheduler.load_state_dict(copy.deepcopy(saved))
+        self.write(state["rates"])
+
+    def write(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def advance(self, scheduler: Any) -> None:
         with quiet():  # this optimizer never steps
             scheduler.step()
 
     def base(self) -> list[float]:
-        return [
-            group["lr"] * (self.correction if g in self.corrected else 1.0)
-            for g, group in enumerate(self.optimizer.param_groups)
-        ]
+        factors = [self.correction if g in self.corrected else 1.0 for g in (0, 1)]
+        pairs = zip(self.optimizer.param_groups, factors, strict=True)
+        return [group["lr"] * factor for group, factor in pairs]
 
     def ends(self) -> bool:
         return self.position >= self.setup["interval"]
@@ -171,22 +160,19 @@ class Shadow:
         self.cycle, self.position = self.cycle + 1, 0
 
 
-SETUP = st.fixed_dictionaries(
-    {
-        "replicas": st.sampled_from([1, 1, 2, 3]),
-        "optimizer": st.sampled_from(list(OPTIMIZERS)),
-        "schedulers": st.sampled_from(
-            [*((name, "none") for name in SCHEDULERS), *(("none", own) for own in OWN)]
-        ),
-        "knob": st.sampled_from(["all", "first"]),
-        "spread": st.sampled_from([0.0, 0.25, 0.25]),
-        "interval": st.sampled_from([1, 2, 3]),
-        "warmup": st.sampled_from([0, 3]),
-        "frozen": st.booleans(),
-        "rho": st.sampled_from([1.0, 1.25]),
-        "temperature": st.booleans(),
-    }
-)
+SETUPS: dict[str, list[Any]] = {
+    "replicas": [1, 1, 2, 3],
+    "optimizer": list(OPTIMIZERS),
+    "schedulers": [*((name, "none") for name in SCHEDULERS), *(("none", own) for own in OWN)],
+    "knob": ["all", "first"],
+    "spread": [0.0, 0.25, 0.25],
+    "interval": [1, 2, 3],
+    "warmup": [0, 3],
+    "frozen": [False, True],
+    "rho": [1.0, 1.25],
+    "temperature": [False, True],
+}
+SETUP = st.fixed_dictionaries({key: st.sampled_from(of) for key, of in SETUPS.items()})
 SCRIPT = st.lists(st.sampled_from([2.0, 0.5, 4.0, 0.25, 1.0]), max_size=4)
 
 
@@ -220,41 +206,23 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.drive()
 
     def drive(self) -> None:
-        knobs: list[Any] = [
-            hdet.LearningRate(
-                self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0]
-            )
-        ]
+        groups, spread = None if self.setup["knob"] == "all" else [0], self.setup["spread"]
+        knobs: list[Any] = [hdet.LearningRate(spread, groups=groups)]
         if self.setup["temperature"]:
-            settings = {
-                "spread": 0.5 * self.setup["spread"],
-                "valid_on_train_loss": True,
-                "affects_eval_loss": True,
-            }
-            knobs.append(
-                hdet.Scalar(
-                    "temperature",
-                    lambda: self.temperature,
-                    lambda x: setattr(self, "temperature", x),
-                    **settings,
-                )
-            )
+            access = lambda: self.temperature, lambda x: setattr(self, "temperature", x)
+            flags = {"valid_on_train_loss": True, "affects_eval_loss": True}
+            knobs.append(hdet.Scalar("temperature", *access, spread=0.5 * spread, **flags))
         # One replica plays another one's part, with this multiplier; no others are needed to see
         # where it acts.
         alone = [self.setup["rho"]] * len(knobs) if self.replicas is None else None
         self.controller = Decides(self.script, alone)
         with quiet():
             self.ensemble = hdet.Ensemble(
-                self.optimizer,
-                self.scheduler,
-                knobs=knobs,
-                replicas=self.replicas,
-                sync=hdet.Sync(self.setup["interval"]),
-                warmup_steps=self.setup["warmup"],
-                controller=self.controller,
-                divergence=hdet.Divergence(peer_bound=None),
+                self.optimizer, self.scheduler, knobs=knobs, replicas=self.replicas,
+                sync=hdet.Sync(self.setup["interval"]), warmup_steps=self.setup["warmup"],
+                controller=self.controller, divergence=hdet.Divergence(peer_bound=None),
                 log=self.log,
-            )
+            )  # fmt: skip
         self.knob = self.ensemble.knobs[0].name
 
     def log(self, record: dict[str, Any], step: int) -> None:
@@ -281,21 +249,17 @@ class EnsembleMachine(RuleBasedStateMachine):
 
     def facts(self) -> Any:
         """All that a refused call must leave as it was."""
-        with quiet():
-            state = self.ensemble.state_dict()
+        own = self.own.state_dict() if self.own else {}
+        weights = [self.weights(k) for k in range(self.count)]
         return bits(
-            {
-                "weights": [self.weights(k) for k in range(self.count)],
-                "optimizer": self.optimizer.state_dict(),
-                "own": self.own
-                and {k: v for k, v in self.own.state_dict().items() if k != "lr_lambdas"},
-                "ensemble": state,
-                "multipliers": self.ensemble.multipliers,
-                "temperature": self.temperature,
-                "cycle": self.ensemble.cycle,
-                "random": torch.get_rng_state(),
-            }
-        )
+            [weights, self.optimizer.state_dict(), {**own, "lr_lambdas": None}, self.state(),
+             self.ensemble.multipliers, self.temperature, self.ensemble.cycle,
+             torch.get_rng_state()]
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        with quiet():
+            return self.ensemble.state_dict()
 
     def multipliers(self, knob: int = 0) -> list[float]:
         return self.ensemble.engine.multipliers()[knob] if self.replicas else [self.setup["rho"]]
@@ -303,46 +267,25 @@ class EnsembleMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self) -> None:
         self.base_values_at_rest()
-        self.counts()
-        self.weights_are_the_twins()
-        self.converged_means_equal()
-        self.state_is_plain()
+        engine, shadow = self.ensemble.engine, self.shadow
+        counted = engine.step, engine.position, self.ensemble.cycle
+        assert counted == (shadow.step, shadow.position, shadow.cycle)
+        assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)
+        weights = [bits(self.weights(k)) for k in range(self.count)]
+        assert weights == [bits(list(twin.parameters())) for twin in self.twins]
+        assert not self.ensemble.in_sync or all(row == weights[0] for row in weights)
+        state = self.state()
+        assert json.loads(json.dumps(state, allow_nan=False)) == state, "plain"
         assert torch.equal(torch.get_rng_state(), self.random)
 
     def base_values_at_rest(self) -> None:
-        assert self.rates() == pytest.approx(self.shadow.base(), rel=1e-12, abs=0), (
-            self.rates(),
-            self.shadow.base(),
-        )
-        if self.shadow.correction == 1:  # torch's own values, to the bit
-            assert self.rates() == self.shadow.base()
+        base, shadow = self.shadow.base(), self.shadow
+        assert self.rates() == pytest.approx(base, rel=1e-12, abs=0)
+        if shadow.correction == 1:  # torch's own values, to the bit
+            assert self.rates() == base
         assert self.ensemble.values()[self.knob] == self.rates()[0]
-        temperature = self.shadow.temperature * (
-            self.shadow.correction if self.setup["temperature"] else 1.0
-        )
-        assert self.temperature == pytest.approx(temperature, rel=1e-12)
-
-    def counts(self) -> None:
-        engine, shadow = self.ensemble.engine, self.shadow
-        assert (engine.step, engine.position, self.ensemble.cycle) == (
-            shadow.step,
-            shadow.position,
-            shadow.cycle,
-        )
-        assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)
-
-    def weights_are_the_twins(self) -> None:
-        for k, twin in enumerate(self.twins):
-            assert bits(self.weights(k)) == bits(list(twin.parameters())), k
-
-    def converged_means_equal(self) -> None:
-        if self.ensemble.in_sync:
-            assert all(bits(self.weights(k)) == bits(self.weights(0)) for k in range(self.count))
-
-    def state_is_plain(self) -> None:
-        with quiet():
-            state = self.ensemble.state_dict()
-        assert json.loads(json.dumps(state, allow_nan=False)) == state
+        correction = shadow.correction if self.setup["temperature"] else 1.0
+        assert self.temperature == pytest.approx(shadow.temperature * correction, rel=1e-12)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -373,15 +316,12 @@ class EnsembleMachine(RuleBasedStateMachine):
     @rule(closure=st.booleans())
     def optimizer_step(self, closure: bool) -> None:
         multipliers = self.multipliers()
-        self.optimizer.step(
-            lambda: torch.tensor(1.0)
-        ) if closure and self.count == 1 else self.optimizer.step()
+        given = [lambda: torch.tensor(1.0)] if closure and self.count == 1 else []
+        self.optimizer.step(*given)
         seen, stock = list(self.optimizer.seen), not self.setup["optimizer"].startswith("Fused")
         rho = multipliers[0] if stock else 1.0  # fused: multipliers are beside it
-        expected = [
-            rate * (rho if g in self.shadow.corrected else 1.0)
-            for g, rate in enumerate(self.shadow.base())
-        ]
+        base, corrected = self.shadow.base(), self.shadow.corrected
+        expected = [rate * (rho if g in corrected else 1.0) for g, rate in enumerate(base)]
         assert seen == pytest.approx(expected, rel=1e-12, abs=0)
         self.base_values_at_rest()  # the multiplier is not there any more
         self.twin_step(seen, [1.0] if stock else multipliers)
@@ -424,8 +364,7 @@ class EnsembleMachine(RuleBasedStateMachine):
 
     @rule(bomb=st.sampled_from([None, None, None, "log", "controller", "scheduler"]))
     def ensemble_step(self, bomb: str | None) -> None:
-        """Also without an optimizer step, or several for one; or with an error in the user's own
-        code."""
+        """Without an optimizer step, or several for one; with an error in the user's own code."""
         self.log_bomb, self.controller.bomb = bomb == "log", bomb == "controller"
         shadow, stepped, told = self.shadow, self.stepped, len(self.notes)
         self.stepped = False
@@ -448,9 +387,8 @@ class EnsembleMachine(RuleBasedStateMachine):
         if not stepped or not shadow.ends():
             assert failed is None and len(self.notes) == told
             return
-        self.average(
-            {k for k in range(self.count) if k not in self.broken_losses} or set(range(self.count))
-        )
+        everyone = set(range(self.count))
+        self.average(everyone - self.broken_losses or everyone)
         acts = shadow.step - self.setup["interval"] >= self.setup["warmup"]
         if bomb == "controller" and acts:
             assert failed == "controller"
@@ -459,11 +397,8 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.broken_losses = set()
         assert failed == ("log" if bomb == "log" else None)
         record, step = self.notes[-1]
-        assert (
-            len(self.notes) == told + 1
-            and step == shadow.step
-            and record["cycle"] == shadow.cycle - 1
-        )
+        assert len(self.notes) == told + 1
+        assert (step, record["cycle"]) == (shadow.step, shadow.cycle - 1)
         assert self.replicas is None or record["multipliers"][self.knob] == multipliers
         assert record["values"][self.knob] == pytest.approx(shadow.base()[0], rel=1e-12)
 
@@ -507,11 +442,8 @@ class EnsembleMachine(RuleBasedStateMachine):
         with torch.no_grad(), self.replica(self.count - 1), self.ensemble.explore():
             loss_of(self.net, 1)
             if self.setup["temperature"]:
-                assert (
-                    self.temperature
-                    == rest * self.multipliers(1)[self.count - 1]
-                    == self.ensemble.value("temperature")
-                )
+                expected = rest * self.multipliers(1)[self.count - 1]
+                assert self.temperature == expected == self.ensemble.value("temperature")
             assert self.ensemble.value(self.knob) == self.rates()[0]
             assert self.ensemble.multipliers[self.knob] == self.multipliers()[self.count - 1]
         self.net.train()
@@ -544,16 +476,12 @@ class EnsembleMachine(RuleBasedStateMachine):
 
     def refused(self, what: int) -> None:
         """What cannot be is refused, and nothing has changed."""
-        before = self.facts()
-        with quiet():
-            state = self.ensemble.state_dict()
+        before, state = self.facts(), self.state()
         lacking = {key: value for key, value in state.items() if key != "cycle"}
         calls: list[Callable[[], Any]] = [
             lambda: self.ensemble.observe(torch.zeros(3), replica=0),
             lambda: self.ensemble.observe(1.0, weight=-1.0, replica=0),
-            lambda: self.optimizer.add_param_group(
-                {"params": [torch.zeros(1, requires_grad=True)]}
-            ),
+            lambda: self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
             lambda: hdet.Ensemble(self.optimizer, replicas=self.replicas),
             lambda: self.ensemble.load_state_dict(lacking),
             lambda: self.ensemble.load_state_dict({**state, "corrections": [float("nan")]}),
@@ -582,10 +510,8 @@ class EnsembleMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.gradient)
     @rule()
     def a_gradient_is_not_finite(self) -> None:
-        """Shared: all replicas are lost.
-
-        That is said at the end of the cycle, at base values; a checkpoint from before goes on.
-        """
+        """Shared, so all replicas are lost, which is said at the end of the cycle, at base values;
+        a checkpoint from before goes on."""
         self.converge()
         self.keep()
         self.gradient = False
@@ -603,10 +529,8 @@ class EnsembleMachine(RuleBasedStateMachine):
     def a_step_at_rate_zero(self) -> None:
         """As checkpoint libraries make them: nobody's step."""
         rates, weights = self.rates(), [bits(self.weights(k)) for k in range(self.count)]
-        for p in self.net.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        for twin in self.twins:
-            for p in twin.parameters():
+        for net in (self.net, *self.twins):
+            for p in net.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -632,11 +556,7 @@ class EnsembleMachine(RuleBasedStateMachine):
                 call()
         self.optimizer.param_groups[group]["lr"] = rate
 
-    @precondition(
-        lambda self: (
-            not self.setup["temperature"] and self.shadow.optimizer.param_groups[0]["lr"] > 0
-        )
-    )
+    @precondition(lambda self: not self.setup["temperature"] and self.shadow.base()[0] > 0)
     @rule(factor=st.sampled_from([0.5, 0.75, 2.0]))
     def a_value_is_set(self, factor: float) -> None:
         """It is the base value, and the schedule goes on from there."""
@@ -666,22 +586,15 @@ class EnsembleMachine(RuleBasedStateMachine):
     # -- states ------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        with quiet():
-            self.saved = copy.deepcopy(
-                {
-                    "ensemble": json.loads(json.dumps(self.ensemble.state_dict())),
-                    "optimizer": self.optimizer.state_dict(),
-                    "model": self.net.state_dict(),
-                    "own": self.own and self.own.state_dict(),
-                    "shadow": self.shadow.state(),
-                    "twins": [
-                        (net.state_dict(), stepper.state_dict())
-                        for net, stepper in zip(self.twins, self.steppers, strict=True)
-                    ],
-                    "number": self.number,
-                    "temperature": self.temperature,
-                }
-            )
+        twins = [part.state_dict() for part in (*self.twins, *self.steppers)]
+        self.saved = copy.deepcopy(
+            {
+                "ensemble": json.loads(json.dumps(self.state())),
+                "optimizer": self.optimizer.state_dict(), "model": self.net.state_dict(),
+                "own": self.own and self.own.state_dict(), "shadow": self.shadow.state(),
+                "twins": twins, "number": self.number,
+            }
+        )  # fmt: skip
 
     @precondition(lambda self: not self.gradient and not self.stepped)
     @rule()
@@ -708,18 +621,11 @@ class EnsembleMachine(RuleBasedStateMachine):
                 load()
         self.optimizer.zero_grad()
         self.shadow.load(saved["shadow"])
-        for net, stepper, (weights, moments) in zip(
-            self.twins, self.steppers, saved["twins"], strict=True
-        ):
-            net.load_state_dict(weights)
-            stepper.load_state_dict(moments)
-            stepper.zero_grad()
-        self.number, self.gradient, self.stepped, self.broken_losses = (
-            saved["number"],
-            False,
-            False,
-            set(),
-        )
+        for part, state in zip((*self.twins, *self.steppers), saved["twins"], strict=True):
+            part.load_state_dict(state)
+            part.zero_grad()
+        self.number, self.broken_losses = saved["number"], set()
+        self.gradient = self.stepped = False
 
     @precondition(lambda self: not self.gradient)
     @rule(go_on=st.booleans())
@@ -727,9 +633,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         """close() and a new one over the same optimizer: with the state it goes on, without it
         begins at the values it finds."""
         self.converge()
-        with quiet():
-            state = self.ensemble.state_dict()
-        base = self.rates()
+        base, state = self.rates(), self.state()
         self.ensemble.close()
         assert self.rates() == base
         self.drive()
@@ -738,24 +642,18 @@ class EnsembleMachine(RuleBasedStateMachine):
                 self.ensemble.load_state_dict(state)
         else:
             shadow = self.shadow
-            shadow.step, shadow.position, shadow.cycle = (
-                getattr(self.scheduler, "last_epoch", 0),
-                0,
-                0,
-            )
+            shadow.step = getattr(self.scheduler, "last_epoch", 0)
+            shadow.position = shadow.cycle = 0
             shadow.correction, shadow.temperature = 1.0, self.temperature
-            for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
-                group["lr"] = rate
+            shadow.write(base)
         self.stepped, self.broken_losses, self.saved = False, set(), self.saved if go_on else None
 
 
 @contextmanager
 def broken(scheduler: Any) -> Iterator[None]:
     """Its step raises."""
-    if scheduler is None:
-        yield
-        return
-    with mock.patch.object(type(scheduler), "step", side_effect=Boom("scheduler")):
+    boom = mock.patch.object(type(scheduler), "step", side_effect=Boom("scheduler"), create=True)
+    with nullcontext() if scheduler is None else boom:
         yield
 
 

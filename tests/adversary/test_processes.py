@@ -25,19 +25,8 @@ from ..distributed import run_ranks
 from ..harness import Run
 from .common import LONGER, bits
 
-ACTIONS = [
-    "step",
-    "step",
-    "step",
-    "step",
-    "converge",
-    "save",
-    "load",
-    "broken loss",
-    "broken weights",
-    "slow",
-    "state",
-]
+OTHERS = ["converge", "save", "load", "broken loss", "broken weights", "slow", "state"]
+ACTIONS = ["step"] * 4 + OTHERS
 SEQUENCES = 4
 
 
@@ -48,12 +37,12 @@ def equal(value: Any) -> bool:
     return all(row == rows[0] for row in rows)
 
 
-def play(
-    rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str, int]], float, bool]]
-) -> None:
-    warnings.simplefilter(
-        "ignore"
-    )  # of replicas that are left out, and of states in the middle of a cycle
+Sequence = tuple[list[tuple[str, int]], float, bool]
+
+
+def play(rank: int, world: int, root: str, sequences: list[Sequence]) -> None:
+    # of replicas that are left out, and of states in the middle of a cycle
+    warnings.simplefilter("ignore")
     for number, (actions, spread, softmax) in enumerate(sequences):
         folder = Path(root, str(number))
         controller = hdet.SoftmaxController(decay=None, step_size=0.5 if softmax else 0.1)
@@ -77,51 +66,40 @@ def play(
             elif action == "converge":
                 run.ensemble.converge()
             elif action == "save":
-                saved = (
-                    checkpoint.save(folder, checkpoint.RunState(run.net, run.ensemble), place),
-                    facts(run),
-                    run.index,
-                )
+                path = checkpoint.save(folder, state_of(run), place)
+                saved = path, facts(run), run.index
             elif action == "load" and saved is not None:
-                checkpoint.load(saved[0], checkpoint.RunState(run.net, run.ensemble))
+                checkpoint.load(saved[0], state_of(run))
                 assert facts(run) == saved[1], what
                 run.index = saved[2]
             elif action == "state":
                 state = copy.deepcopy(run.ensemble.state_dict())
                 assert equal(state), what
                 run.ensemble.load_state_dict(state)
-            averaged = run.ensemble.cycle > cycle or action in (
-                "converge",
-                "save",
-                "broken weights",
-            )
+            averages = action in ("converge", "save", "broken weights")
+            averaged = run.ensemble.cycle > cycle or averages
             assert run.ensemble.in_sync or not averaged, what
             if run.ensemble.in_sync:
                 assert equal(bits(run.weights())), what
             assert torch.isfinite(run.weights()).all(), what
-            assert equal(
-                (
-                    [group["lr"] for group in run.optimizer.param_groups],
-                    run.ensemble.values(),
-                    run.ensemble.corrections,
-                )
-            ), what
+            assert equal((rates(run), run.ensemble.values(), run.ensemble.corrections)), what
         run.ensemble.close()
 
 
+def state_of(run: Run) -> checkpoint.RunState:
+    return checkpoint.RunState(run.net, run.ensemble)
+
+
+def rates(run: Run) -> list[float]:
+    return [group["lr"] for group in run.optimizer.param_groups]
+
+
 def facts(run: Run) -> Any:
-    state = run.optimizer.state_dict()
-    return bits(
-        [
-            run.weights(),
-            state["state"],
-            [group["lr"] for group in state["param_groups"]],
-            run.ensemble.state_dict(),
-        ]
-    )
+    moments = run.optimizer.state_dict()["state"]
+    return bits([run.weights(), moments, rates(run), run.ensemble.state_dict()])
 
 
-def sequence(seed: int) -> tuple[list[tuple[str, int]], float, bool]:
+def sequence(seed: int) -> Sequence:
     """Actions, each with a rank that is meant; the spread; and which controller."""
     random = Random(seed)
     actions = [(random.choice(ACTIONS), random.randrange(6)) for _ in range(random.randint(8, 24))]
@@ -134,10 +112,5 @@ def test_random_sequences(world: int, tmp_path: Path) -> None:
 
     An error names sequence, place and action.
     """
-    run_ranks(
-        play,
-        world,
-        str(tmp_path),
-        [sequence(100 * world + i) for i in range(SEQUENCES * LONGER)],
-        timeout=120 * LONGER,
-    )
+    sequences = [sequence(100 * world + i) for i in range(SEQUENCES * LONGER)]
+    run_ranks(play, world, str(tmp_path), sequences, timeout=120 * LONGER)
