@@ -10,7 +10,7 @@ it is about.
 | 10 | ranks that disagree | here, and `ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged` |
 | 11 | the state held one rank's multiplier | `checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities` |
 | 12 | a step without a loss, a loss that is a number | `faults/test_survived.py::test_one_replica_under_ddp`, `schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent` |
-| 15 | averages over the whole world, whatever the layout | `ensemble/test_processes.py::test_a_group_keeps_the_shards_of_other_ranks_apart`, `replicas/test_refusals.py::test_one_dimensional_fsdp_is_one_replica` |
+| 15 | averages over the whole world, whatever the layout | `replicas/test_groups.py::test_from_layout_and_from_megatron`, `replicas/test_refusals.py::test_one_dimensional_fsdp_is_one_replica` |
 | 16 | a collective for each tensor | here, and `converge/test_buckets.py::test_collectives_and_extra_memory_are_bounded` |
 | 21 | neutral losses moved the rate | `schedulers/test_any_scheduler.py::test_neutral_controller_leaves_the_schedulers_own_values`, `reference/test_ensemble.py` |
 | others | | here, by their numbers |

@@ -189,6 +189,8 @@ def test_an_optimizer_outlives_any_number_of_ensembles(make: Callable[[Any], Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ensemble = hdet.Ensemble(optimizer)
+    with pytest.raises(ValueError, match="already driven"):
+        make(optimizer)
     train(net, optimizer, ensemble, optimizer.step)
     assert ensemble.engine.step == 1
 

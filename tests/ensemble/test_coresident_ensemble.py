@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import copy
+import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,9 @@ import hdet
 from tests.harness import Run, batch, loss_of, model, probe
 
 from ..distributed import run_ranks
-from .helpers import MASTERS, SPLIT, filled, flat, same
+from .helpers import MASTERS, SPLIT, same
 
 BF16, SOFTMAX = torch.bfloat16, hdet.SoftmaxController(1e-3, decay=None)
-ADAMW = partial(hdet.FusedAdamW, decay_at="base")
 SGD = partial(hdet.FusedSGD, momentum=0.9)
 STOCHASTIC = partial(hdet.FusedAdamW, stochastic_rounding=True, moment_dtype=BF16)
 
@@ -64,60 +65,7 @@ def test_two_replicas_are_two_processes_to_the_bit(case: str) -> None:
         assert ours[1][-1]["corrections"]["lr"] != 1.0, "the case should decide something"
 
 
-def nearly(a: Any, b: Any) -> bool:
-    """Equal as far as another order of adding four gradients allows."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(nearly(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(nearly, a, b))
-    return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6))
-
-
-def test_four_replicas_are_four_processes_up_to_the_order_of_a_sum() -> None:
-    ranks = run_ranks(traced, 4, 20, CASES["probe"])
-    ours = traced(0, 1, 20, CASES["probe"], together=4)
-    for step in range(20):
-        for k, (theirs, *_) in enumerate(ranks):
-            assert torch.allclose(ours[0][step][k], theirs[step][0], rtol=1e-6, atol=1e-6), step
-    assert nearly(ours[1], ranks[0][1])
-
-
-def test_no_spread_is_plain_gradient_accumulation_to_the_bit() -> None:
-    run = Run(together=3, spread=0.0).steps(12)
-    net = model()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
-    for step in range(12):
-        for k in range(3):
-            (loss_of(net, batch(100 * step + k)) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    assert same(run.all_weights(), [flat(net)] * 3)
-
-
 # -- a cycle -----------------------------------------------------------------------------------
-
-
-def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
-    """In between, theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled."""
-    run = Run(together=4)
-    for step in range(1, 11):
-        rhos = []
-        for k in range(4):
-            with run.replica(k):
-                rhos.append(run.ensemble.multipliers["lr"])
-        assert [row[0] for row in run.optimizer.multipliers] == rhos
-        assert sorted(rhos) == pytest.approx([0.7, 0.9, 1.1, 1.3])
-        weights = run.steps(1).all_weights()
-        assert run.ensemble.in_sync == run.equal() == (step % 5 == 0)
-        if step % 5:
-            mean = torch.stack(weights).mean(0)
-            s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
-            assert s[0].abs().max() > 1e-5
-            assert all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
-    run.ensemble.close()
-    assert run.optimizer.multipliers == [[1.0]] * 4
 
 
 def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
@@ -143,14 +91,6 @@ def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
     alone.ensemble.observe(1.0, replica=0)
     with pytest.raises(ValueError, match="this process holds replica 0 alone"):
         alone.ensemble.observe(1.0, replica=1)
-
-
-def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
-    run = Run(together=2)
-    filled(run.net, 1.0, parameters=1)
-    before = run.weights()
-    run.ensemble.converge()
-    assert same(run.all_weights(), [before] * 2)
 
 
 def masters_after_converge(rank: int, world: int, **settings: Any) -> Any:
@@ -221,3 +161,77 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
         scheduler.step()
     assert scheduler.ensemble.cycle == 4 and scheduler.in_sync
     assert scheduler.ensemble.corrections["lr"] != 1.0
+
+
+# -- the optimizer that they are given to ------------------------------------------------------
+
+
+def test_a_run_goes_on_with_new_replicas_after_close() -> None:
+    run = Run(together=2).steps(5)
+    converged = run.all_weights()[0]
+    run.ensemble.close()
+    run.replicas = hdet.CoresidentReplicas(run.net, 3)
+    run.ensemble = hdet.Ensemble(
+        run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5)
+    )
+    assert same(run.all_weights(), [converged] * 3)
+    assert len({w.numpy().tobytes() for w in run.steps(4).all_weights()}) == 3
+    assert run.steps(1).ensemble.cycle == 1 and run.equal()
+
+
+def test_a_state_with_a_parameter_that_never_had_a_gradient_loads_into_torchs_optimizer() -> None:
+    net = torch.nn.ModuleList(torch.nn.Linear(3, 1, bias=False) for _ in range(2))
+    optimizer, resumed = hdet.FusedAdamW(net.parameters()), hdet.FusedAdamW(net.parameters())
+    hdet.CoresidentReplicas(net, 2).attach(optimizer)
+    net[0].weight.sum().backward()
+    optimizer.step()
+    other = torch.optim.AdamW(net.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(optimizer.state_dict())
+    for stepped in (other, resumed, optimizer):
+        net[1].weight.grad = torch.ones(1, 3)
+        stepped.step()
+        assert [stepped.state[layer.weight]["step"].item() for layer in net] == [2, 1]
+
+
+@pytest.mark.parametrize("kind", [hdet.FusedAdamW, torch.optim.AdamW])
+def test_a_group_is_refused_while_an_ensemble_drives_the_optimizer(kind: Any) -> None:
+    layers = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizer = kind(layers[0].parameters())
+    ensemble, group = hdet.Ensemble(optimizer), {"params": list(layers[1].parameters())}
+    said = "driven by an Ensemble, which would not average the new group"
+    with pytest.raises(ValueError, match=said):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    ensemble.close()
+    optimizer.add_param_group(group)
+    assert len(hdet.Ensemble(optimizer).parameters) == 4
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_step_inside_of_use_is_refused_and_changes_nothing(k: int) -> None:
+    run = Run(together=2).steps(1)
+    run.backward()
+    before = run.all_weights()
+    with run.replicas.use(k), pytest.raises(ValueError, match="optimizer.step.. was called inside"):
+        run.optimizer.step()
+    assert same(run.all_weights(), before)
+    run.optimizer.step()
+    assert not torch.equal(run.all_weights()[k], before[k])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_replicas_are_not_copied(copied: Callable[[Any], Any]) -> None:
+    run = Run(together=2)
+    with pytest.raises(TypeError, match="make new ones of the copied model"):
+        copied((run.net, run.replicas) if copied is not copy.copy else run.replicas)
+
+
+def test_a_model_that_was_cast_afterwards_is_refused_by_name() -> None:
+    run = Run(together=2).steps(1)
+    own = list(run.net.bfloat16().parameters())
+    said = r"bfloat16 on cpu now, the other replicas are torch.float32 on cpu"
+    with pytest.raises(ValueError, match=said), run.replicas.use(1):
+        pass
+    assert all(one is other for one, other in zip(run.net.parameters(), own, strict=True))
+    assert not run.replicas.in_use

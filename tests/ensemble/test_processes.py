@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hdet
-from tests.harness import Run, batch, loss_of
+from hdet.converge import average_tensors
+from hdet.run.cycle_stats import local_replicas
+from tests.harness import Run, TwoReplicas, batch, loss_of, model
 
 from ..distributed import RankError, run_ranks
-from .helpers import MASTERS, all_reduces, filled
+from .helpers import MASTERS, all_reduces, filled, on_all_ranks, told
 
 
 def probe_run(rank: int, world: int) -> Any:
@@ -96,23 +102,162 @@ def test_only_the_end_of_a_cycle_communicates() -> None:
     assert run_ranks(collectives_per_step, 2) == [[1, 0, 0, 0, 2, 0, 0, 0, 0, 2, 0]] * 2
 
 
-def tensor_parallel_by_two(rank: int, world: int) -> Any:
-    """Ranks {0, 1} and {2, 3} each hold one model in two shards; a shard may meet only its twin."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    shard = torch.nn.Parameter(torch.full((4,), float(rank % 2 + 1)))
-    optimizer = torch.optim.SGD([shard], lr=0.1)
-    replicas, knobs = hdet.Replicas.from_group(groups[rank % 2]), [hdet.LearningRate(0.5)]
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, knobs=knobs, sync=hdet.Sync(3))
-    for _ in range(3):
-        shard.grad = torch.ones(4) * (rank % 2 + 1)
+# -- moments that nobody plans for -------------------------------------------------------------
+
+
+def log_that_raises(rank: int, world: int) -> Any:
+    run = Run(rank, every=2).steps(1)
+    if rank == 0:
+        run.ensemble.records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
+    assert told(run.step) == ("no error" if rank else "disk full")
+    return run.ensemble.multipliers["lr"], run.ensemble.in_sync
+
+
+def test_a_log_that_raises_leaves_every_replica_in_the_same_cycle() -> None:
+    ranks = run_ranks(log_that_raises, 4)
+    assert sorted(rho for rho, _ in ranks) == pytest.approx([0.7, 0.9, 1.1, 1.3])
+    assert all(converged for _, converged in ranks)
+
+
+def test_a_sparse_gradient_is_refused_before_the_step() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    hdet.Ensemble(optimizer, replicas=TwoReplicas())
+    before = table.weight.detach().clone()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="parameter 0 in group 0 is torch.sparse_coo"):
         optimizer.step()
-        ensemble.step()
-    return replicas.index, replicas.count, shard.detach()
+    assert torch.equal(table.weight, before)
 
 
-def test_a_group_keeps_the_shards_of_other_ranks_apart() -> None:
-    ranks = run_ranks(tensor_parallel_by_two, 4)
-    assert [rank[:2] for rank in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    for i in (0, 1):
-        assert torch.equal(ranks[i][2], ranks[i + 2][2])
-        assert torch.allclose(ranks[i][2], torch.full((4,), 0.7 * (i + 1)))
+def converge_after(rank: int, world: int, what: str) -> Any:
+    """(in sync, equal) before and after."""
+    run = Run(rank, spread=0.0 if what == "noise" else 0.3)
+    if what == "noise":
+        hdet.warm_noise_(run.net.parameters(), nu=0.1)
+    else:  # between the optimizer's step and the Ensemble's
+        run.steps(1).backward()
+        run.optimizer.step()
+    before = run.ensemble.in_sync, on_all_ranks(run.weights())
+    run.ensemble.converge()
+    return *before, run.ensemble.in_sync, on_all_ranks(run.weights())
+
+
+@pytest.mark.parametrize("what", ["noise", "inside a step"])
+def test_converge_sees_what_it_has_not_made(what: str) -> None:
+    assert run_ranks(converge_after, 2, what) == [(False, False, True, True)] * 2
+
+
+def warm_restarts(rank: int, world: int) -> Any:
+    schedule = partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=8)
+    run = Run(
+        rank, optimizer=torch.optim.SGD, lr=0.05, scheduler=schedule, total=24, every=2,
+        controller="probe",
+    )  # fmt: skip
+    seen = []
+    for _ in range(24):
+        equal = on_all_ranks(run.steps(1).weights())
+        seen.append((run.ensemble.in_sync, equal, run.ensemble.multipliers["lr"]))
+    return seen
+
+
+def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> (  # noqa: E501
+    None
+):
+    ranks = run_ranks(warm_restarts, 2)
+    assert 0 < sum(rho == 1.0 for _, _, rho in ranks[0]) < 24, "the case should have both"
+    assert all(converged == equal for seen in ranks for converged, equal, _ in seen)
+
+
+def converge_with_a_broken_replica(rank: int, world: int) -> Any:
+    run = Run(rank, every=4).steps(2)
+    if rank == 1:
+        filled(run.net, float("inf"), parameters=1)
+    with pytest.warns(UserWarning, match="replica 1 left out of the average"):
+        run.ensemble.converge()
+    return bool(run.weights().isfinite().all()), run.steps(2).history["notes"]
+
+
+def test_a_replica_left_out_by_converge_is_in_the_next_record() -> None:
+    for finite, notes in run_ranks(converge_with_a_broken_replica, 2):
+        assert finite and any("replica 1 left out of the average" in note for note in notes)
+
+
+def backward_through_averaged(rank: int, world: int) -> str:
+    weight = nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    average_tensors([weight], hdet.Replicas.from_group())
+    return told(loss.backward)
+
+
+def test_a_backward_pass_through_weights_from_before_an_average_is_an_error() -> None:
+    said = run_ranks(backward_through_averaged, 2)
+    assert all("modified by an inplace operation" in text for text in said)
+
+
+def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
+    own = list(model().parameters())
+    optimizer = torch.optim.AdamW(own)
+    optimizer.state[own[0]]["master_param"] = torch.full_like(own[0], 5.0)
+    (replica,) = local_replicas(hdet.Replicas.single(), optimizer, own)
+    assert replica.masters() == [None] * len(own)
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(6, 1)
+        self.weight = nn.Parameter(torch.ones(6, 6).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.ones(3).to(torch.float8_e5m2))
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(x @ self.weight.float())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_frozen_parameter_in_8_bits_is_refused_in_the_optimizer(make: Any) -> None:
+    said = "parameter 0 has dtype torch.float8_e4m3fn.*leave it out of the optimizer"
+    with pytest.raises(ValueError, match=said):
+        hdet.Ensemble(make(Quantised().parameters(), lr=1e-3))
+
+
+def test_and_stays_as_it_is_in_the_model() -> None:
+    net = Quantised()
+    run = Run(
+        net=net, optimizer=lambda *_, **__: torch.optim.AdamW(net.adapter.parameters(), lr=1e-3),
+        scheduler=None, every=10, total=1000, buffers=net, controller=hdet.AutoLR(net),
+        closure=True, divergence=hdet.Divergence(rollback="host"),
+    )  # fmt: skip
+    run.losses = lambda data: (net(data[0]) - data[1]).square().mean(1)
+    (buffer,) = run.ensemble.parameters.buffers
+    assert buffer is net.mean
+    assert run.steps(60).controller.interval.trial.first_losses
+    assert torch.equal(net.weight.float(), torch.ones(6, 6))
+
+
+def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:
+    def begin() -> None:  # another group, of which the Ensemble knows nothing
+        store = dist.FileStore(str(Path(folder, str(rank))), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    run = Run(rank).steps(3)
+    dist.barrier()
+    dist.destroy_process_group()
+    if again:
+        begin()
+    run.wrapped = run.net
+    said = [told(act) for act in (lambda: run.steps(2), run.ensemble.converge)]
+    run.ensemble.close()
+    if not again:
+        begin()
+    return said
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_group_destroyed_under_a_live_ensemble_is_named(again: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, said in enumerate(run_ranks(destroyed, 2, again, folder)):
+            for text in said:
+                assert f"the process group of replica {rank} has been destroyed" in text
+                assert "make a new one" in text

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hdet
+from benchmarks.calls import a_rate
 from hdet import Ensemble
 from tests.harness import Elsewhere, Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
 
@@ -48,40 +49,6 @@ def test_groups_can_be_knobs_of_their_own() -> None:
     ensemble.close()
     with pytest.raises(ValueError, match="'d'.*\\['a', 'b', 'c'\\]"):
         spread_ensemble(optimizer, ["d"])
-
-
-def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = hdet.FusedAdamW([parameter], lr=0.1, weight_decay=0.0)
-    ensemble = spread_ensemble(optimizer)
-    rho = ensemble.multipliers["lr"]
-    assert optimizer.multipliers == [[rho]]
-    parameter.grad = torch.ones(3)
-    assert rates_in_step(optimizer) == [0.1]
-    assert torch.allclose(parameter.detach(), torch.full((3,), 1 - 0.1 * rho), atol=1e-6)
-    ensemble.close()
-    assert optimizer.multipliers == [[1.0]]
-
-
-def test_one_ensemble_per_optimizer_and_close_gives_it_back() -> None:
-    optimizer = sgd()
-    first = spread_ensemble(optimizer)
-    with pytest.raises(ValueError, match="already driven"):
-        spread_ensemble(optimizer)
-    first.close()
-    assert rates_in_step(optimizer) == [0.1]
-    spread_ensemble(optimizer)
-
-
-def test_a_phantom_step_and_repeated_scheduler_steps_count_once() -> None:
-    optimizer = sgd()
-    ensemble = Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3))
-    for expected in (1, 2):
-        optimizer.step()
-        optimizer.step()  # a checkpoint library's phantom step, or one step per parameter group
-        ensemble.step()
-        ensemble.step()  # accelerate's repeated calls
-        assert ensemble.engine.position == expected
 
 
 def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
@@ -303,3 +270,11 @@ def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> No
         with pytest.raises(TypeError, match=r"an Ensemble cannot be copied.*state_dict\(\)"):
             copy.deepcopy(wanted)
     assert run.steps(2).ensemble.cycle == 1
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+
+def test_a_step_with_nothing_to_do_makes_at_most_15_calls() -> None:
+    calls = a_rate()
+    assert len(calls) <= 15, calls
