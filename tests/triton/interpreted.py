@@ -141,7 +141,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Of special values in all formats, those of three replicas: the first one's are those of one.
+HERE = [case for case in CASES if not case.name.endswith("1 replicas, mixed")]
+
+
+@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
 def test_the_table_in_float64_and_the_bits_of_the_cpu(case: Case) -> None:
     check(cut(case), Twin)
 
