@@ -25,6 +25,8 @@ from typing import Any
 from tests.limits import HANG_S
 
 _GRACE_S = 2.0  # after the first failure: how long the other ranks get to report theirs
+# What the fork server imports once for all workers, and optimizers import late.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hdet", "tests.harness"]
 
 
 class RankError(AssertionError):
@@ -135,9 +137,10 @@ def _leave_together(meeting: Any, world_size: int, patience_s: float) -> None:
     """A rank that is done at once must not close its connections while others are still connecting,
     or reading its last message."""
     meeting.add("done", 1)
-    end = time.monotonic() + patience_s
+    end, pause_s = time.monotonic() + patience_s, 0.001
     while meeting.add("done", 0) < world_size and time.monotonic() < end:
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)  # each look reads the store's file
 
 
 def _end_with_parent(parent: int) -> None:
@@ -151,10 +154,9 @@ def _end_with_parent(parent: int) -> None:
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        # A fork server imports torch (and what optimizers import late) once for all workers; unlike
-        # plain fork it never copies the threads of the test process.
+        # Unlike plain fork, a fork server never copies the threads of the test process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOADED)
         self.workers, self.conns = [], []
         for _ in range(size):
             ours, theirs = context.Pipe()

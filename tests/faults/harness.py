@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..distributed import PRELOADED
 from ..limits import HANG_S
 
 PATIENCE_S = 0.6
@@ -63,8 +64,7 @@ def run_faulty(
     seconds; ``tcp``: rank 0 holds the store. Fails if one still runs after `HANG_S`; none is left.
     """
     context = multiprocessing.get_context("forkserver")
-    # as tests.distributed does
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     meeting = f"tcp://127.0.0.1:{port}" if tcp else f"file://{folder / 'store'}"
