@@ -5,10 +5,7 @@ In float64: sums over tp and micro-batches have another order there, nothing els
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +15,9 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.layouts.common import full
-from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
-STEPS, INTERVAL = 20, 4
+STEPS, INTERVAL = 8, 4
 ARGUMENTS = ["--steps", str(STEPS), "--sync-interval", str(INTERVAL), "--max-lr", "3e-3"]
 
 # Measured: 1.3e-15 in weights and 9e-16 in losses over all steps. A gradient that is small against
@@ -136,24 +132,3 @@ def test_peers_part_and_meet_and_shards_stay_apart(eight: Ranks) -> None:
                 # shards differ, what is whole on both tp ranks does not
                 split = name.split(".")[-2] in ("q", "k", "v", "up", "out", "down")
                 assert torch.equal(ours, own[rank + 1][name]) != split
-
-
-def test_runs_as_a_user_starts_it(text: Path) -> None:
-    """Two processes, each a replica: stages and shards are in the tests above."""
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", "2", "examples/parallel.py", "--tp", "1", "--pp", "1", "--steps", "4",
-        "--sync-interval", "2", "--data", str(text),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=environment,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # torch 2.10 prints lines of its own
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert [line.split()[1] for line in lines] == ["2", "4"], done.stdout
-    words = [line.split("replicas")[1].split("rate")[0].split() for line in lines]
-    losses = [float(word) for own in words for word in own]
-    assert all(5 < loss < 6 for loss in losses) and len(losses) == 4  # ln 256 is 5.55

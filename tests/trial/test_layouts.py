@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import hdet
 from hdet.trial.rule import RateInterval
 from tests.distributed import run_ranks
-from tests.layouts.common import batch, full, loss_of, model
+from tests.layouts.common import batch, loss_of, model
 
 from .common import ALL, training
 
@@ -21,44 +21,43 @@ SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
 
 
 def trained(
-    net: Any, replicas: hdet.Replicas | None, shards: list[int], shadow: bool | None = False
-) -> tuple[Any, list[torch.Tensor]]:
-    """What is found (nothing without a controller: ``shadow`` None), and the whole weights after
-    each step from a trial's first one on."""
+    net: Any, replicas: hdet.Replicas | None, shards: list[int], searches: bool = True
+) -> tuple[list[torch.Tensor], RateInterval]:
+    """This rank's weights after each step from a trial's first one on, and what a shadow finds."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     with torch.no_grad():  # an evaluation before, which leaves the parameters of FSDP gathered
         loss_of(net, batch(0, shards[0]))
     auto = hdet.AutoLR(net)
-    controller = None if shadow is None else hdet.Shadow(auto) if shadow else auto
+    controller = hdet.Shadow(auto) if searches else None
     losses_at = lambda step: torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
     settings = {"knobs": [hdet.LearningRate(0.0)], "replicas": replicas, "controller": controller}
     loop = training(net, losses_at, ALL + 3, optimizer=optimizer, **settings)
-    weights = [torch.cat([full(p).flatten() for p in net.parameters()]) for _ in loop]
-    return auto.interval, weights
+    shards_of = lambda: [getattr(p, "to_local", p.detach)() for p in net.parameters()]
+    return [torch.cat([own.flatten().clone() for own in shards_of()]) for _ in loop], auto.interval
 
 
-def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, RateInterval, list[int]]:
-    """What is found, what a shadow finds, and the steps in which that is not the plain run."""
+def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, list[int]]:
+    """What is found, and the steps in which the run is not the plain one."""
     found, shape = [], SHAPES[name]
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    for shadow in (False, True, None):
+    for searches in (True, False):
         mesh, net = init_device_mesh("cpu", shape, mesh_dim_names=names), model()
         fully_shard(net[0], mesh=mesh)
         # its own parameters stay gathered after a forward pass without a backward
         fully_shard(net, mesh=mesh)
         replicas = None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh)
-        found.append(trained(net, replicas, [rank], shadow))
-    (interval, _), (shadowed, ours), (_, plain) = found
+        found.append(trained(net, replicas, [rank], searches))
+    (ours, interval), (plain, _) = found
     pairs = enumerate(zip(ours, plain, strict=True))
-    return interval, shadowed, [step for step, pair in pairs if not torch.equal(*pair)]
+    return interval, [step for step, pair in pairs if not torch.equal(*pair)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: str) -> None:
-    alone, _ = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
+    _, alone = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
     ranks = run_ranks(on_a_mesh, 4, name)
     first, losses = ranks[0][0], [arm.loss for arm in alone.trial.arms]
-    assert alone.moves and all(each == (first, first, []) for each in ranks)
+    assert alone.moves and all(each == (first, []) for each in ranks)
     assert [arm.loss for arm in first.trial.arms] == pytest.approx(losses, rel=1e-9)
     assert first.low == pytest.approx(alone.low, rel=1e-6)
     # Of parts, each of which is one matrix: a median over other numbers than those of one process.
