@@ -180,21 +180,6 @@ def test_the_averaged_model_as_safetensors(tmp_path: Path, build: Build) -> None
     assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == model
 
 
-def exported_at_the_start(rank: int, world: int, path: str) -> Any:
-    run = ddp(rank, world)
-    run.net.module[0].bias.data.add_(0.1 * rank)  # a noisy start: replicas differ already
-    says = "the parameters differ between replicas 0 and 1 .in 'model.0.bias'"
-    with pytest.raises(CheckpointError, match=says):
-        checkpoint.export_safetensors(path, run.net, run.ensemble)
-    run.ensemble.converge()
-    return checkpoint.export_safetensors(path, run.net, run.ensemble)
-
-
-def test_before_the_first_step_replicas_that_differ_are_not_exported(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    assert run_ranks(exported_at_the_start, 2, str(path)) == [path, path]
-
-
 def test_what_members_hold_alone_is_exported_under_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     models = [result[0] for result in run_ranks(exported, 4, str(path), shards)][:2]

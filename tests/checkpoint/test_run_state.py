@@ -297,17 +297,6 @@ def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> Non
     assert run_ranks(recipe, 2) == [True, True]
 
 
-def test_torchs_optimizer_and_hdets_take_over_from_each_other(tmp_path: Path) -> None:
-    run = alone(helpers.torch_adamw).steps(6)
-    checkpoint.save(tmp_path / "a", run.state, 6)
-    fused = alone(helpers.fused_adamw).resume(tmp_path / "a")
-    for name in ("model", "optimizer"):
-        assert run.facts()[name] == fused.facts()[name]
-    checkpoint.save(tmp_path / "b", fused.state, 6)
-    again = alone(helpers.torch_adamw).resume(tmp_path / "b")
-    assert again.steps(4).facts() == run.steps(4).facts()
-
-
 VALUES: dict[str, Any] = {
     "tuple": (3, (1, [2, 3]), 1.5),  # as random.getstate() is
     "keys": {0: "a", (1, 2): {"b": None}, "$tensor": 1},

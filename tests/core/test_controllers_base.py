@@ -19,7 +19,7 @@ from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
-from hdet.core.evidence import Evidence, Run
+from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Plan
 from tests.core.controller_runs import bowl, end_of, evidence, rows
 
@@ -88,16 +88,6 @@ def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
 def test_freeze_after_is_validated(wrong: Any) -> None:
     with pytest.raises(ValueError, match="freeze_after"):
         ProbeRule(freeze_after=wrong)
-
-
-def test_a_part_of_a_run_of_unknown_length_is_refused() -> None:
-    def run(total_steps: int | None) -> Run:
-        return Run(Clock(1, total_steps=total_steps), [KnobSpec("lr", 0.3)], 4, [0.0])
-
-    with pytest.raises(ValueError, match=r"freeze_after=0\.5.*total_steps"):
-        ProbeRule(freeze_after=0.5).start(run(None))
-    ProbeRule(freeze_after=0.5).start(run(100))
-    ProbeRule(freeze_after=50).start(run(None))
 
 
 # -- state -----------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hdet.controllers.regression import slopes
 from hdet.core.clock import Clock
 from hdet.core.design import columns, orthogonal
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.spread import assignment
 
 KNOBS = [f"knob {k}" for k in range(40)]
 UNKNOWN = {52, 92, 100}
@@ -105,17 +104,6 @@ def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
 
 
 # -- one knob --------------------------------------------------------------------------------------
-
-
-def test_every_order_comes_up_equally_often() -> None:
-    """Chi-square over the 24 orders of 4 replicas, 4800 cycles: 99.9 % quantile of 23 degrees of
-    freedom is 49.7."""
-    counts: dict[tuple[int, ...], int] = {}
-    for cycle in range(4800):
-        order = tuple(assignment(7, cycle, "lr", 4))
-        counts[order] = counts.get(order, 0) + 1
-    assert len(counts) == 24
-    assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 49.7
 
 
 def test_the_engine_gives_each_knob_its_own_two_levels() -> None:

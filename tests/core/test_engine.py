@@ -144,9 +144,3 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match=message):
         own.load_state_dict(state)
     assert own.state_dict() == before
-
-
-@pytest.mark.parametrize("knobs", [[], [KnobSpec("lr", 0.1), KnobSpec("lr", 0.2)]])
-def test_knobs_must_exist_and_differ(knobs: list[KnobSpec]) -> None:
-    with pytest.raises(ValueError, match="knobs"):
-        Engine(knobs, 2, Clock(1))

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hdet
 
 from ..distributed import RankError
-from .frameworks import EVERY, FIRST, PARTS, SPREAD, TRIED, needs, on_ranks, told, trial, weights
+from .frameworks import EVERY, FIRST, SPREAD, TRIED, needs, on_ranks, told
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -87,44 +86,6 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
 
 
 SEARCHED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
-
-
-def _by_hand(lr: float, controller: Any) -> Any:
-    module = Sharded(lr=lr, steps=FIRST)
-    module.log = lambda *args: None
-    module.configure_model()
-    made = module.configure_optimizers()
-    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    made = {**SEARCHED, "controller": controller(module), "replicas": replicas(module)}
-    ensemble = hdet.Ensemble(optimizer, scheduler, **made)
-
-    def losses(step: int) -> torch.Tensor:
-        total = torch.zeros(())
-        for number in range(PARTS * step, PARTS * (step + 1)):
-            loss = module.training_step((), number) / PARTS
-            if torch.is_grad_enabled():
-                # as in Lightning, which lets FSDP2 reduce the gradients of each micro-batch
-                loss.backward()
-            total += loss.detach()
-        if torch.is_grad_enabled():
-            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        return total
-
-    for step in range(FIRST):
-        optimizer.zero_grad()
-        loss = losses(step)
-        optimizer.step()
-        ensemble.step(loss, closure=lambda step=step: losses(step))
-    ensemble.converge()
-    return weights(module), ensemble.corrections["lr"]
-
-
-def test_in_hsdp_auto_lr_finds_bitwise_what_it_finds_in_a_loop_by_hand(tmp_path: Path) -> None:
-    by_hand = on_ranks(_by_hand, 4, 1e-4, trial)
-    settings = {**SEARCHED, "controller": trial, "replicas": replicas}
-    ours = on_ranks(partial(sharded, lr=1e-4, steps=FIRST), 4, str(tmp_path), settings)
-    for (last, correction), run in zip(by_hand, ours, strict=True):
-        assert torch.equal(last, run.weights[FIRST]) and correction == run.looked[0] >= 8
 
 
 def test_in_hsdp_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import importlib.util
 import math
 import sys
 import types
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,32 +70,6 @@ def test_the_example_raises_its_rate(cosine: Any, capsys: pytest.CaptureFixture[
 
 
 SETTINGS = {"t_initial": 20, "warmup_t": 4, "warmup_lr_init": 0.01, "t_in_epochs": False}
-
-
-def trained(cosine: Any, knobs: Any) -> tuple[torch.Tensor, list[float]]:
-    """None: without hdet."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scheduler, ensemble, rates = cosine(optimizer, **SETTINGS), None, []
-    if knobs is not None:
-        ensemble = hdet.Ensemble(optimizer, total_steps=20, knobs=knobs, sync=hdet.Sync(5))
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = net(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        with nullcontext() if ensemble is None else ensemble.rescheduling():
-            scheduler.step_update(step + 1)
-        if ensemble is not None:
-            ensemble.step(loss)
-    return torch.cat([p.detach().flatten() for p in net.parameters()]), rates
-
-
-def test_spread_0_is_the_plain_run_bit_for_bit(cosine: Any) -> None:
-    (plain, rates), (ours, same) = trained(cosine, None), trained(cosine, [hdet.LearningRate(0)])
-    assert torch.equal(plain, ours) and rates == same and rates[0] == 0.01 and max(rates) > 0.09
 
 
 def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out(cosine: Any) -> None:

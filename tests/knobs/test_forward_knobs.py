@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -197,29 +196,6 @@ def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> N
             with pytest.raises(ValueError, match="inside `with ensemble.explore"):
                 call()
     run.step()
-
-
-def test_states_hold_base_values_and_load_and_closing_leaves_them() -> None:
-    def make() -> tuple[Net, Held, hdet.Ensemble]:
-        net, held = Net(), Held(4.0)
-        return net, held, ensemble(net, [hdet.Dropout(net), held.knob()], **LOCAL)
-
-    net, _, run = make()
-    force(run, 2.0, 0.5)
-    with run.explore():
-        assert net.drop.p != 0.4
-    state = copy.deepcopy(run.state_dict())
-    assert state["scheduled"] == {"dropout": [0.2], "mine": [4.0]}
-    net, held, resumed = make()
-    resumed.load_state_dict(state)
-    assert (net.drop.p, held.value) == (0.4, 2.0)
-    assert resumed.values() == run.values() == {"dropout": 0.4, "mine": 2.0}
-    resumed.step()
-    assert (net.drop.p, held.value) == (0.4, 2.0)
-    net, run = dropping()
-    run.close()
-    with run.explore():
-        assert net.drop.p == 0.2
 
 
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hdet
-from hdet.replicas.agreement import compare, who_has
+from hdet.replicas.agreement import who_has
 from hdet.replicas.layout import Layout
 from tests.distributed import run_ranks
 
@@ -249,35 +249,6 @@ def test_a_world_of_one_process_is_one_replica() -> None:
 
 
 # -- what is compared before the first step, and what is added up ---------------------------------
-
-
-def agree(rank: int, world: int, entries: list[Any]) -> str:
-    replicas = hdet.Replicas.from_layout(tp=2)
-    own = {name: ((), value) for name, value in entries[rank].items()}
-    try:
-        both = {**own, "part": (replicas.member, rank % 2)}
-        compare(both, replicas.world_group, torch.device("cpu"))
-    except hdet.ReplicaDisagreement as error:
-        return str(error)
-    return ""
-
-
-NESTED = [{"groups": [{"lr": 1.0}, {"lr": 2.0, "betas": [0.9, beta]}]} for beta in (0.99, 0.95)]
-ALIKE = {"seed": 1}
-
-
-@pytest.mark.parametrize(("entries", "message"), [
-    ([ALIKE] * 4, ""), ([{"seed": 2**70}] * 4, ""),
-    ([*[ALIKE] * 3, {"seed": 2}], "seed differs between ranks: ranks 0-2: 1; rank 3: 2. Start"),
-    ([{"optimizer": NESTED[rank == 1]} for rank in range(4)],
-        r"optimizer.groups\[1\].betas\[1\] differs .* ranks 0, 2-3: 0.99; rank 1: 0.95"),
-    ([{"seed": [1]}, {"seed": {"a": 1}}, {"seed": [1, 2]}, ALIKE], "seed differs between ranks: "),
-    ([*[{"version": 1}] * 3, {"version": 2, "of the next": 5}], "version differs .* 3: 2. Start"),
-])  # fmt: skip
-def test_what_differs_is_followed_to_its_part(entries: list[Any], message: str) -> None:
-    """Among all ranks; members 0 and 1 of each replica have parts of their own."""
-    (said,) = set(run_ranks(agree, 4, entries))
-    assert re.match(message, said) and bool(said) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:

@@ -320,24 +320,6 @@ def test_a_value_that_is_set_is_the_base_value_and_its_schedule_goes_on(optimize
         assert rates(toy.optimizer) == pytest.approx(expected, rel=1e-6)
 
 
-def test_corrections_after_a_value_was_set_are_relative_to_it() -> None:
-    toy, ensemble = corrected()
-    toy.optimizer.param_groups[0]["lr"] = 7.0  # what stood there does not matter
-    ensemble.set_value("lr", 0.375)
-    ensemble.engine.controller.factors = [[2.0]] * 2  # once more
-    epoch(toy, ensemble)
-    assert rates(toy.optimizer) == [0.75, 0.75] and ensemble.corrections == {"lr": 1.5}
-
-
-def test_a_value_that_is_set_to_its_schedule_s_stands_there_too() -> None:
-    toy = Toy(sgd)
-    ensemble = ensemble_on(toy, [1.0])
-    epoch(toy, ensemble)
-    toy.optimizer.param_groups[0]["lr"] = 7.0
-    ensemble.set_value("lr", 0.5)
-    assert rates(toy.optimizer) == [0.5, 0.5]
-
-
 def test_every_kind_of_value_can_be_set() -> None:
     """On a log and on a linear scale, of 1 / (1 - beta), of a product."""
     optimizer = torch.optim.AdamW(torch.nn.Linear(3, 1).parameters(), lr=0.1, weight_decay=0.2)

@@ -71,12 +71,6 @@ def test_an_optimizer_that_an_ensemble_drives_is_refused() -> None:
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
 
 
-def test_a_rate_at_which_all_arms_break_is_looked_at_far_below() -> None:
-    interval = found(1e5, sgd)
-    assert interval.rate == 1e5 and 1e-3 < interval.suggestion < 1
-    assert interval.suggestion <= interval.high < 1e3
-
-
 def of_ranks(rank: int, world: int) -> RateInterval:
     net = DistributedDataParallel(model())
     return found(1e-4, net=net, batches=[taught(100 * number + rank) for number in range(ALL)])
