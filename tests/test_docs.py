@@ -180,34 +180,6 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     assert len(messages) > 30 and not missing, missing
 
 
-def test_sentences_are_short() -> None:
-    printed = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "sentences.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert printed.returncode == 0, printed.stdout + printed.stderr
-
-
-def test_long_sentences_are_found() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        from sentences import mean_length, sentences
-    finally:
-        sys.path.pop(0)
-    assert sentences(
-        "# No heading\n\nOne `a b c` two. Three four!\n\n- five\n- six\n\n| no | table "
-        "|\n\n```python\nno code.\n```\n"
-    ) == [
-        "One code two.",
-        "Three four!",
-        "five",
-        "six",
-    ]
-    assert mean_length("a " * 19 + "b.") == 20 and mean_length("# x") == 0
-
-
 def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").split()) < 700
 

@@ -26,12 +26,6 @@ def marks(text: torch.Tensor) -> set[str]:
     return set(bytes(text.tolist()).decode().replace("\n", "").replace("><", "> <").split())
 
 
-def test_the_library_of_this_python() -> None:
-    corpus = load_corpus()
-    assert len(corpus.train) > 3_000_000 and len(corpus.validation) > 200_000
-    assert load_corpus().digest == corpus.digest
-
-
 def test_no_module_is_on_both_sides_and_another_one_moves_none(tmp_path: Path) -> None:
     # A module may be a file and a folder.
     files = modules(60) | {f"m{i}/part.py": f"<{i}>" * 500 for i in range(10)}
