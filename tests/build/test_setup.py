@@ -150,8 +150,7 @@ def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -
 
 
 def test_broken_source_fails_the_build_with_the_compilers_message(checkout: Path) -> None:
-    source = leave(checkout, "bindings.cpp")
-    source.write_text("#error broken on purpose\n" + source.read_text())
+    leave(checkout, "bindings.cpp").write_text("#error broken on purpose\n")
     result = build(checkout, HDET_CUDA="0")
     assert result.returncode != 0
     assert "broken on purpose" in result.stdout + result.stderr
