@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .compiled import KNOWN
-from .evidence.report.tables import table, written
+from .tables import table, written
 
 RESULTS = "benchmarks/results/gpu"
 PAGE = "docs/evidence/gpu.md"

@@ -20,42 +20,28 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 
 import hdet
 from hdet.trial.rule import Trial
 
-from . import command, fixed_rates
+from ..tables import grouped, percent
+from ..tables import table as markdown
+from . import fixed_rates, workloads
+from .experiment import Column, Experiment, Record, Task, finite
 from .problems import Batch, Problem
-from .runs import Record, Task, identity, read
-from .training import Method, Parts, plain, scheduled, train
-from .workloads import (
-    CHANGING,
-    DEVELOPMENT,
-    FROM_ZERO,
-    MISLEADING,
-    NOT_TO_ZERO,
-    OPTIMIZERS,
-    REPEATED,
-    SCHEDULES,
-    TEST,
-    WORKLOADS,
-)  # fmt: skip
+from .training import Parts, Plain, scheduled, train
+from .workloads import OPTIMIZERS, REPEATED, SCHEDULES, WORKLOADS
 
-RESULTS = "benchmarks/results/evidence/auto.jsonl"
 GROUPS = {
-    "development": DEVELOPMENT,
-    "test": TEST,
-    "repeated": REPEATED,
-    "not-to-zero": NOT_TO_ZERO,
-    "from-zero": FROM_ZERO,
-    "changing": CHANGING,
-    "misleading": MISLEADING,
-}
+    name: getattr(workloads, name.upper().replace("-", "_"))
+    for name in (
+        "development", "test", "repeated", "not-to-zero", "from-zero", "changing", "misleading"
+    )
+}  # fmt: skip
 STARTS = (-4, -2, 0, 2, 4)
 VALIDATIONS = 60
 SEED_OF_DRAW = 41
@@ -79,29 +65,22 @@ def parts_of(
     scheduler: Any,
     controller: Any,
     seed: int = 0,
-    log: Any = None,
 ) -> tuple[Parts, hdet.Ensemble]:
     """A training loop with a controller; its closure has the losses of the batch."""
     ensemble = hdet.Ensemble(
-        optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log
+        optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed
     )
-    backward, last = plain(problem, model), [0.0]
-
-    def step(batch: Batch) -> float:
-        last[0] = backward(batch)
-        return last[0]
+    backward = Plain(problem, model)
 
     def after(batch: Batch) -> None:
-        ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
+        ensemble.step(backward.loss, closure=lambda: problem.losses(model, batch))
 
     rate = lambda: float(optimizer.param_groups[0]["lr"])
-    return Parts(
-        optimizer, step, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,)
-    ), ensemble
+    parts = Parts(optimizer, backward, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,))
+    return parts, ensemble
 
 
 def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: bool) -> Record:
-    """One line of the results."""
     chosen = WORKLOADS[workload]
     rate, best, controllers = chosen.rate * 2.0**exponent, math.inf, list[Any]()
 
@@ -127,25 +106,28 @@ def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: 
             loss = validate()
             best = min(best, loss if math.isfinite(loss) else math.inf)
 
-    problem = replace(chosen.problem, steps=steps)
-    outcome = train(problem, Method(chosen.optimizer, build, rate, None), rate, seed, watch)
+    loss = train(replace(chosen.problem, steps=steps), build, rate, seed, watch)["validation"]
     controller = controllers[0]
     found = None if controller is None else controller.interval
-    if outcome.validation is not None:
-        best = min(best, outcome.validation)
+    nothing = {"factor": 1.0, "low": None, "high": None, "reason": ""}
     return {
-        "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed,
-        "steps": steps, "level": level, "whole": whole, "validation": outcome.validation,
-        "best": best if math.isfinite(best) else None,
+        "rate": rate,
+        "validation": loss,
+        "best": finite(min(best, math.inf if loss is None else loss)),
         "untrained": fixed_rates.untrained(workload, seed),
-        "factor": 1.0 if found is None else found.suggestion / rate,
-        "low": None if found is None else found.low or None,
-        "high": found.high if found is not None and math.isfinite(found.high) else None,
-        "reason": "" if found is None else found.reason,
+        **(_interval(found, rate) if found else nothing),
         "cost": 0.0 if controller is None else controller.cost,
         "trial": None if found is None or level == "free" else _short(found.to_dict()["trial"]),
-        "seconds": outcome.seconds, "torch": torch.__version__,
-    }  # fmt: skip
+    }
+
+
+def _interval(found: Any, rate: float) -> Record:
+    return {
+        "factor": found.suggestion / rate,
+        "low": found.low or None,
+        "high": finite(found.high),
+        "reason": found.reason,
+    }
 
 
 def _short(trial: Any) -> Any:
@@ -160,18 +142,7 @@ def _short(trial: Any) -> Any:
 def of_length(record: Record, steps: int) -> Record:
     """What the same trial says of a run of another length: its arms would be the same ones."""
     found = Trial.from_dict(record["trial"]).interval(steps)
-    high = found.high if math.isfinite(found.high) else None
-    return {
-        **record,
-        "steps": steps,
-        "factor": found.suggestion / record["rate"],
-        "low": found.low or None,
-        "high": high,
-        "reason": found.reason,
-    }
-
-
-key = identity("workload", "exponent", "seed", "steps", "level", "whole")
+    return {**record, "steps": steps, **_interval(found, record["rate"])}
 
 
 # -- how far a run ends from the best one ----------------------------------------------------------
@@ -182,40 +153,31 @@ class Curve:
     """Final losses of one workload and length at fixed rates."""
 
     losses: dict[float, float]
-    """By exponent."""
+    """By exponent, rising."""
     untrained: float
-
-    @property
-    def best(self) -> float:
-        return min(self.losses.values())
 
     def gap(self, loss: float | None) -> float:
         """To the best fixed rate, in percent of what that one learns."""
+        best = min(self.losses.values())
         reached = fixed_rates.reached(loss, self.untrained)
-        return 100 * (reached - self.best) / (self.untrained - self.best)
+        return 100 * (reached - best) / (self.untrained - best)
 
     def at(self, exponent: float) -> float:
         """The gap at a rate: interpolated, beyond the ends that of the nearest one."""
-        known = sorted(self.losses)
-        exponent = min(max(exponent, known[0]), known[-1])
-        for low, high in pairwise(known):
-            if low <= exponent <= high:
-                part = (exponent - low) / (high - low)
-                loss = (1 - part) * self.losses[low] + part * self.losses[high]
-                return self.gap(loss)
-        return self.gap(self.losses[known[0]])
+        return self.gap(float(np.interp(exponent, [*self.losses], [*self.losses.values()])))
 
 
 def curves(fixed: Sequence[Record]) -> dict[tuple[str, int, int], Curve]:
     """By workload, steps and seed; those of at least four rates."""
-    losses: dict[tuple[str, int, int], dict[float, float]] = {}
-    untrained: dict[tuple[str, int, int], float] = {}
-    for line in fixed:
-        cell = (line["workload"], line["steps"], line["seed"])
-        loss = fixed_rates.reached(line["validation"], line["untrained"])
-        losses.setdefault(cell, {})[line["exponent"]] = loss
-        untrained[cell] = line["untrained"]
-    return {cell: Curve(row, untrained[cell]) for cell, row in losses.items() if len(row) >= 4}
+    found = {}
+    for cell, lines in grouped(fixed, "workload", "steps", "seed").items():
+        losses = {
+            line["exponent"]: fixed_rates.reached(line["validation"], line["untrained"])
+            for line in sorted(lines, key=lambda line: line["exponent"])
+        }
+        if len(losses) >= 4:
+            found[cell] = Curve(losses, lines[-1]["untrained"])
+    return found
 
 
 @dataclass(frozen=True)
@@ -240,6 +202,19 @@ class Compared:
 
 NEAR = 0.5
 """Percent of what the best run learns."""
+
+
+def summary(pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """Of (gap with the fixed rate, gap with AutoLR): mean gap, within `NEAR` and 2 %, worse by
+    over `NEAR`, worst."""
+    fixed, auto = np.array(pairs).T
+    harms = auto - fixed
+    return [
+        percent(auto.mean()),
+        *(str((auto <= within).sum()) for within in (NEAR, 2)),
+        f"{(harms > NEAR).sum()} of {len(pairs)}",
+        percent(max(0.0, harms.max())),
+    ]
 
 
 def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compared]:
@@ -267,69 +242,64 @@ def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compare
     ]
 
 
+def table(records: Sequence[Record]) -> str:
+    """A line for each run."""
+    rows = []
+    for one in compared(records, fixed_rates.EXPERIMENT.read()):
+        line = one.record
+        gaps = [percent(one.fixed), percent(one.read_off)]
+        gaps.append("" if one.real is None else percent(one.real))
+        cells = [line["workload"], line["steps"], f"2^{line['exponent']}", line["level"]]
+        rows.append([*cells, *gaps, f"{line['factor']:.3g}", line["reason"]])
+    return markdown(
+        ["workload", "steps", "start", "level", "fixed", "read off", "real", "factor", "reason"],
+        rows,
+    )
+
+
+EXPERIMENT = Experiment(
+    "auto", __doc__, run,
+    (
+        Column("steps", (10_000,), [1000], option="lengths"),
+        Column("workload", list(GROUPS["development"]), ["llama-bytes"], WORKLOADS),
+        Column("exponent", STARTS, [-4, 0], option="starts"),
+        Column("level", ("trial", "free"), ["free"], ("trial", "free", "fixed")),
+    ),
+    table,
+    same=("workload", "exponent", "seed", "steps", "level", "whole"),
+)  # fmt: skip
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = EXPERIMENT.parser()
+    parser.add_argument("--group", choices=GROUPS, help="in the place of workloads")
+    parser.add_argument("--whole", action="store_true", help="train to the end")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws"
+    )
+    options = EXPERIMENT.parsed(arguments, parser)
+    if options.group:
+        options.workloads = list(GROUPS[options.group])
+    return options
+
+
 def tasks(options: argparse.Namespace) -> list[Task]:
-    grid = command.grid(
-        seed=range(options.seeds), steps=options.lengths, workload=options.workloads,
-        exponent=options.starts, level=options.levels, whole=[options.whole],
-    )  # fmt: skip
+    grid = [{**task, "whole": options.whole} for task in EXPERIMENT.tasks(options)]
     if options.drawn:
         drawn = random.Random(SEED_OF_DRAW).sample(grid, min(options.drawn, len(grid)))
         grid = [{**task, "whole": True} for task in drawn]
     return grid
 
 
-def table(runs: Sequence[Compared]) -> str:
-    """A line for each run."""
-    lines = [
-        "| workload | steps | start | level | fixed | read off | real | factor | reason |",
-        "|---" * 9 + "|",
-    ]
-    for one in runs:
-        line = one.record
-        real = "" if one.real is None else f"{one.real:.1f} %"
-        lines.append(
-            f"| {line['workload']} | {line['steps']} | 2^{line['exponent']} | {line['level']} | "
-            f"{one.fixed:.1f} % | {one.read_off:.1f} % | {real} | {line['factor']:.3g} | "
-            f"{line['reason']} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__, RESULTS, "one workload, 200 steps, two starts", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a group")
-    parser.add_argument("--group", choices=GROUPS, default="development")
-    parser.add_argument(
-        "--levels", nargs="+", choices=("trial", "free", "fixed"), default=["trial", "free"]
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
-    parser.add_argument("--starts", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument("--whole", action="store_true", help="train to the end")
-    parser.add_argument(
-        "--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws"
-    )
-    options = command.parsed(
-        parser,
-        arguments,
-        lengths=[1000],
-        starts=[-4, 0],
-        levels=["free"],
-        workloads=list(DEVELOPMENT)[:1],
-    )
-    options.workloads = options.workloads or list(GROUPS[options.group])
-    return options
-
-
 def drawn() -> set[Any]:
     """Keys of the runs to the end that a seed has drawn."""
     starts = map(str, (-6, *STARTS, 6))
-    return {key(task) for task in tasks(options_of(["--drawn", "80", "--starts", *starts]))}
+    return set(map(EXPERIMENT.key, tasks(options_of(["--drawn", "80", "--starts", *starts]))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
-    records = command.complete(run, tasks(options), key, options)
-    print(table(compared(records, read(fixed_rates.RESULTS))), end="")
+    print(table(EXPERIMENT.complete(tasks(options), options)), end="")
 
 
 if __name__ == "__main__":

@@ -14,43 +14,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from .. import first_tries
-from . import fixed_rates, ranks, seconds
-from .ablation import ablation
-from .auto import NEAR, RESULTS, Compared, compared, drawn, key, of_length
-from .report.tables import table, written
-from .runs import Record, read, spaced
-from .workloads import (
-    CHANGING,
-    DEVELOPMENT,
-    FIELDS,
-    FROM_ZERO,
-    MISLEADING,
-    NOT_TO_ZERO,
-    REPEATED,
-    TEST,
-    WORKLOADS,
-)  # fmt: skip
+from ..tables import grouped, percent, spaced, table, written
+from . import auto, first_tries, fixed_rates, ranks, seconds
+from .ablation import FRESH, LONG, OFTEN, ablation
+from .auto import NEAR, Compared, compared, drawn, of_length, summary
+from .experiment import Record
+from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TEST, WORKLOADS
 
 PAGES = ("docs/evidence/autolr.md", "docs/results.md")
-LONG = 10_000
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
-OFTEN = {
-    *REPEATED, "matrix-factorization-ratings", "embedding-mlp-clicks", "transformer-grammar",
-}  # fmt: skip
-"""Examples are seen so often that runs overfit at good rates, too."""
-FRESH = {name: one for name, one in DEVELOPMENT.items() if name not in OFTEN}
 STARTS = {
-    -6: ("64 times too low"),
-    -4: ("16 times too low"),
-    -2: ("4 times too low"),
-    0: ("the usual rate"),
+    -6: "64 times too low",
+    -4: "16 times too low",
+    -2: "4 times too low",
+    0: "the usual rate",
     2: "4 times the usual rate",
     4: "16 times",
     6: "64 times",
 }
 LEVELS = ("free", "trial")
+
+
+def _level(runs: Sequence[Compared], level: str) -> list[Compared]:
+    return [run for run in runs if run.record["level"] == level]
 
 
 def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
@@ -60,122 +47,68 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
              "interval holds a good rate"]  # fmt: skip
     rows = []
     for name, runs in kinds.items():
-        by_level = {
-            level: [run for run in runs if run.record["level"] == level] for level in LEVELS
-        }
+        by_level = {level: _level(runs, level) for level in LEVELS}
         most = max(by_level.values(), key=len)
-        if not most:
-            continue
-        gaps = [run.fixed for run in most]
-        rows.append(
-            [
-                name,
-                f"fixed rate, {len(most)} runs",
-                f"{fmean(gaps):.1f} %",
-                *(str(sum(gap <= within for gap in gaps)) for within in (NEAR, 2)),
-                "",
-                "",
-                "",
-            ]
-        )
+        if most:
+            gaps = summary([(run.fixed, run.fixed) for run in most])[:3]
+            rows.append([name, f"fixed rate, {len(most)} runs", *gaps, "", "", ""])
         for level, these in by_level.items():
             if these:
-                harms = [run.auto - run.fixed for run in these]
-                rows.append(
-                    ["", f"AutoLR, {level}", f"{fmean(run.auto for run in these):.1f} %",
-                     *(str(sum(run.auto <= within for run in these)) for within in (NEAR, 2)),
-                     f"{sum(harm > NEAR for harm in harms)} of {len(these)}",
-                     f"{max(0.0, *harms):.1f} %", f"{sum(run.holds for run in these)}"]
-                )  # fmt: skip
+                found = summary([(run.fixed, run.auto) for run in these])
+                rows.append(["", f"AutoLR, {level}", *found, sum(run.holds for run in these)])
     return table(heads, rows)
 
 
 def real_and_read_off(runs: Sequence[Compared]) -> str:
-    """Runs to the end beside what their curve says, and the largest differences."""
-    both = [run for run in runs if run.real is not None]
-    if not both:
-        return "No run to the end is in the results yet.\n"
+    """Runs to the end beside what their curve says."""
     rows = []
     for level in LEVELS:
-        these = [run for run in both if run.record["level"] == level]
+        these = [run for run in _level(runs, level) if run.real is not None]
         if these:
-            differences = sorted(abs(run.auto - run.read_off) for run in these)
-            rows.append(
-                [
-                    f"AutoLR, {level}",
-                    str(len(these)),
-                    (f"{fmean(r.fixed for r in these):.1f} %"),
-                    f"{fmean(r.read_off for r in these):.1f} %",
-                    f"{fmean(r.auto for r in these):.1f} %",
-                    f"{differences[len(differences) // 2]:.1f} %",
-                    f"{sum(r.auto - r.fixed > NEAR for r in these)}",
-                ]
+            gaps = (
+                fmean(getattr(run, of) for run in these) for of in ("fixed", "read_off", "auto")
             )
-    heads = [
-        "",
-        "runs",
-        "fixed rate",
-        "read off",
-        "real",
-        "median difference",
-        "worse in real runs",
-    ]
+            differences = sorted(abs(run.auto - run.read_off) for run in these)
+            worse = sum(run.auto - run.fixed > NEAR for run in these)
+            means = [*map(percent, gaps), percent(differences[len(differences) // 2])]
+            rows.append([f"AutoLR, {level}", len(these), *means, worse])
+    heads = ["", "runs", "fixed rate", "read off", "real", "median difference",
+             "worse in real runs"]  # fmt: skip
     return table(heads, rows)
 
 
 def harmed(runs: Sequence[Compared]) -> str:
     """Every run that ends worse than its fixed rate."""
-    worse = sorted(
-        (run for run in runs if run.auto - run.fixed > NEAR), key=lambda run: run.fixed - run.auto
-    )
-    if not worse:
-        return "None.\n"
+    worse = [run for run in runs if run.auto - run.fixed > NEAR]
     heads = ["workload", "steps", "started at", "level", "fixed", "AutoLR", "factor", "real"]
-    return table(
-        heads,
-        [
-            [
-                run.record["workload"],
-                spaced(run.record["steps"]),
-                STARTS.get(run.record["exponent"], ""),
-                run.record["level"],
-                f"{run.fixed:.1f} %",
-                f"{run.auto:.1f} %",
-                f"{run.record['factor']:.2g}",
-                "read off" if run.real is None else "real",
-            ]
-            for run in worse
-        ],
-    )
+    rows = []
+    for run in sorted(worse, key=lambda run: run.fixed - run.auto):
+        line, gaps = run.record, [percent(run.fixed), percent(run.auto)]
+        which = [line["workload"], spaced(line["steps"]), STARTS.get(line["exponent"], "")]
+        real = "read off" if run.real is None else "real"
+        rows.append([*which, line["level"], *gaps, f"{line['factor']:.2g}", real])
+    return table(heads, rows)
 
 
 def repeated(records: Sequence[Record]) -> str:
     """Data that is seen many times: mean gaps by the best checkpoint, and by the last loss."""
     lines = [line for line in records if line["whole"] and line["workload"] in OFTEN]
-    levels, cells = ("fixed", *LEVELS), dict[tuple[str, str], dict[tuple[int, str], float]]()
-    for workload in {line["workload"] for line in lines}:
-        these = [line for line in lines if line["workload"] == workload]
-        for by in ("best", "validation"):
-            cells[workload, by] = _gaps(these, by)
+    levels, by = ("fixed", *LEVELS), ("best", "validation")
+    cells = [{b: _gaps(own, b) for b in by} for own in grouped(lines, "workload").values()]
     rows = []
     for start, name in STARTS.items():
-        complete = {
-            workload
-            for workload, by in cells
-            if by == "best" and all((start, level) in cells[workload, by] for level in levels)
-        }
-        if not complete:
-            continue
-        rows.append([name, str(len(complete))])
-        for by in ("best", "validation"):
-            gaps = {level: [cells[w, by][start, level] for w in complete] for level in levels}
-            rows[-1] += [f"{fmean(gaps[level]):.1f} %" for level in levels]
-            if by == "best":
-                harms = [a - b for a, b in zip(gaps["trial"], gaps["fixed"], strict=True)]
-                rows[-1].append(f"{max(0.0, *harms):.1f} %")
+        whole = [of for of in cells if all((start, level) in of["best"] for level in levels)]
+        if whole:
+            gaps = {
+                (b, level): [of[b][start, level] for of in whole] for b in by for level in levels
+            }
+            means = [percent(fmean(values)) for values in gaps.values()]
+            pairs = zip(gaps["best", "trial"], gaps["best", "fixed"], strict=True)
+            worst = percent(max(0.0, *(a - b for a, b in pairs)))
+            rows.append([name, len(whole), *means[:3], worst, *means[3:]])
     heads = ["started at", "workloads", "best checkpoint: fixed", "free", "trial", "worst",
              "last loss: fixed", "free", "trial"]  # fmt: skip
-    return table(heads, rows) if rows else "Nothing is in the results yet.\n"
+    return table(heads, rows)
 
 
 def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
@@ -192,13 +125,12 @@ def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
 
 def by_workload(runs: Sequence[Compared]) -> str:
     """A line for each workload: gaps with the fixed rate and with the trial, by start."""
-    cells = {(r.record["workload"], r.record["exponent"]): r for r in runs
-             if r.record["level"] == "trial" and r.record["steps"] == LONG}  # fmt: skip
+    cells = {(run.record["workload"], run.record["exponent"]): run for run in _level(runs, "trial")}
     starts = [start for start in STARTS if -4 <= start <= 4]
     rows = []
     for workload in dict.fromkeys(cell[0] for cell in cells):
         of = [cells.get((workload, start)) for start in starts]
-        shown = ["" if one is None else f"{one.fixed:.1f} % → {one.auto:.1f} %" for one in of]
+        shown = ("" if one is None else f"{one.fixed:.1f} % → {one.auto:.1f} %" for one in of)
         rows.append([workload, *shown])
     return table(["workload", *(STARTS[start] for start in starts)], rows)
 
@@ -208,76 +140,65 @@ def workloads() -> str:
     heads = ["workload", "field", "what", "optimizer", "schedule", "usual rate", "batch"]
     return table(
         heads,
-        [
+        (
             [
                 name,
-                one.field,
-                one.what,
-                one.optimizer,
-                one.schedule,
-                f"{one.rate:g}",
-                str(one.problem.batch_size),
+                of.field,
+                of.what,
+                of.optimizer,
+                of.schedule,
+                f"{of.rate:g}",
+                of.problem.batch_size,
             ]
-            for name, one in WORKLOADS.items()
-        ],
+            for name, of in WORKLOADS.items()
+        ),
     )
 
 
-def report(records: Sequence[Record], fixed: Sequence[Record]) -> dict[str, str]:
+def report() -> dict[str, str]:
     """Tables by name."""
+    records, fixed = auto.EXPERIMENT.read(), fixed_rates.EXPERIMENT.read()
     trials = [
         line
         for line in records
         if line["trial"] is not None and not line["whole"] and line["steps"] == LONG
     ]
-    runs = compared(
-        [*records, *(of_length(line, steps) for line in trials for steps in OTHER)], fixed
-    )
-    fresh = [run for run in runs if run.record["workload"] in FRESH]
+    others = [of_length(line, steps) for line in trials for steps in OTHER]
+    runs = compared([*records, *others], fixed)
 
-    def those(of: Callable[[Compared], bool], among: Sequence[Compared] = fresh) -> list[Compared]:
-        return [run for run in among if of(run)]
+    def of(group: object, among: Sequence[Compared] = runs) -> list[Compared]:
+        return [run for run in among if run.record["workload"] in group]  # type: ignore[operator]
 
-    long, chosen = those(lambda run: run.record["steps"] == LONG), drawn()
+    def that(has: Callable[[Record], bool], among: Sequence[Compared]) -> list[Compared]:
+        return [run for run in among if has(run.record)]
+
+    fresh, test, chosen = of(FRESH), of(TEST), drawn()
+    long = that(lambda line: line["steps"] == LONG, fresh)
     groups = {"schedules that do not fall to zero": NOT_TO_ZERO, "warm-ups from 0": FROM_ZERO,
               "data that gets harder": CHANGING, "misleading first steps": MISLEADING}  # fmt: skip
+    kinds = {"10 000 steps": long}
+    for start, name in STARTS.items():
+        kinds[name] = that(lambda line, s=start: line["exponent"] == s, long)  # type: ignore[misc]
+    for steps in OTHER:
+        kinds[f"{spaced(steps)} steps"] = that(lambda line, s=steps: line["steps"] == s, fresh)  # type: ignore[misc]
+    fields = {
+        field: [run for run in long if WORKLOADS[run.record["workload"]].field == field]
+        for field in FIELDS
+    }
     return {
-        "In all": counted(
-            {
-                "10 000 steps": long,
-                **{
-                    name: those(lambda run, s=start: run.record["exponent"] == s, long)
-                    for start, name in STARTS.items()
-                },
-                **{
-                    (f"{spaced(steps)} steps"): those(lambda run, s=steps: run.record["steps"] == s)
-                    for steps in OTHER
-                },
-                **{
-                    name: those(lambda run, g=group: run.record["workload"] in g, runs)
-                    for name, group in groups.items()
-                },
-            }
+        "In all": counted({**kinds, **{name: of(group) for name, group in groups.items()}}),
+        "By field": counted(fields),
+        "Read off and real": real_and_read_off(
+            that(lambda x: auto.EXPERIMENT.key(x) in chosen, runs)
         ),
-        "By field": counted(
-            {
-                field: those(
-                    lambda run, f=field: WORKLOADS[run.record["workload"]].field == f, long
-                )
-                for field in FIELDS
-            }
-        ),
-        "Read off and real": real_and_read_off(those(lambda run: key(run.record) in chosen, runs)),
-        "Worse": harmed(those(lambda run: run.record["workload"] not in OFTEN, runs)),
-        "Test set": counted({"test set": those(lambda run: run.record["workload"] in TEST, runs)})
-        + "\n"
-        + harmed(those(lambda run: run.record["workload"] in TEST, runs)),
+        "Worse": harmed([run for run in runs if run.record["workload"] not in OFTEN]),
+        "Test set": counted({"test set": test}) + "\n" + harmed(test),
         "Examples that are seen many times": repeated(records),
-        "Conditions": ablation([line for line in records if line["workload"] in FRESH], fixed),
-        "First tries": "\n".join(first_tries.table(read(first_tries.RESULTS))) + "\n",
+        "Conditions": ablation(records, fixed),
+        "First tries": first_tries.table(first_tries.EXPERIMENT.read()),
         "By workload": by_workload(long),
-        "More ranks": ranks.table(read(ranks.RESULTS)),
-        "Time": seconds.table(read(seconds.RESULTS)),
+        "More ranks": ranks.table(ranks.EXPERIMENT.read()),
+        "Time": seconds.table(seconds.EXPERIMENT.read()),
         "Workloads": workloads(),
     }
 
@@ -288,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    found = report(read(RESULTS), read(fixed_rates.RESULTS))
+    found = report()
     for path in map(Path, PAGES if options.write else ()):
         path.write_text(written(path.read_text(encoding="utf-8"), found), encoding="utf-8")
     print("\n".join(f"## {name}\n\n{one}" for name, one in found.items()), end="")

@@ -1,58 +1,79 @@
-"""The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for
-HDET and what people use today.
+"""Final validation loss against the starting rate, 2^-8 to 2^6 times the best, for HDET and what
+people use today (the "hero figure").
 
     python -m benchmarks.evidence.hero [--problems cnn-digits ...] [--methods onecycle ...]
-                                       [--exponents -8 ... 6] [--seeds 5] [--jobs 2] [--find]
-                                       [--quick] [--json FILE] [--known FILE ...]
+        [--exponents -8 ... 6] [--seeds 5] [--jobs 2] [--quick] [--json FILE]
 
-Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then
-runs from 2^exponent times it; HDET starts from that of the schedule which it steers. Same steps,
-mini-batches and seeds for all. Runs that are in the file already are not repeated; to try a method
-out, write elsewhere and let ``--known`` name the file with the best rates. ``python -m
-benchmarks.evidence.report`` draws the figure.
+Each method first looks for its own best rate on a grid of powers of 2, then runs from 2^exponent
+times it; HDET starts from that of the schedule which it steers. Same steps, mini-batches and seeds
+for all. gpt-python has three seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import version
+from statistics import fmean
 
-from . import command
-from .methods import METHODS
+import numpy as np
+
+from ..tables import crossed, grouped, mean, table
+from . import peers, replicated
+from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
-from .report.curves import score
-from .report.hero import STARTS, seeds_of
-from .runs import Record, Task, identity, read, run_missing
-from .training import FIXED, Method, train
+from .training import Build, train
 
-RESULTS = "benchmarks/results/evidence/hero.jsonl"
-FIND_SEEDS = {"gpt-python": (1000,)}
-"""(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that
-are shown"""
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training, and how to look for its best rate."""
+
+    build: Build
+    start: float
+    """A rate near which the best one is looked for, in powers of 2."""
+    search: tuple[int, int] | None = None
+    """Exponents between which every second one is tried; None: ``start`` is the best rate by
+    definition."""
+    copies: float = 0.0
+    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters."""
+    borrows: str | None = None
+    """The method whose best rate this one starts from."""
+    package: str | None = None
+
+
+_ADAM, _FREE = (-4, 4), (-8, 6)
+"""Where to search: around 1e-2 for a rate, wider for what should not need any."""
+METHODS = {
+    "onecycle": Method(peers.one_cycle, 1e-2, _ADAM),
+    "wsd": Method(peers.wsd, 1e-2, _ADAM),
+    "schedulefree": Method(peers.schedule_free, 1e-2, _ADAM, package="schedulefree"),
+    "prodigy": Method(peers.prodigy, 1.0, _FREE, 2, package="prodigyopt"),
+    "dadapt": Method(peers.dadapt, 1.0, _FREE, 1, package="dadaptation"),
+    "dog": Method(peers.dog, 1.0, _FREE, package="dog-optimizer"),
+    "dadapt-d0": Method(peers.dadapt_d0, 1e-6, None, 1, package="dadaptation"),
+    "dog-movement": Method(peers.dog_movement, 1e-4, (-6, 8), package="dog-optimizer"),
+    "prodigy-d0": Method(peers.prodigy_d0, 1e-6, None, 2, package="prodigyopt"),
+    "hdet-softmax": Method(replicated.hdet_softmax, 1e-2, borrows="onecycle"),
+}
+FIXED = "wsd"
+"""Whose best rate other benchmarks count from."""
+STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 QUICK = 40
 FARTHEST = 14
-"""powers of 2 beyond which no best rate is looked for"""
+"""Powers of 2 beyond which no best rate is looked for."""
 
 
-def run(
-    benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int
-) -> Record:
-    """One line of the results."""
-    outcome = train(replace(PROBLEMS[problem], steps=steps), METHODS[method], rate, seed)
+def run(problem: str, method: str, exponent: int, rate: float, seed: int, steps: int) -> Record:
+    chosen = METHODS[method]
+    outcome = train(replace(PROBLEMS[problem], steps=steps), chosen.build, rate, seed)
     return {
-        "benchmark": benchmark,
-        "problem": problem,
-        "method": method,
-        "exponent": exponent,
-        "rate": rate,
-        "seed": seed,
-        "steps": steps,
-        **outcome.to_dict(),
+        **outcome,
+        "copies": chosen.copies,
         "untrained": untrained(problem, seed),
-        "version": METHODS[method].version(),
+        "version": chosen.package and f"{chosen.package} {version(chosen.package)}",
     }
 
 
@@ -62,27 +83,32 @@ def untrained(problem: str, seed: int) -> float:
     return PROBLEMS[problem].validate(PROBLEMS[problem].build(seed))
 
 
-key = identity("benchmark", "problem", "method", "seed", "steps", "rate")
+def score(record: Record) -> float:
+    """Held-out loss in nats; an untrained model's if the run crashed or ended above it."""
+    loss = record["validation"]
+    return float(record["untrained"] if loss is None else min(loss, record["untrained"]))
 
 
 # -- the best rate ---------------------------------------------------------------------------------
 
 
+def find_seeds(problem: str) -> tuple[int, ...]:
+    """Not those of the tables: the best rate is not chosen on the runs that are shown."""
+    return (1000,) if problem == "gpt-python" else (1000, 1001)
+
+
 def means(records: Sequence[Record], problem: str, method: str, steps: int) -> dict[int, float]:
     """Exponent of the search grid -> mean score, where all seeds are there."""
-    found: dict[int, dict[int, float]] = {}
-    for record in records:
-        if (record["benchmark"], record["problem"], record["method"], record["steps"]) == (
-            "hero-find",
-            problem,
-            method,
-            steps,
-        ):
-            found.setdefault(record["exponent"], {})[record["seed"]] = score(record)
+    searched = [
+        line
+        for line in records
+        if (line["benchmark"], line["problem"], line["method"], line["steps"])
+        == ("hero-find", problem, method, steps)
+    ]
     return {
-        exponent: statistics.mean(by_seed.values())
-        for exponent, by_seed in found.items()
-        if set(find_seeds(problem)) <= set(by_seed)
+        exponent: fmean(map(score, lines))
+        for exponent, lines in grouped(searched, "exponent").items()
+        if set(find_seeds(problem)) <= {line["seed"] for line in lines}
     }
 
 
@@ -109,132 +135,145 @@ def best_rate(records: Sequence[Record], problem: str, method: str, steps: int) 
         return chosen.start
     known = means(records, problem, method, steps)
     if not known or next_exponents(chosen, known):
-        raise KeyError(f"the best rate of {method} on {problem} is not known yet")
+        raise KeyError(
+            f"the best rate of {method} on {problem} is not known: python -m "
+            f"benchmarks.evidence.hero --methods {method} --problems {problem}"
+        )
     return chosen.start * 2.0 ** min(known, key=lambda exponent: (known[exponent], exponent))
 
 
-def best_fixed(problem: str, options: argparse.Namespace) -> float:
-    """The best rate of `FIXED`, from which other benchmarks count; ``options.hero``: where it has
-    been looked for.
-
-    Raises SystemExit, with the command that looks for it, if it has not been.
-    """
-    if options.quick:
-        return METHODS[FIXED].start
-    try:
-        return best_rate(read(options.hero), problem, FIXED, PROBLEMS[problem].steps)
-    except KeyError:
-        raise SystemExit(
-            f"{options.hero} does not say the best fixed rate on {problem}: "
-            f"run python -m benchmarks.evidence.hero --find --methods {FIXED} --problems {problem}"
-        ) from None
-
-
-def find(options: argparse.Namespace, records: list[Record]) -> None:
+def find(options: argparse.Namespace) -> list[Record]:
     """Search until every method knows its best rate; a method that starts from another's makes that
-    one search."""
+    one search. Returns the lines of the search."""
     names = dict.fromkeys(METHODS[name].borrows or name for name in options.methods)
+    done: list[Record] = EXPERIMENT.read() if options.json == EXPERIMENT.results else []
     while True:
         tasks = [
-            {
-                "benchmark": "hero-find",
-                "problem": problem,
-                "method": name,
-                "exponent": e,
-                "rate": METHODS[name].start * 2.0**e,
-                "seed": seed,
-                "steps": steps_of(problem, options),
-            }
+            _task("hero-find", problem, name, e, METHODS[name].start * 2.0**e, seed, steps)
             for problem in options.problems
             for name in names
+            for steps in [PROBLEMS[problem].steps]
             for seed in find_seeds(problem)
-            for e in next_exponents(
-                METHODS[name], means(records, problem, name, steps_of(problem, options))
-            )
+            for e in next_exponents(METHODS[name], means(done, problem, name, steps))
         ]
         if not tasks:
-            return
-        run_missing(run, tasks, records, key, path=options.json, jobs=options.jobs)
+            return done
+        done += EXPERIMENT.complete(tasks, options)
 
 
-def find_seeds(problem: str) -> tuple[int, ...]:
-    return FIND_SEEDS.get(problem, (1000, 1001))
-
-
-def turns(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    """(seed, problem), seed by seed, so that a benchmark that is stopped has something of
-    everything."""
-    seeds = {
-        problem: range(options.seeds) if options.seeds else seeds_of(problem)
-        for problem in options.problems
-    }
-    return (
-        (seed, problem)
-        for seed in range(max(map(len, seeds.values())))
-        for problem, own in seeds.items()
-        if seed in own
-    )
-
-
-def steps_of(problem: str, options: argparse.Namespace) -> int:
-    return QUICK if options.quick else PROBLEMS[problem].steps
-
-
-# -- the figure's runs -----------------------------------------------------------------------------
+def _task(
+    benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int
+) -> Task:
+    return {
+        "benchmark": benchmark, "problem": problem, "method": method, "exponent": exponent,
+        "rate": rate, "seed": seed, "steps": steps,
+    }  # fmt: skip
 
 
 def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
-    for seed, problem in turns(options):
-        steps = steps_of(problem, options)
-        for method in options.methods:
-            best = (
+    """Seed by seed, so that a benchmark that is stopped has something of everything."""
+    for task in EXPERIMENT.tasks(options):
+        problem, method, e, seed = (task[k] for k in ("problem", "method", "exponent", "seed"))
+        if seed < 3 or problem != "gpt-python":
+            steps = QUICK if options.quick else PROBLEMS[problem].steps
+            known = (
                 METHODS[method].start
                 if options.quick
                 else best_rate(records, problem, method, steps)
             )
-            for e in options.exponents:
-                yield {
-                    "benchmark": "hero",
-                    "problem": problem,
-                    "method": method,
-                    "exponent": e,
-                    "rate": best * 2.0**e,
-                    "seed": seed,
-                    "steps": steps,
-                }
+            yield _task("hero", problem, method, e, known * 2.0**e, seed, steps)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+CAPTION = """
+The rate that a run starts from is 2^start times the best one of the method (hdet-softmax: of
+OneCycle, which it steers), which was found on other seeds. Losses are held-out, in nats, means over
+seeds ± one standard error. A run that crashed, or ended above it, counts as an untrained model. LR
+sensitivity is E[min(l, l0)] - l* over starts even in ln(rate), l0 the untrained model's loss, l*
+the lowest mean of any method; beside it, with the method's own lowest as l*.
+"""
+
+
+class Curve:
+    """A method on a problem, from several starts."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        by_start = grouped(sorted(records, key=lambda r: (r["exponent"], r["seed"])), "exponent")
+        self.scores = {e: list(map(score, lines)) for e, lines in by_start.items()}
+        self.means = {e: fmean(values) for e, values in self.scores.items()}
+        self.best, self.worst = (of(self.means, key=self.means.__getitem__) for of in (min, max))
+
+    def sensitivity(self, lowest: float) -> float:
+        """LR sensitivity E[min(l, l0)] - l* (Wortsman et al., arXiv 2309.14322), l0 an untrained
+        model's loss, l* = ``lowest``; nats.
+
+        The expectation is over starts that are even in ln(rate): the trapezoid rule, so a grid that
+        is denser somewhere weighs right.
+        """
+        starts, losses = np.array([*self.means]), np.array([*self.means.values()])
+        if len(starts) == 1:
+            return float(losses[0]) - lowest
+        area = (np.diff(starts) * (losses[1:] + losses[:-1])).sum() / 2
+        return float(area / (starts[-1] - starts[0])) - lowest
+
+    def row(self, lowest: float) -> list[str]:
+        """Of the overview."""
+        last = self.records[-1]
+        failed = sum(score(r) >= r["untrained"] for r in self.records)
+        at = (f"{mean(self.scores[e])} (2^{e})" for e in (self.best, self.worst))
+        sensitivities = (self.sensitivity(l) for l in (lowest, self.means[self.best]))
+        return [
+            f"{last['rate'] / 2.0 ** last['exponent']:.3g}",
+            *at,
+            *(f"{value:.3f}" for value in sensitivities),
+            f"{failed} of {len(self.records)}",
+            f"{last['copies']:g}" if last["copies"] else "-",
+        ]
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Markdown: for each problem what every method loses, and loss by start."""
+    parts = ["# Final validation loss against the starting rate\n", CAPTION]
+    shown = [record for record in records if record["benchmark"] == "hero"]
+    for problem, lines in sorted(grouped(shown, "problem").items()):
+        by_method = grouped(lines, "method")
+        curves = {name: Curve(by_method[name]) for name in METHODS if name in by_method}
+        lowest = min(curve.means[curve.best] for curve in curves.values())
+        heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity",
+                 "with its own l*", "crashed or learned nothing", "extra copies"]  # fmt: skip
+        starts = {f"2^{e}": e for e in sorted({r["exponent"] for r in lines})}
+        parts += [
+            f"## {problem} (untrained: {fmean(r['untrained'] for r in lines):.3f})\n",
+            table(heads, ([name, *curve.row(lowest)] for name, curve in curves.items())),
+            crossed(
+                "method",
+                curves,
+                starts,
+                lambda curve, e: f"{curve.means[e]:.3f}" if e in curve.means else "",
+            ),
+        ]
+    return "\n".join(parts)
+
+
+EXPERIMENT = Experiment(
+    "hero", __doc__, run,
+    (
+        Column("problem", list(PROBLEMS), ["cnn-digits"], PROBLEMS),
+        Column("method", list(METHODS), ["onecycle", "hdet-softmax"], METHODS),
+        Column("exponent", STARTS, [-4, 0, 4]),
+    ),
+    tables,
+    seeds=5,
+    same=("benchmark", "problem", "method", "seed", "steps", "rate"),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(
-        __doc__,
-        RESULTS,
-        f"one seed, {QUICK} steps on cnn-digits from three starts",
-        seeds=None,
-        problems=list(PROBLEMS),
-    )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument("--find", action="store_true", help="only look for the best rates")
-    parser.add_argument(
-        "--known",
-        nargs="+",
-        default=[],
-        help="further results, only read: for the best rates, while a method is tried out",
-    )
-    options = command.parsed(
-        parser, arguments, problems=["cnn-digits"], exponents=[-4, 0, 4], seeds=1
-    )
-    records = read(options.json)
-    records += [
-        record
-        for path in options.known
-        for record in read(path)
-        if record["benchmark"] == "hero-find"
-    ]
-    if not options.quick:
-        find(options, records)
-    if not options.find:
-        run_missing(run, grid(options, records), records, key, path=options.json, jobs=options.jobs)
+    options = EXPERIMENT.parsed(arguments)
+    found = [] if options.quick else find(options)
+    print(tables(EXPERIMENT.complete(grid(options, found), options)), end="")
 
 
 if __name__ == "__main__":

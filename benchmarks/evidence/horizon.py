@@ -2,19 +2,20 @@
 probe to find the rate of the whole run?
 
     python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--exponents -4 0 4]
-                                          [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
-                                          [--quick] [--json FILE] [--hero FILE]
+        [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2] [--quick] [--json FILE]
 
 Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are
 scored at the average of their weights over the cycle, or greedily at their last weights. All else
-is as in the hero figure (replicated.py).
+is as in benchmarks.evidence.hero, which has found the best rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -22,64 +23,43 @@ from torch import nn
 import hdet
 from hdet.controllers.probe_rule import END
 
-from . import command, training
-from .hero import RESULTS as HERO
-from .hero import best_fixed, untrained
-from .methods import METHODS
+from ..tables import grouped, mean, table
+from . import hero
+from .experiment import Column, Experiment, Record, Task
+from .peers import wsd
 from .problems import PROBLEMS, Problem
 from .replicated import probe, replicated
-from .report.horizon import AVERAGED, FIXED, INTERVALS, LAST, SEEDS, STARTS, horizon_tables
-from .runs import Record, Task, identity
-from .training import Method, Parts, train
+from .training import Parts, train
 
-RESULTS = "benchmarks/results/evidence/horizon.jsonl"
-QUICK = 40
+AVERAGED, LAST, FIXED = "averaged", "last", "fixed"
+NAMES = {AVERAGED: "cycle-averaged weights", LAST: "last weights (greedy)", FIXED: "fixed schedule"}
+SIGNIFICANT = 2.0
 
 
 def run(
     problem: str, method: str, interval: float, exponent: int, rate: float, seed: int, steps: int
 ) -> Record:
-    """One line of the results.
-
-    ``interval``: part of the run that a cycle takes; 0 for the fixed schedule.
-    """
+    """``interval``: part of the run that a cycle takes; 0 for the fixed schedule."""
     controllers: list[Corrected] = []
     length = max(1, round(interval * steps))
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         def controller(probed: list[int]) -> hdet.ProbeController:
-            every = (
-                1 if method == AVERAGED else length
-            )  # sampled once a cycle is sampled at its end
-            made = probe(
-                problem,
-                model,
-                seed,
-                probed,
-                length,
-                kind=Corrected,
-                average_every=every,
-            )
-            controllers.append(made)
-            return made
+            # sampled once a cycle is sampled at its end
+            every = 1 if method == AVERAGED else length
+            settings = {"kind": Corrected, "average_every": every}
+            controllers.append(probe(problem, model, seed, probed, length, **settings))
+            return controllers[0]
 
         return replicated(problem, model, rate, seed, controller, interval=length)
 
-    chosen = METHODS[training.FIXED] if method == FIXED else Method(method, build, rate, None)
+    chosen = wsd if method == FIXED else build
     outcome = train(replace(PROBLEMS[problem], steps=steps), chosen, rate, seed)
     return {
-        "benchmark": "horizon",
-        "problem": problem,
-        "method": method,
-        "interval": interval,
-        "exponent": exponent,
-        "rate": rate,
-        "seed": seed,
-        "steps": steps,
-        **outcome.to_dict(),
+        **outcome,
         "correction": controllers[0].correction if controllers else 1.0,
         "votes": controllers[0].votes if controllers else [],
-        "untrained": untrained(problem, seed),
+        "untrained": hero.untrained(problem, seed),
     }
 
 
@@ -101,59 +81,71 @@ class Corrected(hdet.ProbeController):
         return decisions
 
 
-key = identity("problem", "method", "interval", "seed", "steps", "rate")
-
-
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    """Seed by seed, so that a benchmark that is stopped has something of everything."""
-    best = {problem: best_fixed(problem, options) for problem in options.problems}
-    cells = [
-        (FIXED, 0.0),
-        *((method, interval) for interval in options.intervals for method in (AVERAGED, LAST)),
-    ]
-    for seed in range(options.seeds):
-        for problem in options.problems:
-            for method, interval in cells:
-                for e in options.exponents:
-                    yield {
-                        "problem": problem,
-                        "method": method,
-                        "interval": interval,
-                        "exponent": e,
-                        "rate": best[problem] * 2.0**e,
-                        "seed": seed,
-                        "steps": QUICK if options.quick else PROBLEMS[problem].steps,
-                    }
+    """The fixed schedule has no interval."""
+    known = hero.EXPERIMENT.read()
+    for task in EXPERIMENT.tasks(options):
+        if (task["method"] == FIXED) == (task["interval"] == 0):
+            problem = PROBLEMS[task["problem"]]
+            best = hero.best_rate(known, problem.name, hero.FIXED, problem.steps)
+            steps = hero.QUICK if options.quick else problem.steps
+            yield {**task, "rate": best * 2.0 ** task["exponent"], "steps": steps}
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+CAPTION = """
+Held-out loss at the end in nats, mean over seeds ± one standard error, and where the rate went: 2^x
+times the best fixed rate, mean of x. *Higher : lower*: of the cycles near the schedule's peak,
+where votes count, those in which |t| > 2 said so. From the best rate neither should win. Starts are
+2^start times the best fixed rate. A run that crashed, or ended above it, counts as an untrained
+model.
+"""
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Markdown: for each problem a row for each cycle and way of scoring."""
+    parts = ["# The horizon\n", CAPTION]
+    for problem, lines in sorted(grouped(records, "problem").items()):
+        starts = sorted(grouped(lines, "exponent"))
+        rows = []
+        for (interval, method), cycle in sorted(grouped(lines, "interval", "method").items()):
+            own = grouped(cycle, "exponent")
+            cells = [cell for e in starts for cell in (_cells(own[e]) if e in own else [""] * 3)]
+            rows.append([NAMES[method], f"{100 * interval:g} %" if interval else "-", *cells])
+        heads = ["scored at", "cycle"]
+        for e in starts:
+            heads += [f"loss from 2^{e}", "rate went to", "higher : lower"]
+        parts += [f"## {problem}\n", table(heads, rows)]
+    return "\n".join(parts)
+
+
+def _cells(lines: Sequence[Record]) -> list[str]:
+    """Loss, rate, and how often a higher and a lower one was significantly better."""
+    votes = [t for line in lines for t in line["votes"]]
+    higher, lower = sum(t < -SIGNIFICANT for t in votes), sum(t > SIGNIFICANT for t in votes)
+    went_to = fmean(line["exponent"] + math.log2(line["correction"]) for line in lines)
+    said = f"{higher} : {lower} of {len(votes)}" if votes else ""
+    return [mean(list(map(hero.score, lines))), f"2^{went_to:+.1f}", said]
+
+
+EXPERIMENT = Experiment(
+    "horizon", __doc__, run,
+    (
+        Column("problem", ("cnn-digits",), ["cnn-digits"], PROBLEMS),
+        Column("method", (FIXED, AVERAGED, LAST), [AVERAGED, LAST], NAMES),
+        Column("interval", (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1), [0.05, 0.1]),
+        Column("exponent", (-4, 0, 4), [-4, 4]),
+    ),
+    tables,
+    seeds=3,
+    same=("problem", "method", "interval", "seed", "steps", "rate"),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(
-        __doc__,
-        RESULTS,
-        f"one seed, {QUICK} steps on cnn-digits, two cycles",
-        seeds=SEEDS,
-        problems=["cnn-digits"],
-    )
-    parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument(
-        "--intervals",
-        type=float,
-        nargs="+",
-        default=list(INTERVALS),
-        help="cycles, as parts of the run",
-    )
-    parser.add_argument(
-        "--hero", default=HERO, metavar="FILE", help="where the best fixed rates are"
-    )
-    options = command.parsed(
-        parser,
-        arguments,
-        problems=["cnn-digits"],
-        exponents=[-4, 4],
-        intervals=[0.05, 0.1],
-        seeds=1,
-    )
-    print(horizon_tables(command.complete(run, tasks(options), key, options)), end="")
+    options = EXPERIMENT.parsed(arguments)
+    print(tables(EXPERIMENT.complete(tasks(options), options)), end="")
 
 
 if __name__ == "__main__":

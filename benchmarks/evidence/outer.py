@@ -16,32 +16,27 @@ exponents of 2 times the rate that people would write first. The table has the f
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 import hdet
 from hdet.converge import Outer, Plain
 
 from ..harness import spawn
-from . import command
+from ..tables import grouped
+from ..tables import table as markdown
+from .experiment import Column, Experiment, Record, finite
 from .problems import Batch
-from .runs import Record, Task, finite, identity
 from .training import in_parts
 from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 
-RESULTS = "benchmarks/results/evidence/outer.jsonl"
 WORKERS, INTERVAL, SPREAD, CHUNKS = 4, 50, 0.3, 8
 METHODS = ("local", "diloco", "spread", "probe")
 
 
 def worker(
     rank: int, world: int, workload: str, method: str, exponent: int, seed: int, steps: int
-) -> Any:
+) -> tuple[float, float]:
     """(held-out loss, correction of the base value) after a run, the same on all ranks."""
     chosen = WORKLOADS[workload]
     problem = replace(chosen.problem, steps=steps)
@@ -49,13 +44,9 @@ def worker(
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
 
     def common(cycle: int) -> list[Batch]:
-        whole = [
-            problem.spare(seed, (cycle + 1) * INTERVAL, 2 * cycle + i)
-            for i in range(CHUNKS // world)
-        ]
-        return [
-            tuple(column[r::world] for column in batch) for batch in whole for r in range(world)
-        ]
+        step, several = (cycle + 1) * INTERVAL, CHUNKS // world
+        whole = [problem.spare(seed, step, 2 * cycle + i) for i in range(several)]
+        return [tuple(x[r::world] for x in batch) for batch in whole for r in range(world)]
 
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(), common, chunks=CHUNKS, model=model
@@ -79,80 +70,36 @@ def worker(
 
 
 def run(workload: str, method: str, exponent: int, seed: int, steps: int) -> Record:
-    """One line of the results."""
-    began = time.perf_counter()
     validation, correction = spawn(worker, WORKERS, workload, method, exponent, seed, steps)
-    return {
-        "benchmark": "outer",
-        "workload": workload,
-        "method": method,
-        "exponent": exponent,
-        "seed": seed,
-        "steps": steps,
-        "validation": finite(validation),
-        "correction": finite(correction),
-        "seconds": time.perf_counter() - began,
-        "torch": torch.__version__,
-    }
-
-
-key = identity("workload", "method", "exponent", "seed", "steps")
-
-
-def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(
-        seed=range(options.seeds),
-        workload=options.workloads,
-        exponent=options.starts,
-        method=options.methods,
-        steps=[options.steps],
-    )
+    return {"validation": finite(validation), "correction": finite(correction)}
 
 
 def table(records: Sequence[Record]) -> str:
-    cells = {(r["workload"], r["exponent"], r["seed"], r["method"]): r for r in records}
-    methods = [method for method in METHODS if any(cell[3] == method for cell in cells)]
-    lines = [
-        "| workload | start | seed | " + " | ".join(methods) + " | probe's correction |",
-        "|---" * (len(methods) + 4) + "|",
-    ]
-    for workload, exponent, seed in dict.fromkeys(cell[:3] for cell in sorted(cells)):
-        row = {method: cells.get((workload, exponent, seed, method)) for method in methods}
-        losses = [
-            "broke" if r and r["validation"] is None else f"{r['validation']:.4f}" if r else ""
-            for r in row.values()
+    methods = [method for method in METHODS if any(r["method"] == method for r in records)]
+    rows = []
+    for cell, lines in sorted(grouped(records, "workload", "exponent", "seed").items()):
+        row = {line["method"]: line for line in lines}
+        losses = ["" if m not in row else row[m]["validation"] for m in methods]
+        shown = [
+            f"{x:.4f}" if isinstance(x, float) else "broke" if x is None else x for x in losses
         ]
-        moved = row.get("probe")
-        shown = f"{moved['correction']:.2f}" if moved and moved["correction"] is not None else ""
-        lines.append(
-            f"| {workload} | 2^{exponent} | {seed} | " + " | ".join(losses) + f" | {shown} |"
-        )
-    return "\n".join(lines) + "\n"
+        moved = row.get("probe", {}).get("correction")
+        rows.append([cell[0], f"2^{cell[1]}", cell[2], *shown, f"{moved:.2f}" if moved else ""])
+    return markdown(["workload", "start", "seed", *methods, "probe's correction"], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 100 steps, one method", seeds=1)
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        choices=WORKLOADS,
-        default=["cnn-digits", "gru-bytes", "vit-digits"],
-    )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--starts", type=int, nargs="+", default=[-2, 0, 2])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.set_defaults(jobs=1)
-    options = command.parsed(
-        parser,
-        arguments,
-        workloads=["mlp-breast-cancer"],
-        methods=["probe"],
-        starts=[0],
-        steps=100,
-        seeds=1,
-    )
-    print(table(command.complete(run, tasks(options), key, options)), end="")
-
+CHOSEN = ("cnn-digits", "gru-bytes", "vit-digits")
+EXPERIMENT = Experiment(
+    "outer", __doc__, run,
+    (
+        Column("workload", CHOSEN, ["mlp-breast-cancer"], WORKLOADS),
+        Column("exponent", (-2, 0, 2), [0], option="starts"),
+        Column("method", METHODS, ["probe"], METHODS),
+        Column("steps", (2000,), [100], option="steps"),
+    ),
+    table,
+    jobs=1,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

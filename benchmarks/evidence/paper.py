@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core.spread import assignment, multipliers
 
-from . import command
+from ..tables import crossed, grouped, mean, table
+from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
 from .problems.recsys import interactions
-from .runs import Record, Task, identity
 
-RESULTS = "benchmarks/results/evidence/paper.jsonl"
 PROBLEM = PROBLEMS["recommender-clicks"]
 STEPS, BATCH = 400, 128
 REPLICAS, SPREAD, INTERVAL, WARMUP, NOISE = 8, 1 / 9, 10, 0.1, 0.01
 """N, alpha, T, S_warm as a part of the run (where OneCycle is at its peak), nu"""
-FACTORS = [1 / 9, 1, 8, 2, 4, 16, 32]
 FIND, FIND_SEEDS = [2.0**e for e in range(-9, -3)], (1000, 1001, 1002)
 """rates among which the baseline's best one is looked for, on other seeds than those of the table
 """
@@ -50,7 +48,6 @@ FIND, FIND_SEEDS = [2.0**e for e in range(-9, -3)], (1000, 1001, 1002)
 class Setup:
     """A row of the table."""
 
-    title: str
     replicas: int = REPLICAS
     """1: the gradient of the same batch, and nothing to explore or to average"""
     noise: float = NOISE
@@ -64,46 +61,30 @@ class Setup:
 
 
 METHODS = {
-    "baseline": Setup("Baseline", replicas=1, noise=0),
-    "decay": Setup("Baseline with the decay of Eq. 7", replicas=1, noise=0, sigma=0.1),
-    "warm-init": Setup("Warm-Init, no averaging", averages=False),
-    "no-auto": Setup("HDET without auto-LR"),
-    "no-warm": Setup("HDET without warm init", noise=0, sigma=0.1),
-    "full": Setup("HDET, full", sigma=0.1),
-    "sharp": Setup("HDET, full, the code's sigma 0.002", sigma=0.002),
-    "on-onecycle": Setup(
-        "HDET, full, but multiplying OneCycle instead of the decay of Eq. 7", sigma=0.1, decay=None
-    ),
-    "local": Setup("HDET without auto-LR, local gradients", local=True),
+    "baseline": Setup(replicas=1, noise=0),
+    "decay": Setup(replicas=1, noise=0, sigma=0.1),
+    "warm-init": Setup(averages=False),
+    "no-auto": Setup(),
+    "no-warm": Setup(noise=0, sigma=0.1),
+    "full": Setup(sigma=0.1),
+    "sharp": Setup(sigma=0.002),
+    "on-onecycle": Setup(sigma=0.1, decay=None),
+    "local": Setup(local=True),
 }
+"""docs/evidence/replicas.md says what each is."""
 
 
 class Diverged(Exception):
     """A loss is not finite."""
 
 
-def run(
-    benchmark: str, problem: str, method: str, factor: float, rate: float, seed: int, steps: int
-) -> Record:
-    """One line of the results."""
-    began, setup, history = time.perf_counter(), METHODS[method], History(steps)
+def run(problem: str, method: str, factor: float, rate: float, seed: int, steps: int) -> Record:
+    setup, history = METHODS[method], History(steps)
     try:
         found = (train_local if setup.local else train_shared)(setup, rate, seed, steps, history)
     except (Diverged, hdet.ReplicasDiverged):
         found = {"validation": None}
-    return {
-        "benchmark": benchmark,
-        "problem": problem,
-        "method": method,
-        "factor": factor,
-        "exponent": math.log2(factor),
-        "rate": rate,
-        "seed": seed,
-        "steps": steps,
-        **history.summary(),
-        **found,
-        "seconds": time.perf_counter() - began,
-    }
+    return {"exponent": math.log2(factor), **history.summary(), **found}
 
 
 class History:
@@ -120,7 +101,7 @@ class History:
             self.finite = False
             raise Diverged
         if step >= self.begins:
-            self.losses.append(statistics.mean(losses))
+            self.losses.append(fmean(losses))
             self.engagement.append(engagement)
 
     def summary(self) -> Record:
@@ -129,10 +110,8 @@ class History:
         if not self.finite or not self.losses:
             return {"train": None, "constant": None, "crashed": True}
         seen = torch.cat(self.engagement)
-        train, constant = (
-            statistics.mean(self.losses),
-            F.binary_cross_entropy(seen.mean(0).expand_as(seen), seen).item(),
-        )
+        train = fmean(self.losses)
+        constant = F.binary_cross_entropy(seen.mean(0).expand_as(seen), seen).item()
         return {"train": train, "constant": constant, "crashed": train > constant}
 
 
@@ -142,14 +121,14 @@ class History:
 def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: History) -> Record:
     model = PROBLEM.build(seed)
     optimizer = hdet.FusedAdamW(PROBLEM.groups(model), lr=rate, betas=(0.9, 0.95))
-    replicas = (
-        hdet.Replicas.default()
-        if setup.replicas == 1
-        else hdet.CoresidentReplicas(model, setup.replicas)
-    )
+    alone = setup.replicas == 1
+    replicas = hdet.Replicas.default() if alone else hdet.CoresidentReplicas(model, setup.replicas)
     for r in range(setup.replicas if setup.noise else 0):
         with replicas.use(r):
             hdet.warm_noise_(model.named_parameters(), setup.noise, seed, replicas)
+    softmax = None
+    if setup.sigma is not None:
+        softmax = hdet.SoftmaxController(setup.sigma, decay=setup.decay)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")
         ensemble = hdet.Ensemble(
@@ -161,16 +140,13 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
             knobs=[hdet.LearningRate(SPREAD, groups="each")],
             sync=hdet.Sync(INTERVAL if setup.averages else steps + 1),
             warmup_steps=int(WARMUP * steps),
-            controller=None
-            if setup.sigma is None
-            else hdet.SoftmaxController(setup.sigma, decay=setup.decay),
+            controller=softmax,
         )
     bases, apart = [], []
     for step in range(steps):
         batch, losses = interactions(BATCH, step, steps, seed), []
-        for r, part in enumerate(
-            zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)
-        ):
+        parts = zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)
+        for r, part in enumerate(parts):
             with replicas.use(r):
                 loss = PROBLEM.losses(model, part).mean()
                 ensemble.observe(loss.detach())
@@ -187,11 +163,7 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         if (step + 1) * 4 % steps == 0:
             bases.append({name: value / rate for name, value in ensemble.values().items()})
     averaged = PROBLEM.validate(model)
-    return {
-        "validation": statistics.mean(apart or [averaged]),
-        "averaged": averaged,
-        "bases": bases,
-    }
+    return {"validation": fmean(apart or [averaged]), "averaged": averaged, "bases": bases}
 
 
 def onecycle(optimizer: torch.optim.Optimizer, rate: float, steps: int) -> OneCycleLR:
@@ -214,10 +186,8 @@ def train_local(setup: Setup, rate: float, seed: int, steps: int, history: Histo
         parts = zip(*(tensor.chunk(setup.replicas) for tensor in batch), strict=True)
         for r, (model, optimizer, part) in enumerate(zip(models, optimizers, parts, strict=True)):
             for group in optimizer.param_groups:
-                group["lr"] = (
-                    schedule.get_last_lr()[0]
-                    * grid[assignment(seed, step // INTERVAL, group["name"], setup.replicas)[r]]
-                )
+                place = assignment(seed, step // INTERVAL, group["name"], setup.replicas)[r]
+                group["lr"] = schedule.get_last_lr()[0] * grid[place]
             loss = PROBLEM.losses(model, part).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -234,10 +204,8 @@ def train_local(setup: Setup, rate: float, seed: int, steps: int, history: Histo
 def noisy_starts(setup: Setup, seed: int) -> list[nn.Module]:
     """A model for each replica, with the noise that it has among co-resident ones."""
     model = PROBLEM.build(seed)
-    replicas, models = (
-        hdet.CoresidentReplicas(model, setup.replicas),
-        [PROBLEM.build(seed) for _ in range(setup.replicas)],
-    )
+    replicas = hdet.CoresidentReplicas(model, setup.replicas)
+    models = [PROBLEM.build(seed) for _ in range(setup.replicas)]
     for r, own in enumerate(models):
         with replicas.use(r):
             hdet.warm_noise_(model.named_parameters(), setup.noise, seed, replicas)
@@ -256,75 +224,127 @@ def average_(models: Sequence[nn.Module]) -> None:
 # -- what is run -----------------------------------------------------------------------------------
 
 
-key = identity("benchmark", "method", "seed", "steps", "rate")
+def search(options: argparse.Namespace) -> list[Task]:
+    """For the baseline's best rate, on other seeds than those of the table."""
+    seeds, rates = (FIND_SEEDS[:1], FIND[2:4]) if options.quick else (FIND_SEEDS, FIND)
+    return [
+        _task("paper-find", "baseline", 1.0, rate, seed, options)
+        for seed in seeds
+        for rate in rates
+    ]
 
 
-def search(steps: int, rates: Sequence[float], seeds: Sequence[int]) -> Iterator[Task]:
-    for seed in seeds:
-        for rate in rates:
-            yield {
-                "benchmark": "paper-find",
-                "problem": PROBLEM.name,
-                "method": "baseline",
-                "factor": 1.0,
-                "rate": rate,
-                "seed": seed,
-                "steps": steps,
-            }
+def _task(
+    benchmark: str, method: str, factor: float, rate: float, seed: int, options: argparse.Namespace
+) -> Task:
+    return {
+        "benchmark": benchmark, "problem": PROBLEM.name, "method": method, "factor": factor,
+        "rate": rate, "seed": seed, "steps": 40 if options.quick else STEPS,
+    }  # fmt: skip
 
 
-def best_rate(records: Sequence[Record], steps: int) -> float:
+def best_rate(records: Sequence[Record]) -> float:
     """Of the baseline, by the mean held-out loss."""
-    found: dict[float, list[float]] = {}
-    for record in records:
-        if record["benchmark"] == "paper-find" and record["steps"] == steps:
-            found.setdefault(record["rate"], []).append(
-                math.inf if record["validation"] is None else record["validation"]
-            )
-    return min(found, key=lambda rate: statistics.mean(found[rate]))
+
+    def loss(rate: float) -> float:
+        found = [line["validation"] for line in by_rate[rate]]
+        return math.inf if None in found else fmean(found)
+
+    by_rate = grouped(records, "rate")
+    return min(by_rate, key=loss)
 
 
 def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
     """Seed by seed, so that a benchmark that is stopped has something of everything."""
-    for seed in range(options.seeds):
-        for factor in options.factors:
-            for method in options.methods:
-                if factor >= 1 or method == "baseline":
-                    yield {
-                        "benchmark": "paper",
-                        "problem": PROBLEM.name,
-                        "method": method,
-                        "factor": factor,
-                        "rate": best * factor,
-                        "seed": seed,
-                        "steps": options.steps,
-                    }
+    for task in EXPERIMENT.tasks(options):
+        method, factor = task["method"], task["factor"]
+        if factor >= 1 or method == "baseline":
+            yield _task("paper", method, factor, best * factor, task["seed"], options)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+CAPTION = """
+Rates are multiples of the baseline's best one, which was found on other seeds. The paper's low and
+high rates are 9 times apart. Losses are in nats, means over seeds ± one standard error. A run has
+crashed, or learned nothing, if a loss is not finite, or if over its last tenth the training loss is
+above that of the best constant prediction for the same interactions; where it is not finite it is
+left out of the means.
+"""
+ORDER = """
+A group's rate against the geometric mean of the four, in %, halfway through the run (means over
+seeds ± one standard error; then floors interfere): the lowest has decayed fastest. Only where a
+controller steers the groups.
+"""
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Markdown: training loss, held-out loss and crashes by configuration and rate; then the
+    groups' rates."""
+    shown = [record for record in records if record["benchmark"] == "paper"]
+    factors = {times(factor): factor for factor in sorted(grouped(shown, "factor"))}
+    methods = {method: grouped(own, "factor") for method, own in grouped(shown, "method").items()}
+    parts = ["# The paper's configurations on a recommender\n", CAPTION]
+    cells: dict[str, Callable[[list[Record]], str]] = {
+        "Crashed, or learned nothing": lambda own: (
+            f"{sum(line['crashed'] for line in own)} of {len(own)}"
+        ),
+        "Final training loss": lambda own: _mean([line["train"] for line in own]),
+        "Held-out loss": lambda own: _mean([line["validation"] for line in own]),
+    }
+    for title, cell in cells.items():
+        of = lambda own, factor, cell=cell: cell(own[factor]) if factor in own else ""
+        parts += [f"{title}:\n", crossed("configuration", methods, factors, of)]
+    steered = [
+        line
+        for line in shown
+        if line.get("bases") and len({f"{x:.9g}" for x in line["bases"][1].values()}) > 1
+    ]
+    return "\n".join(parts + ([ORDER, _order(steered)] if steered else []))
+
+
+def times(factor: float) -> str:
+    return f"{Fraction(factor).limit_denominator(100)} x"
+
+
+def _order(records: Sequence[Record]) -> str:
+    """Methods in the order in which the benchmark ran them."""
+    groups = {group: group.removeprefix("lr/") for group in records[0]["bases"][1]}
+    rows = []
+    for method, own in grouped(records, "method").items():
+        for factor, lines in sorted(grouped(own, "factor").items()):
+            ahead: dict[str, list[float]] = {group: [] for group in groups}
+            for line in lines:
+                logs = {group: math.log(line["bases"][1][group]) for group in groups}
+                for group, log in logs.items():
+                    ahead[group].append(100 * math.expm1(log - fmean(logs.values())))
+            fastest = sorted(groups, key=lambda group: fmean(ahead[group]))
+            cells = (_mean(ahead[group], digits=1) for group in groups)
+            rows.append([method, times(factor), *cells, ", ".join(groups[g] for g in fastest)])
+    return table(["configuration", "rate", *groups.values(), "fastest first"], rows)
+
+
+def _mean(values: Sequence[float | None], digits: int = 4) -> str:
+    known = [value for value in values if value is not None]
+    return mean(known, digits) if len(known) > 1 else f"{known[0]:.{digits}f}" if known else "-"
+
+
+EXPERIMENT = Experiment(
+    "paper", __doc__, run,
+    (
+        Column("factor", (1 / 9, 1.0, 8.0, 2.0, 4.0, 16.0, 32.0), [1.0, 16.0]),
+        Column("method", list(METHODS), ["baseline"], METHODS),
+    ),
+    tables,
+    seeds=10,
+    same=("benchmark", "method", "seed", "steps", "rate"),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one seed, 40 steps at two rates", seeds=10)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--factors",
-        type=float,
-        nargs="+",
-        default=FACTORS,
-        help="times the best rate; below 1 for the baseline alone",
-    )
-    parser.set_defaults(steps=STEPS, rates=FIND, find_seeds=FIND_SEEDS)
-    options = command.parsed(
-        parser,
-        arguments,
-        steps=40,
-        rates=FIND[2:4],
-        find_seeds=FIND_SEEDS[:1],
-        factors=[1.0, 16.0],
-        seeds=1,
-    )
-    found = command.complete(
-        run, search(options.steps, options.rates, options.find_seeds), key, options
-    )
-    command.complete(run, grid(options, best_rate(found, options.steps)), key, options)
+    options = EXPERIMENT.parsed(arguments)
+    best = best_rate(EXPERIMENT.complete(search(options), options))
+    print(tables(EXPERIMENT.complete(grid(options, best), options)), end="")
 
 
 if __name__ == "__main__":

@@ -13,29 +13,40 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .problems import Batch, Problem
-from .training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled, wsd_schedule
+from .training import BETAS, WARMUP, Parts, Plain, one_cycle_schedule, scheduled, wsd_schedule
 
 
 def one_cycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    optimizer = torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
+    optimizer = adamw(problem, model, rate)
     return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps))
 
 
 def wsd(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    optimizer = torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
+    optimizer = adamw(problem, model, rate)
     return scheduled(problem, model, optimizer, wsd_schedule(optimizer, problem.steps))
+
+
+def adamw(problem: Problem, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
 
 
 # -- peers -----------------------------------------------------------------------------------------
 
 
-def schedule_free(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+def schedule_free(
+    problem: Problem,
+    model: nn.Module,
+    rate: float,
+    seed: int,
+    betas: tuple[float, float] = BETAS,
+    warmup: float = WARMUP,
+) -> Parts:
     """Has no schedule; training and evaluation use different weights, which train() and eval()
     exchange."""
     from schedulefree import AdamWScheduleFree
 
-    warmup = round(WARMUP * problem.steps)
-    optimizer = AdamWScheduleFree(problem.groups(model), lr=rate, betas=BETAS, warmup_steps=warmup)
+    steps = round(warmup * problem.steps)
+    optimizer = AdamWScheduleFree(problem.groups(model), lr=rate, betas=betas, warmup_steps=steps)
     optimizer.train()
 
     def final() -> nn.Module:
@@ -44,9 +55,10 @@ def schedule_free(problem: Problem, model: nn.Module, rate: float, seed: int) ->
 
     return Parts(
         optimizer,
-        plain(problem, model),
+        Plain(problem, model),
         rate=lambda: optimizer.param_groups[0]["scheduled_lr"],
         final=final,
+        resume=optimizer.train,
     )
 
 
@@ -97,16 +109,12 @@ def dog(
     logging.getLogger("dog").setLevel(logging.ERROR)  # it warns of every lr other than 1
     optimizer = LDoG(list(model.parameters()), lr=rate, reps_rel=movement)
     averager = PolynomialDecayAverager(model)
-    trained = plain(problem, model)
+    trained = Plain(problem, model)
 
     def backward(batch: Batch) -> float:
-        loss = trained(batch)
+        loss, gradients = trained(batch), [p.grad for p in model.parameters() if p.grad is not None]
         # It asserts that gradients are numbers, one step before the loss tells.
-        return (
-            loss
-            if all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-            else math.nan
-        )
+        return loss if all(gradient.isfinite().all() for gradient in gradients) else math.nan
 
     return Parts(
         optimizer,

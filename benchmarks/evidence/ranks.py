@@ -12,9 +12,7 @@ read off the curve of fixed rates, as in benchmarks.evidence.auto, which has the
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,15 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 
 from ..harness import spawn
-from . import auto, command, fixed_rates
-from .report.tables import table as markdown
-from .runs import Record, Task, identity, read
+from ..tables import percent
+from ..tables import table as markdown
+from . import auto, fixed_rates
+from .experiment import Column, Experiment, Record
 from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 
-RESULTS = "benchmarks/results/evidence/ranks.jsonl"
-STEPS = 10_000
+STEPS, STARTS = 10_000, (-4, 0, 4)
 WAYS = {"beside": False, "spread": True}
-STARTS = (-4, 0, 4)
 CHOSEN = (
     "mlp-friedman", "cnn-digits", "recommender-clicks", "vae-digits", "flow-spirals",
     "masked-lm-markov", "mixture-density-branches", "transformer-recall",
@@ -62,10 +59,8 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
     parallel = DistributedDataParallel(model)
     controller = hdet.AutoLR(parallel, spread_arms=spread)
-    ensemble = hdet.Ensemble(
-        optimizer, SCHEDULES[chosen.schedule](optimizer, STEPS), total_steps=STEPS,
-        controller=controller,
-    )  # fmt: skip
+    scheduler = SCHEDULES[chosen.schedule](optimizer, STEPS)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, controller=controller)
     torch.manual_seed(1000 + rank)  # each draws its own noise, and drops its own units
     for step in range(STEPS):
         batch = tuple(column[rank::world] for column in problem.batch(0, step))
@@ -78,29 +73,14 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
             break
     interval = controller.interval
     assert interval is not None
+    factor = interval.suggestion / interval.rate
     return {
-        "exponent": exponent, "factor": interval.suggestion / interval.rate,
-        "reason": interval.reason, "cost": controller.cost,
+        "exponent": exponent, "factor": factor, "reason": interval.reason, "cost": controller.cost
     }  # fmt: skip
 
 
-def run(workload: str, count: int, way: str, starts: Sequence[int]) -> Record:
-    """One line of the results."""
-    began = time.perf_counter()
-    found = spawn(worker, count, workload, WAYS[way], starts)
-    return {
-        "benchmark": "ranks", "workload": workload, "count": count, "way": way, "found": found,
-        "seconds": time.perf_counter() - began, "torch": torch.__version__,
-    }  # fmt: skip
-
-
-key = identity("workload", "count", "way")
-
-
-def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(
-        count=options.counts, workload=options.workloads, way=list(WAYS), starts=[options.starts]
-    )
+def run(workload: str, count: int, way: str, seed: int) -> Record:
+    return {"found": spawn(worker, count, workload, WAYS[way], STARTS)}
 
 
 def table(records: Sequence[Record]) -> str:
@@ -108,62 +88,46 @@ def table(records: Sequence[Record]) -> str:
 
     One process: from the trials of benchmarks.evidence.auto.
     """
-    curves, rows = auto.curves(read(fixed_rates.RESULTS)), []
+    curves, rows = auto.curves(fixed_rates.EXPERIMENT.read()), []
     workloads = {record["workload"] for record in records}
     cells = {
         (record["count"], record["way"], record["workload"], found["exponent"]): found
         for record in records
         for found in record["found"]
     }
-    for line in read(auto.RESULTS):
+    for line in auto.EXPERIMENT.read():
         usual = line["level"] == "trial" and line["steps"] == STEPS and not line["whole"]
         if usual and line["workload"] in workloads and line["exponent"] in STARTS:
             cells[1, "", line["workload"], line["exponent"]] = line
     for kind in sorted({cell[:2] for cell in cells}):
-        gaps, fixed, costs = list[float](), list[float](), list[float]()
+        pairs, costs = [], []
         for (count, way, workload, exponent), found in cells.items():
             if (count, way) == kind:
                 curve = curves[workload, STEPS, 0]
-                gaps.append(curve.at(exponent + math.log2(found["factor"])))
-                fixed.append(curve.gap(curve.losses[exponent]))
+                gap = curve.at(exponent + math.log2(found["factor"]))
+                pairs.append((curve.gap(curve.losses[exponent]), gap))
                 costs.append(found["cost"])
-        harm = [gap - before for gap, before in zip(gaps, fixed, strict=True)]
-        worse = [h for h in harm if h > auto.NEAR]
-        rows.append(
-            [
-                str(kind[0]),
-                kind[1],
-                str(len(gaps)),
-                f"{mean(fixed):.1f} %",
-                f"{mean(gaps):.1f} %",
-                f"{len(worse)}" + (f", by {max(worse):.1f} %" if worse else ""),
-                f"{mean(costs):.0f}",
-            ]
-        )
-    return markdown(
-        [
-            "ranks",
-            "arms",
-            "runs",
-            "gap, fixed rate",
-            "gap, AutoLR",
-            ("worse by over 0.5 %"),
-            "steps' worth",
-        ],
-        rows,
-    )
+        fixed, gaps = zip(*pairs, strict=True)
+        worse = [gap - before for before, gap in pairs if gap - before > auto.NEAR]
+        harm = f"{len(worse)}, by {percent(max(worse))}" if worse else "0"
+        means = percent(mean(fixed)), percent(mean(gaps))
+        rows.append([*kind, len(pairs), *means, harm, f"{mean(costs):.0f}"])
+    heads = ["ranks", "arms", "runs", "gap, fixed rate", "gap, AutoLR", "worse by over 0.5 %",
+             "steps' worth"]  # fmt: skip
+    return markdown(heads, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, two ranks", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(CHOSEN))
-    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8])
-    parser.set_defaults(jobs=1, starts=STARTS)
-    options = command.parsed(
-        parser, arguments, workloads=["mlp-friedman"], counts=[2], starts=[-4], seeds=1
-    )
-    print(table(command.complete(run, tasks(options), key, options)), end="")
-
+EXPERIMENT = Experiment(
+    "ranks", __doc__, run,
+    (
+        Column("count", (2, 4, 8), [2]),
+        Column("workload", CHOSEN, ["mlp-friedman"], WORKLOADS),
+        Column("way", list(WAYS), ["spread"], WAYS),
+    ),
+    table,
+    jobs=1,
+    same=("workload", "count", "way"),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

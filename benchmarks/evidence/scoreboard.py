@@ -14,40 +14,36 @@ even places.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import hdet
 
-from . import command, fixed_rates
+from ..tables import grouped
+from ..tables import table as markdown
+from . import fixed_rates
 from .auto import controller_of, parts_of
+from .experiment import Column, Experiment, Record
 from .peers import prodigy
-from .problems import Batch, Problem
-from .runs import Record, Task, identity
-from .training import Method, Parts, plain, scheduled, train
+from .peers import schedule_free as free_of_schedule
+from .problems import Problem
+from .training import Parts, Plain, scheduled, train
 from .workloads import SCHEDULES, WORKLOADS
 
-RESULTS = "benchmarks/results/evidence/scoreboard.jsonl"
 EIGHT = (
-    "mlp-breast-cancer",
-    "mlp-friedman",
-    "cnn-digits",
-    "gru-bytes",
-    "recommender-clicks",
-    "vit-digits",
-    "diffusion-digits",
-    "gpt-finetuned-bytes",
-)
+    "mlp-breast-cancer", "mlp-friedman", "cnn-digits", "gru-bytes", "recommender-clicks",
+    "vit-digits", "diffusion-digits", "gpt-finetuned-bytes",
+)  # fmt: skip
 DEFAULT = 1e-3
 """torch's AdamW"""
 CALIBRATED = 2e-3
@@ -88,16 +84,11 @@ def greedy(problem: Problem, model: nn.Module, seed: int) -> Parts:
 
     optimizer = torch.optim.AdamW(problem.groups(model), lr=DEFAULT)
     scheduler = GreedyLR(optimizer, smooth=True, min_lr=DEFAULT / 100)
-    step, last = plain(problem, model), [0.0]
-
-    def backward(batch: Batch) -> float:
-        last[0] = step(batch)
-        return last[0]
-
+    backward = Plain(problem, model)
     return Parts(
         optimizer,
         backward,
-        lambda batch: scheduler.step(last[0]),
+        lambda batch: scheduler.step(backward.loss),
         rate=lambda: optimizer.param_groups[0]["lr"],
     )
 
@@ -120,11 +111,11 @@ def range_test(
     falls the fastest (Smith 2015, arXiv 1506.01186), with Lightning's defaults: smoothing 0.98,
     an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=low)
-    step, smooth, losses, rates = plain(problem, model), 0.0, [], []
-    for k in range(steps):
-        rates.append(low * (high / low) ** (k / (steps - 1)))
+    step, smooth, losses = Plain(problem, model), 0.0, list[float]()
+    rates = np.geomspace(low, high, steps)
+    for k, rate in enumerate(rates):
         for group in optimizer.param_groups:
-            group["lr"] = rates[-1]
+            group["lr"] = float(rate)
         smooth = 0.98 * smooth + 0.02 * step(problem.spare(seed, 0, k))
         losses.append(smooth / (1 - 0.98 ** (k + 1)))
         optimizer.step()
@@ -132,27 +123,7 @@ def range_test(
         if not math.isfinite(losses[-1]) or (k > 1 and losses[-1] > 4 * min(losses)):
             break
     kept = torch.tensor([loss for loss in losses[10:-1] if math.isfinite(loss)])
-    return rates[10 + int(torch.gradient(kept)[0].argmin())] if len(kept) > 1 else DEFAULT
-
-
-def schedule_free(problem: Problem, model: nn.Module, seed: int) -> Parts:
-    """Its README's rate and betas, 5 % warm-up."""
-    from schedulefree import AdamWScheduleFree
-
-    optimizer = AdamWScheduleFree(problem.groups(model), warmup_steps=round(0.05 * problem.steps))
-    optimizer.train()
-
-    def final() -> nn.Module:
-        optimizer.eval()
-        return model
-
-    return Parts(
-        optimizer,
-        plain(problem, model),
-        rate=lambda: optimizer.param_groups[0]["lr"],
-        final=final,
-        resume=optimizer.train,
-    )
+    return float(rates[10 + int(torch.gradient(kept)[0].argmin())]) if len(kept) > 1 else DEFAULT
 
 
 def auto(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts:
@@ -168,7 +139,9 @@ ENTRIES: dict[str, Build] = {
     "adamw": partial(annealed, of_groups(torch.optim.AdamW, lr=DEFAULT)),
     "greedy": greedy,
     "lr-find": found_by_range_test,
-    "schedule-free": schedule_free,
+    "schedule-free": lambda problem, model, seed: free_of_schedule(
+        problem, model, 0.0025, seed, betas=(0.9, 0.999), warmup=0.05
+    ),
     "prodigy": lambda problem, model, seed: prodigy(problem, model, 1.0, seed),
     "autolr": partial(auto, of_groups(hdet.FusedAdamW, lr=DEFAULT)),
     "autolr-nadamw": partial(auto, nadamw),
@@ -177,100 +150,59 @@ ENTRIES: dict[str, Build] = {
 
 
 def run(method: str, workload: str, seed: int, steps: int) -> Record:
-    """One line of the results."""
-    problem = replace(WORKLOADS[workload].problem, steps=steps)
     points: list[list[float]] = []
 
     def watch(step: int, validate: Callable[[], float]) -> None:
         if step * POINTS % steps < POINTS:
             points.append([step, validate()])
 
-    outcome = train(
-        problem,
-        Method(method, lambda *given: ENTRIES[method](given[0], given[1], seed), 0.0, None),
-        0.0,
-        seed,
-        watch,
-    )
+    problem = replace(WORKLOADS[workload].problem, steps=steps)
+    build = lambda problem, model, rate, seed: ENTRIES[method](problem, model, seed)
+    outcome = train(problem, build, 0.0, seed, watch)
     return {
-        "benchmark": "scoreboard",
-        "method": method,
-        "workload": workload,
-        "seed": seed,
-        "steps": steps,
-        "validation": outcome.validation,
+        "validation": outcome["validation"],
         "points": [[step, loss] for step, loss in points if math.isfinite(loss)],
         "untrained": fixed_rates.untrained(workload, seed),
-        "rates": outcome.rates,
-        "seconds": outcome.seconds,
-        "torch": torch.__version__,
+        "rates": outcome["rates"],
     }
-
-
-key = identity("method", "workload", "seed", "steps")
-
-
-def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(
-        seed=range(options.seeds),
-        workload=options.workloads,
-        method=options.methods,
-        steps=[options.steps],
-    )
 
 
 def table(records: Sequence[Record]) -> str:
     """What is missing of the best, by workload; then who is within how much of the fastest."""
-    order = [*ENTRIES]
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in sorted(records, key=lambda record: order.index(record["method"])):
-        cells.setdefault((record["workload"], record["seed"]), []).append(record)
-    methods = [method for method in order if any(record["method"] == method for record in records)]
+    methods = [name for name in ENTRIES if any(r["method"] == name for r in records)]
     missing: dict[str, list[float]] = {method: [] for method in methods}
     slower: dict[str, list[float]] = {method: [] for method in methods}
-    lines = ["| workload | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-    for (workload, _), lot in cells.items():
+    rows = []
+    in_order = sorted(records, key=lambda record: methods.index(record["method"]))
+    for (workload, _), lot in grouped(in_order, "workload", "seed").items():
         untrained = lot[0]["untrained"]
-        best = min(fixed_rates.reached(record["validation"], untrained) for record in lot)
-        target = untrained - TARGET * (untrained - best)
-        times = {record["method"]: _reaches(record, target) for record in lot}
-        row = []
-        for record in lot:
-            lost = fixed_rates.reached(record["validation"], untrained) - best
-            lack = (
-                100 * lost / (untrained - best) if best < untrained else 100.0
-            )  # nobody has learned anything
+        ends = [fixed_rates.reached(record["validation"], untrained) for record in lot]
+        best = min(ends)
+        times = [_reaches(record, untrained - TARGET * (untrained - best)) for record in lot]
+        row = [workload]
+        for record, end, time in zip(lot, ends, times, strict=True):
+            # if nobody has learned anything, all lack everything
+            lack = 100 * (end - best) / (untrained - best) if best < untrained else 100.0
             missing[record["method"]].append(lack)
-            slower[record["method"]].append(times[record["method"]] / min(times.values()))
+            slower[record["method"]].append(time / min(times))
             row.append(f"{lack:.1f}")
-        lines.append(f"| {workload} | " + " | ".join(row) + " |")
-    for name, of in (("mean", statistics.mean), ("worst", max)):
-        lines.append(
-            f"| *{name}* | "
-            + " | ".join(f"**{of(missing[method]):.1f}**" for method in methods)
-            + " |"
-        )
-    lines += [
-        "",
-        (
-            f"Part of the workloads on which {100 * TARGET:.0f} % of what the best has learned is "
-            "there within so many times the fastest's steps:"
-        ),
-        "",
-    ]
-    lines += [
-        "| method | "
-        + " | ".join("in the run" if math.isinf(x) else f"{x:g}" for x in WITHIN)
-        + " |",
-        "|---" * (len(WITHIN) + 1) + "|",
-    ]
-    for method in methods:
-        parts = [
-            statistics.mean(math.isfinite(x) and x <= limit for x in slower[method])
-            for limit in WITHIN
+        rows.append(row)
+    for name, of in (("mean", fmean), ("worst", max)):
+        rows.append([f"*{name}*", *(f"**{of(missing[method]):.1f}**" for method in methods)])
+    parts = [
+        [
+            method,
+            *(f"{fmean(math.isfinite(x) and x <= most for x in times):.2f}" for most in WITHIN),
         ]
-        lines.append(f"| {method} | " + " | ".join(f"{part:.2f}" for part in parts) + " |")
-    return "\n".join(lines) + "\n"
+        for method, times in slower.items()
+    ]
+    limits = ["in the run" if math.isinf(x) else f"{x:g}" for x in WITHIN]
+    return (
+        markdown(["workload", *methods], rows)
+        + f"\nPart of the workloads on which {100 * TARGET:.0f} % of what the best has learned is "
+        + "there within so many times the fastest's steps:\n\n"
+        + markdown(["method", *limits], parts)
+    )
 
 
 def _reaches(record: Record, target: float) -> float:
@@ -279,21 +211,15 @@ def _reaches(record: Record, target: float) -> float:
     return next((step for step, loss in [*record["points"], *last] if loss <= target), math.inf)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 100 steps, two methods", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(EIGHT))
-    parser.add_argument("--methods", nargs="+", choices=ENTRIES, default=list(ENTRIES))
-    parser.add_argument("--steps", type=int, default=10_000)
-    options = command.parsed(
-        parser,
-        arguments,
-        workloads=["mlp-breast-cancer"],
-        methods=["adamw", "autolr"],
-        steps=100,
-        seeds=1,
-    )
-    print(table(command.complete(run, tasks(options), key, options)), end="")
-
+EXPERIMENT = Experiment(
+    "scoreboard", __doc__, run,
+    (
+        Column("workload", EIGHT, EIGHT[:1], WORKLOADS),
+        Column("method", list(ENTRIES), ["adamw", "autolr"], ENTRIES),
+        Column("steps", (10_000,), [100], option="steps"),
+    ),
+    table,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -12,21 +12,21 @@ in steps of the run.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from . import command
+from ..tables import percent, spaced
+from ..tables import table as markdown
 from .auto import controller_of, parts_of
+from .experiment import Column, Experiment, Record
 from .problems import Problem
-from .runs import Record, identity, spaced
 from .training import Parts, scheduled
 from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 
-RESULTS = "benchmarks/results/evidence/seconds.jsonl"
 PIECE = 25
 
 
@@ -43,7 +43,7 @@ def _trained(problem: Problem, parts: Parts, seed: int, steps: range) -> float:
 
 
 def run(workload: str, seed: int, steps: int) -> Record:
-    """One line of the results, from the workload's usual rate."""
+    """From the workload's usual rate."""
     torch.set_num_threads(1)
     chosen = WORKLOADS[workload]
     problem = replace(chosen.problem, steps=steps)
@@ -56,62 +56,48 @@ def run(workload: str, seed: int, steps: int) -> Record:
     controller = controller_of("trial", models[1])
     assert controller is not None
     auto, ensemble = parts_of(problem, models[1], optimizers[1], schedulers[1], controller, seed)
-    pieces: list[list[float]] = []
+    pieces = []
     for begin in range(0, steps, PIECE):
         piece, sides = range(begin, min(begin + PIECE, steps)), [fixed, auto]
         order = (0, 1) if begin // PIECE % 2 else (1, 0)
         took = {side: _trained(problem, sides[side], seed, piece) for side in order}
         pieces.append([took[0], took[1]])
-    alone, beside = (sum(column) for column in zip(*pieces, strict=True))
+    times = np.array(pieces)
+    alone, beside = times.sum(0)
     return {
-        "benchmark": "seconds",
-        "workload": workload,
-        "seed": seed,
-        "steps": steps,
         "step_ms": 1000 * alone / steps,
         "added_percent": 100 * (beside / alone - 1),
-        "between_percent": 100
-        * (statistics.median(with_it / without for without, with_it in pieces) - 1),
+        "between_percent": 100 * (float(np.median(times[:, 1] / times[:, 0])) - 1),
         "counted_percent": 100 * controller.cost / steps,
         "correction": ensemble.corrections["lr"],
-        "seconds": alone + beside,
-        "torch": torch.__version__,
     }
 
 
-key = identity("workload", "seed", "steps")
-
-
 def table(records: Sequence[Record]) -> str:
-    lines = [
-        "| workload | steps | a step | added | a step after the trial | counted |",
-        "|---" * 6 + "|",
-    ]
-    for line in records:
-        lines.append(
-            f"| {line['workload']} | {spaced(line['steps'])} | {line['step_ms']:.1f} ms | "
-            f"{line['added_percent']:.1f} % | "
-            f"{line['between_percent']:.1f} % | {line['counted_percent']:.1f} % |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 200 steps", seeds=1)
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        choices=WORKLOADS,
-        default=["llama-bytes", "resnet-digits-sgd", "tcn-bytes", "mlp-friedman"],
+    return markdown(
+        ["workload", "steps", "a step", "added", "a step after the trial", "counted"],
+        (
+            [
+                line["workload"],
+                spaced(line["steps"]),
+                f"{line['step_ms']:.1f} ms",
+                *(percent(line[f"{name}_percent"]) for name in ("added", "between", "counted")),
+            ]
+            for line in records
+        ),
     )
-    parser.add_argument("--steps", type=int, default=10_000)
-    options = command.parsed(parser, arguments, workloads=["mlp-breast-cancer"], steps=200)
-    options.jobs = 1  # nothing beside it
-    wanted = command.grid(
-        seed=range(options.seeds), steps=[options.steps], workload=options.workloads
-    )
-    print(table(command.complete(run, wanted, key, options)), end="")
 
+
+CHOSEN = ("llama-bytes", "resnet-digits-sgd", "tcn-bytes", "mlp-friedman")
+EXPERIMENT = Experiment(
+    "seconds", __doc__, run,
+    (
+        Column("steps", (10_000,), [200], option="steps"),
+        Column("workload", CHOSEN, ["mlp-breast-cancer"], WORKLOADS),
+    ),
+    table,
+    jobs=1,  # nothing beside it
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -2,17 +2,17 @@
 many examples.
 
     python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--steps 6000]
-                                          [--replicas 8] [--seeds 1] [--jobs 1] [--quick] [--json
-                                          FILE]
+        [--replicas 8] [--seeds 1] [--jobs 1] [--quick] [--json FILE]
 
 The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table
 has held-out losses at the end:
 
     usual        one run with the usual values
     averaged     the same run by gloo processes, each on its part of the batch, averaged every
-    `INTERVAL` steps: what that costs hdet         the same run; gloo processes, each on its part of
-    the batch and at values of its own, averaged every `INTERVAL` steps;
-                 `AutoLR`, then a `ProbeController` on batches that are not trained on
+                 `INTERVAL` steps: what that costs hdet
+    hdet         the same run; gloo processes, each on its part of the batch and at values of its
+                 own, averaged every `INTERVAL` steps; `AutoLR`, then a `ProbeController` on batches
+                 that are not trained on
     random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on.
                  Together they train on as many examples as hdet, whose trials and probes come on
                  top. The first trial has the usual values, the others values drawn around them, by
@@ -24,11 +24,10 @@ has held-out losses at the end:
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,14 +37,13 @@ from torch.optim.lr_scheduler import LRScheduler
 import hdet
 
 from ..harness import spawn
-from . import command
+from ..tables import table as markdown
+from .experiment import Column, Experiment, Record, finite
 from .problems import Batch, Problem
-from .problems.digits import seeded
-from .runs import Record, Task, finite, identity
-from .training import Method, Parts, in_parts, scheduled, train
+from .training import Parts, in_parts, scheduled, train
 from .workloads import SCHEDULES, WORKLOADS
+from .workloads.kit import Draw
 
-RESULTS = "benchmarks/results/evidence/several.jsonl"
 INTERVAL, CHUNKS, VAL_BATCHES = 50, 8, 16
 SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
 USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
@@ -89,19 +87,19 @@ def replica(
     """(held-out loss, values that were found), the same on all ranks."""
     problem = replace(WORKLOADS[workload].problem, steps=steps)
     model, optimizer = made(problem, seed, USUAL)
-    drops = any(isinstance(module, nn.Dropout) for module in model.modules())
     knobs: list[Any] = [hdet.LearningRate(SPREADS["lr"]), hdet.Betas(SPREADS["beta2"], which=[1])]
     if any(group["weight_decay"] for group in optimizer.param_groups):
         knobs.append(hdet.WeightDecay(SPREADS["weight_decay"]))
-    if drops:
+    if any(isinstance(module, nn.Dropout) for module in model.modules()):
         knobs.append(hdet.Dropout(model, SPREADS["dropout"]))
-    if not searches:
-        knobs = [hdet.LearningRate(0.0)]
+
+    def common(cycle: int) -> list[Batch]:
+        first = VAL_BATCHES + CHUNKS * cycle
+        return [val_batch(workload, seed, first + i) for i in range(CHUNKS)]
+
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(),
-        lambda cycle: [
-            val_batch(workload, seed, VAL_BATCHES + CHUNKS * cycle + i) for i in range(CHUNKS)
-        ],
+        common,
         chunks=CHUNKS,
         model=model,
         held_out=True,
@@ -110,14 +108,13 @@ def replica(
         optimizer,
         schedule(workload, optimizer, steps),
         total_steps=steps,
-        knobs=knobs,
+        knobs=knobs if searches else [hdet.LearningRate(0.0)],
         seed=seed,
         controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None,
         sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
     )
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
-    found = ensemble.corrections
-    return loss, {name: _moved(name, found[name]) for name in found}
+    return loss, {name: _moved(name, factor) for name, factor in ensemble.corrections.items()}
 
 
 def _moved(name: str, factor: float) -> float:
@@ -132,10 +129,9 @@ def drawn(workload: str, seed: int, number: int) -> Values:
     """Those of a trial; of the first one the usual ones."""
     if not number:
         return USUAL
-    generator = seeded("several", workload, seed, number)
+    g = Draw("several", workload, seed, number)
     return {
-        name: _moved(name, around ** (2 * torch.rand((), generator=generator).item() - 1))
-        for name, around in AROUND.items()
+        name: _moved(name, around ** (2 * g.rand().item() - 1)) for name, around in AROUND.items()
     }
 
 
@@ -148,23 +144,17 @@ def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, 
 
         def final() -> nn.Module:
             model.eval()
+            batches = [val_batch(workload, seed, i) for i in range(VAL_BATCHES)]
             with torch.no_grad():
-                judged.append(
-                    sum(
-                        problem.losses(model, val_batch(workload, seed, i)).mean().item()
-                        for i in range(VAL_BATCHES)
-                    )
-                    / VAL_BATCHES
-                )
+                judged.append(fmean(problem.losses(model, x).mean().item() for x in batches))
             return model
 
-        return replace(
-            scheduled(problem, model, optimizer, schedule(workload, optimizer, steps)), final=final
-        )
+        parts = scheduled(problem, model, optimizer, schedule(workload, optimizer, steps))
+        return replace(parts, final=final)
 
     problem = replace(WORKLOADS[workload].problem, steps=steps)
-    outcome = train(problem, Method("alone", build, values["lr"], None), values["lr"], seed)
-    return (math.inf, math.inf) if outcome.validation is None else (judged[0], outcome.validation)
+    loss = train(problem, build, values["lr"], seed)["validation"]
+    return (math.inf, math.inf) if loss is None else (judged[0], loss)
 
 
 def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Values]:
@@ -179,80 +169,39 @@ def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Va
 
 
 def run(workload: str, method: str, seed: int, steps: int, replicas: int) -> Record:
-    """One line of the results."""
-    began, again = time.perf_counter(), None
+    again = None
     if method in ("averaged", "hdet"):
-        validation, values = spawn(replica, replicas, workload, seed, steps, method == "hdet")
+        loss, values = spawn(replica, replicas, workload, seed, steps, method == "hdet")
     elif method == "usual":
-        validation, values = alone(workload, seed, steps, USUAL)[1], USUAL
+        loss, values = alone(workload, seed, steps, USUAL)[1], USUAL
     else:
-        validation, values = search(workload, seed, steps, int(method.split()[1]))
+        loss, values = search(workload, seed, steps, int(method.split()[1]))
         again = finite(alone(workload, seed, steps, values)[1])
-    return {
-        "benchmark": "several",
-        "workload": workload,
-        "method": method,
-        "seed": seed,
-        "steps": steps,
-        "replicas": replicas,
-        "validation": finite(validation),
-        "again": again,
-        "values": values,
-        "seconds": time.perf_counter() - began,
-        "torch": torch.__version__,
-    }
-
-
-key = identity("workload", "method", "seed", "steps", "replicas")
-
-
-def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(
-        seed=range(options.seeds),
-        workload=options.workloads,
-        method=options.methods,
-        steps=[options.steps],
-        replicas=[options.replicas],
-    )
+    return {"validation": finite(loss), "again": again, "values": values}
 
 
 def table(records: Sequence[Record]) -> str:
-    lines = ["| workload | seed | method | loss | again | values |", "|---" * 6 + "|"]
+    rows = []
     for r in sorted(records, key=lambda r: (r["workload"], r["seed"], METHODS.index(r["method"]))):
         loss, again = ("broke" if x is None else f"{x:.4f}" for x in (r["validation"], r["again"]))
         values = ", ".join(f"{name} {value:.3g}" for name, value in r["values"].items())
-        lines.append(
-            f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | "
-            f"{again if 'random' in r['method'] else ''} | {values} |"
-        )
-    return "\n".join(lines) + "\n"
+        again = again if "random" in r["method"] else ""
+        rows.append([r["workload"], r["seed"], r["method"], loss, again, values])
+    return markdown(["workload", "seed", "method", "loss", "again", "values"], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 128 steps, no search", seeds=1)
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        choices=WORKLOADS,
-        default=["mlp-breast-cancer", "transformer-sorting", "gru-bytes"],
-    )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument(
-        "--replicas", type=int, default=8, help="of hdet: more than there are knobs"
-    )
-    parser.set_defaults(jobs=1)
-    options = command.parsed(
-        parser,
-        arguments,
-        workloads=["mlp-breast-cancer"],
-        methods=["hdet"],
-        steps=128,
-        replicas=4,
-        seeds=1,
-    )
-    print(table(command.complete(run, tasks(options), key, options)), end="")
-
+CHOSEN = ("mlp-breast-cancer", "transformer-sorting", "gru-bytes")
+EXPERIMENT = Experiment(
+    "several", __doc__, run,
+    (
+        Column("workload", CHOSEN, CHOSEN[:1], WORKLOADS),
+        Column("method", METHODS, ["hdet"], METHODS),
+        Column("steps", (6000,), [128], option="steps"),
+        Column("replicas", (8,), [4], option="replicas"),
+    ),
+    table,
+    jobs=1,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

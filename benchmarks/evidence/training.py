@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,37 +21,12 @@ from .problems import Batch, Problem
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.1
-"""part of a run in which every schedule rises; the peers whose READMEs advise against it have none
+"""Part of a run in which every schedule rises; the peers whose READMEs advise against it have none.
 """
 DECAY = 0.2
-"""part of a run in which WSD falls"""
-FIXED = "wsd"
-"""the schedule, and the method under it alone, that signal and horizon are about"""
+"""Part of a run in which WSD falls."""
 POINTS = 20
-"""of the rate's trajectory"""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. Plain data: it becomes a line of the results."""
-
-    validation: float | None
-    """Held-out loss in nats; None if the run crashed."""
-    crashed: bool
-    """A loss or the parameters became NaN or infinite."""
-    rates: list[float]
-    """The base rate in force, at `POINTS` even places of the run (fewer where it crashed; each step
-    of a shorter one)."""
-    probe_percent: float
-    """Forward passes of the probe, as a part of the run's compute; a step is three forward passes.
-    """
-    copies: float
-    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters on a
-    device that holds one replica."""
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+"""Of the rate's trajectory."""
 
 
 @dataclass
@@ -81,46 +54,29 @@ class Parts:
     """Errors by which the method itself says that the run has diverged."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way of training, and how to look for its best rate."""
-
-    name: str
-    build: Callable[[Problem, nn.Module, float, int], Parts]
-    """(problem, fresh model, rate, seed)"""
-    start: float
-    """A rate near which the best one is looked for, in powers of 2."""
-    search: tuple[int, int] | None
-    """Exponents between which every second one is tried; None: ``start`` is the best rate by
-    definition."""
-    copies: float = 0.0
-    borrows: str | None = None
-    """The method whose best rate this one starts from."""
-    package: str | None = None
-
-    def version(self) -> str | None:
-        return None if self.package is None else f"{self.package} {version(self.package)}"
-
-
+Build = Callable[[Problem, nn.Module, float, int], Parts]
+"""(problem, fresh model, rate, seed)"""
 Watch = Callable[[int, Callable[[], float]], object]
 """Called before each step with its number, and a function that validates."""
 
 
 def train(
     problem: Problem,
-    method: Method,
+    build: Build,
     rate: float,
     seed: int,
     watch: Watch = lambda step, validate: None,
-) -> Outcome:
+) -> dict[str, Any]:
     """One run, from the first step to the validation.
 
-    The mini-batches depend on the problem, the seed and the step alone.
+    The mini-batches depend on the problem, the seed and the step alone. Returns a part of a line:
+    ``validation`` (nats; None: a loss or the parameters became NaN or infinite), ``rates`` (at
+    `POINTS` even places; fewer where it crashed; each step of a shorter run), ``probe_percent``
+    (forward passes that train nothing, as a part of the compute; a step is three forward passes).
     """
-    began = time.perf_counter()
     model = problem.build(seed)
     with contextlib.redirect_stdout(io.StringIO()):  # some peers print when they are made
-        parts = method.build(problem, model, rate, seed)
+        parts = build(problem, model, rate, seed)
     rates: list[float] = []
     validation = math.nan
 
@@ -144,16 +100,11 @@ def train(
             parts.optimizer.zero_grad()
             parts.after(batch)
         validation = validate()
-    crashed = not math.isfinite(validation)
-    compute = 3 * problem.steps * problem.batch_size
-    return Outcome(
-        validation=None if crashed else validation,
-        crashed=crashed,
-        rates=[float(f"{r:.4g}") for r in rates if math.isfinite(r)],
-        probe_percent=100 * sum(parts.probed) / compute,
-        copies=method.copies,
-        seconds=time.perf_counter() - began,
-    )
+    return {
+        "validation": validation if math.isfinite(validation) else None,
+        "rates": [float(f"{r:.4g}") for r in rates if math.isfinite(r)],
+        "probe_percent": 100 * sum(parts.probed) / (3 * problem.steps * problem.batch_size),
+    }
 
 
 class _Crashed(Exception):
@@ -168,13 +119,11 @@ def in_parts(
     seed: int,
     rank: int,
     world: int,
-    *,
-    average: Callable[[], object] = lambda: None,
 ) -> float:
     """A run of which this is one of ``world`` ranks, each on its part of every batch.
 
-    Returns the held-out loss of the replicas' average, NaN where the run has diverged. ``average``:
-    what is done with gradients; nothing, where they are local.
+    Gradients are local. Returns the held-out loss of the replicas' average, NaN where the run has
+    diverged.
     """
     torch.manual_seed(1000 * (seed + 1) + rank)  # each draws its own noise, and drops its own units
     try:
@@ -183,7 +132,6 @@ def in_parts(
             with ensemble.explore():
                 loss = problem.losses(model, batch).mean()
                 loss.backward()
-            average()
             optimizer.step()
             optimizer.zero_grad()
             ensemble.step(loss, closure=partial(problem.losses, model, batch))
@@ -196,15 +144,17 @@ def in_parts(
 # -- for methods -----------------------------------------------------------------------------------
 
 
-def plain(problem: Problem, model: nn.Module) -> Callable[[Batch], float]:
-    """The gradient of the whole batch's mean loss."""
+class Plain:
+    """The gradient of the whole batch's mean loss; keeps the last loss."""
 
-    def backward(batch: Batch) -> float:
-        loss = problem.losses(model, batch).mean()
+    def __init__(self, problem: Problem, model: nn.Module) -> None:
+        self.problem, self.model, self.loss = problem, model, math.nan
+
+    def __call__(self, batch: Batch) -> float:
+        loss = self.problem.losses(self.model, batch).mean()
         loss.backward()
-        return loss.item()
-
-    return backward
+        self.loss = loss.item()
+        return self.loss
 
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
@@ -238,4 +188,4 @@ def scheduled(
         group = optimizer.param_groups[0]
         return float(group["lr"] * (group[found] if found else 1.0))
 
-    return Parts(optimizer, plain(problem, model), after=lambda batch: schedule.step(), rate=rate)
+    return Parts(optimizer, Plain(problem, model), lambda batch: schedule.step(), rate)

@@ -1,15 +1,10 @@
 """The commands that the documents and the benchmarks themselves print can be run: they name
-modules that are there; and the recommender's, which has no other test."""
+modules that are there."""
 
 from __future__ import annotations
 
 import re
-import runpy
-import sys
-import warnings
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -46,17 +41,3 @@ def test_no_benchmark_is_run_as_a_file() -> None:
         and re.search(r"python3? benchmarks/", page.read_text(encoding="utf-8"))
     ]
     assert not found
-
-
-@pytest.mark.parametrize("options", [[], ["--paper"]])
-def test_the_recommender_is_trained(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One process: no replicas, but every line of the loop."""
-    monkeypatch.setattr(sys, "argv", ["recsys", "--steps", "20", "--sync-interval", "5", *options])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        runpy.run_module("benchmarks.recsys", run_name="__main__")
-    assert (
-        0.5 < float(capsys.readouterr().out.split("held-out loss")[1].split()[0]) < 0.8
-    )  # ln 2 is 0.693

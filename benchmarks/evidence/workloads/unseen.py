@@ -53,8 +53,9 @@ def _part(of: object) -> int:
 
 def _parted(parts: list[int], *columns: Tensor) -> Parts:
     """What has the inputs (all columns but the last) of something that trains only trains."""
-    inputs = columns[:-1] or columns
-    seen = [tuple(x.numpy().tobytes() for x in row) for row in zip(*inputs, strict=True)]
+    inputs = [x.contiguous().view(len(x), -1).numpy() for x in columns[:-1] or columns]
+    joined = np.concatenate([x.view(np.uint8) for x in inputs], 1)
+    seen = [row.tobytes() for row in joined]
     trained = {row for row, part in zip(seen, parts, strict=True) if part == 0}
     pairs = zip(seen, parts, strict=True)
     at = torch.tensor([-1 if part and row in trained else part for row, part in pairs])

@@ -1,38 +1,35 @@
 """What newcomers try first, with the default settings: does AutoLR help a wrong rate, or harm a
 good one?
 
-    python -m benchmarks.first_tries [--tries digits-mlp ...] [--all] [--jobs 2] [--json FILE]
+    python -m benchmarks.evidence.first_tries [--workloads digits-mlp ...]
+        [--levels fixed trial free] [--jobs 2] [--json FILE]
 
 Each try is trained at 1/100, 1/10, 1, 10 and 100 times the rate that one would write first, at that
 fixed rate and with AutoLR (a closure) from there. Printed is the gap to the best of all these runs,
-in percent of what that one learns, by the best checkpoint (40 validations a run), and by the last
-loss beside it. ``--all`` adds runs of 4 000 and 10 000 steps, and the free level.
+in percent of what that one learns, by the best checkpoint (40 validations a run).
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sysconfig
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing import get_context
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from sklearn import datasets
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import hdet
 
-from .harness import emit
+from ..tables import grouped
+from ..tables import table as markdown
+from .experiment import Column, Experiment, Record
+from .workloads.kit import encoder, mlp
 
-RESULTS = "benchmarks/results/first-tries.jsonl"
 STARTS = (0.01, 0.1, 1.0, 10.0, 100.0)
 VALIDATIONS = 40
 POOR, GOOD, WORSE = 20.0, 10.0, 5.0
@@ -50,7 +47,7 @@ class Try:
     """(training, validation)"""
     batch: Callable[[Data, torch.Generator], Data]
     loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: Callable[[Any, float], torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]
     rate: float
     steps: int
 
@@ -66,30 +63,22 @@ def split(x: Tensor, y: Tensor) -> tuple[Data, Data]:
 
 @cache
 def digits() -> tuple[Data, Data]:
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
+    x, y = datasets.load_digits(return_X_y=True)
     return split(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 
 
 @cache
 def cancer() -> tuple[Data, Data]:
-    from sklearn.datasets import load_breast_cancer
-
-    x, y = load_breast_cancer(return_X_y=True)
+    x, y = datasets.load_breast_cancer(return_X_y=True)
     table = torch.tensor(x, dtype=torch.float32)
     return split((table - table.mean(0)) / table.std(0), torch.tensor(y))
 
 
 @cache
 def friedman() -> tuple[Data, Data]:
-    from sklearn.datasets import make_friedman1
-
-    x, y = make_friedman1(20_000, noise=0.5, random_state=0)
-    values = torch.tensor(y, dtype=torch.float32)
-    return split(
-        torch.tensor(x, dtype=torch.float32), ((values - values.mean()) / values.std())[:, None]
-    )
+    x, y = datasets.make_friedman1(20_000, noise=0.5, random_state=0)
+    rows, values = (torch.tensor(part, dtype=torch.float32) for part in (x, y))
+    return split(rows, ((values - values.mean()) / values.std())[:, None])
 
 
 @cache
@@ -141,22 +130,13 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, context: int = 32) -> None:
         super().__init__()
         self.table, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.body = encoder(width, 4 * width)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         hidden = self.table(x) + self.places.weight[: x.shape[1]]
         return self.out(self.norm(self.body(hidden, mask=mask, is_causal=True)))
-
-
-def mlp(inputs: int, outputs: int) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(
-        nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs)
-    )
 
 
 def of_classes(scores: Tensor, y: Tensor) -> Tensor:
@@ -167,45 +147,36 @@ def of_values(given: Tensor, y: Tensor) -> Tensor:
     return mse_loss(given, y, reduction="none").mean(1)
 
 
-def adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=rate)
-
-
-def sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-
-
+adamw, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
 TRIES = {
-    "digits-mlp": Try(mlp(64, 10), digits, rows(64), of_classes, adamw, 1e-3, 4000),
+    "digits-mlp": Try(
+        lambda: mlp(64, 128, 128, 10), digits, rows(64), of_classes, adamw, 1e-3, 4000
+    ),
     "digits-conv": Try(Convolutions, digits, rows(64), of_classes, adamw, 1e-3, 1000),
     "digits-conv-sgd": Try(Convolutions, digits, rows(64), of_classes, sgd, 0.1, 1000),
-    "table-mlp": Try(mlp(30, 2), cancer, rows(32), of_classes, adamw, 1e-3, 1000),
-    "friedman-mlp": Try(mlp(10, 1), friedman, rows(64), of_values, adamw, 1e-3, 4000),
+    "table-mlp": Try(lambda: mlp(30, 128, 128, 2), cancer, rows(32), of_classes, adamw, 1e-3, 1000),
+    "friedman-mlp": Try(
+        lambda: mlp(10, 128, 128, 1), friedman, rows(64), of_values, adamw, 1e-3, 4000
+    ),
     "gru-bytes": Try(GRU, sources, rows(16), of_classes, adamw, 1e-3, 1000),
     "gpt-bytes": Try(GPT, sources, rows(16), of_classes, adamw, 1e-3, 1000),
 }
-MORE = {
-    f"{name}-{steps}": (name, steps)
-    for name in TRIES
-    for steps in (1000, 4000, 10_000)
-    if TRIES[name].steps != steps
-}
 
 
-def trained(name: str, multiple: float, level: str) -> dict[str, Any]:
-    """One run. ``level``: "fixed", "trial" or "free"."""
+def run(workload: str, start: float, level: str, seed: int) -> Record:
+    """``level``: "fixed", "trial" or "free"."""
     torch.set_num_threads(1)
-    kind, steps = MORE.get(name, (name, TRIES.get(name, next(iter(TRIES.values()))).steps))
-    tried, began = TRIES[kind], time.perf_counter()
+    tried = TRIES[workload]
+    steps, rate = tried.steps, tried.rate * start
     torch.manual_seed(0)
     model = tried.net()
     train, held_out = tried.data()
-    optimizer = tried.optimizer(model.parameters(), tried.rate * multiple)
+    optimizer = tried.optimizer(model.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    auto = None if level == "fixed" else hdet.AutoLR(model)
-    ensemble = None if auto is None else hdet.Ensemble(
-        optimizer, scheduler, total_steps=steps, controller=auto
-    )  # fmt: skip
+    auto = ensemble = None
+    if level != "fixed":
+        auto = hdet.AutoLR(model)
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, controller=auto)
     generator, losses = torch.Generator().manual_seed(1), list[float]()
 
     def validate() -> float:
@@ -231,82 +202,53 @@ def trained(name: str, multiple: float, level: str) -> dict[str, Any]:
             losses.append(validate())
     finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
     return {
-        "benchmark": "first-tries",
-        "try": name,
-        "start": multiple,
-        "level": level,
         "untrained": untrained,
         "best": min(untrained, *finite),
         "last": min(untrained, finite[-1]) if finite else untrained,
-        "rate": tried.rate * multiple,
+        "rate": rate,
         "now": None if auto is None or auto.interval is None else auto.interval.suggestion,
-        "seconds": time.perf_counter() - began,
     }
 
 
-def gaps(records: Sequence[dict[str, Any]], by: str) -> dict[tuple[str, float, str], float]:
-    """By try, start and level, in percent of what the best run learns; ``by``: "best" or "last"."""
-    found = {}
-    for name in dict.fromkeys(record["try"] for record in records):
-        these = [record for record in records if record["try"] == name]
-        best, untrained = min(record[by] for record in these), these[0]["untrained"]
-        for record in these:
-            cell = (name, record["start"], record["level"])
-            found[cell] = 100 * (record[by] - best) / (untrained - best)
-    return found
-
-
-def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Gaps of fixed rates and of AutoLR by the best checkpoint: a line for each try, a column for
-    each start."""
-    by_best = gaps(records, "best")
-    levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in by_best)]
-    starts = sorted({start for _, start, _ in by_best})
-    yield "| try | " + " | ".join(f"{start:g} times" for start in starts) + " |"
-    yield "|---" * (1 + len(starts)) + "|"
-    for name in dict.fromkeys(name for name, _, _ in by_best):
-        cells = [
-            " → ".join(f"{by_best[name, start, level]:.1f} %" for level in ("fixed", *levels))
-            if (name, start, "fixed") in by_best
-            else ""
-            for start in starts
-        ]
-        yield f"| {name} | {' | '.join(cells)} |"
-    yield ""
+def table(records: Sequence[Record]) -> str:
+    """Gaps of fixed rates and of AutoLR, in percent of what the best run learns, by the best
+    checkpoint: a line for each try, a column for each start."""
+    gaps: dict[tuple[str, float, str], float] = {}
+    for name, lines in grouped(records, "workload").items():
+        best, untrained = min(line["best"] for line in lines), lines[0]["untrained"]
+        for line in lines:
+            gap = 100 * (line["best"] - best) / (untrained - best)
+            gaps[name, line["start"], line["level"]] = gap
+    levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in gaps)]
+    starts = sorted({start for _, start, _ in gaps})
+    rows, said = [], []
+    for name in dict.fromkeys(name for name, _, _ in gaps):
+        of = ([gaps.get((name, start, level)) for level in ("fixed", *levels)] for start in starts)
+        shown = [[f"{gap:.1f} %" for gap in cell if gap is not None] for cell in of]
+        rows.append([name, *map(" → ".join, shown)])
     for level in levels:
-        pairs = [
-            (by_best[n, s, "fixed"], by_best[n, s, level]) for n, s, of in by_best if of == level
-        ]
+        pairs = [(gaps[n, s, "fixed"], gap) for (n, s, of), gap in gaps.items() if of == level]
         poor = [auto for fixed, auto in pairs if fixed > POOR]
         harmed = [auto - fixed for fixed, auto in pairs if auto - fixed > WORSE]
-        yield (
+        said.append(
             f"AutoLR, {level}: of {len(poor)} starts that end more than {POOR:g} % from the best, "
             f"{sum(auto <= GOOD for auto in poor)} end within {GOOD:g} %; {len(harmed)} of "
             f"{len(pairs)} end worse by more than {WORSE:g} % (at most {max([0.0, *harmed]):.1f} %)"
         )
+    heads = ["try", *(f"{start:g} times" for start in starts)]
+    return markdown(heads, rows) + "\n" + "\n".join(said) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tries", nargs="+", choices=[*TRIES, *MORE])
-    parser.add_argument("--all", action="store_true", help="longer runs, and the free level")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE", help="lines are appended")
-    options = parser.parse_args(arguments)
-    names = options.tries or [*TRIES, *(MORE if options.all else ())]
-    levels = ("fixed", "trial", "free") if options.all else ("fixed", "trial")
-    grid = [(name, start, level) for name in names for start in STARTS for level in levels]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        records = []
-        for record in pool.map(trained, *zip(*grid, strict=True)):
-            records.append(record)
-            if options.json:
-                emit(record, options.json)
-    print("\n".join(table(records)))
-
+EXPERIMENT = Experiment(
+    "first-tries", __doc__, run,
+    (
+        Column("workload", list(TRIES), ["digits-conv-sgd"], TRIES),
+        Column("start", STARTS, [0.01]),
+        Column("level", ("fixed", "trial"), ["fixed", "trial"], ("fixed", "trial", "free")),
+    ),
+    table,
+    same=("workload", "start", "level"),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,3 +1,0 @@
-from .page import main
-
-main()

@@ -1,0 +1,384 @@
+"""benchmarks.evidence: each command runs and prints the table that the documents show; lines with
+known answers give known cells. No figure is judged here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.evidence import (
+    auto,
+    auto_report,
+    experiment,
+    first_tries,
+    fixed_rates,
+    hero,
+    horizon,
+    outer,
+    paper,
+    ranks,
+    scoreboard,
+    seconds,
+    several,
+    training,
+)
+from benchmarks.evidence.problems import PROBLEMS, recsys
+from benchmarks.evidence.workloads import WORKLOADS
+from benchmarks.tables import grouped, standard_error
+
+from ..distributed import run_ranks
+
+DIGITS, SMALL = PROBLEMS["cnn-digits"], "mlp-breast-cancer"
+
+
+@pytest.fixture
+def kept_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes take seconds to start, so the suite's are used."""
+    first = lambda function, count, *more: run_ranks(function, count, *more)[0]
+    for module in (ranks, outer, several):
+        monkeypatch.setattr(module, "spawn", first)
+
+
+@pytest.fixture(autouse=True)
+def few_interactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = recsys.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
+    monkeypatch.setattr(recsys, "held_out", lambda: held_out)
+
+
+Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """What a main function prints of --quick, in this process."""
+
+    def call(main: Callable[[list[str]], None], *arguments: str) -> str:
+        main(["--quick", "--jobs", "0", *arguments])
+        return capsys.readouterr().out
+
+    return call
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_fixed_rates(printed: Printed) -> None:
+    assert SMALL in printed(fixed_rates.EXPERIMENT.main).splitlines()[-1]
+    broken = fixed_rates.run("mlp-friedman", 130, seed=0, steps=12)
+    assert broken["validation"] is None and math.isfinite(broken["untrained"])
+
+
+def test_auto(printed: Printed) -> None:
+    out = printed(auto.main, "--workloads", SMALL, "--starts", "-4")
+    assert "| workload | steps | start |" in out and '"factor"' in out
+
+
+def test_first_tries_help_what_begins_far_below(printed: Printed) -> None:
+    out = printed(first_tries.EXPERIMENT.main, "--workloads", "table-mlp")
+    said = "of 1 starts that end more than 20 % from the best, 1 end within 10 %; 0 of 1 end worse"
+    assert said in out and "| table-mlp | " in out
+
+
+def test_seconds(printed: Printed) -> None:
+    assert f"| {SMALL} | 200 |" in printed(seconds.EXPERIMENT.main)
+
+
+def test_ranks(printed: Printed, kept_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "STARTS", (-4,))
+    row = printed(ranks.EXPERIMENT.main).splitlines()[-1].split(" | ")
+    assert row[:3] == ["| 2", "spread", "1"]
+    fixed, reached = (float(cell.removesuffix(" %")) for cell in row[3:5])
+    assert reached < fixed  # a trial has raised the rate that is 16 times too low
+
+
+def test_outer(printed: Printed, kept_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "WORKERS", 2)
+    out = printed(outer.EXPERIMENT.main)
+    assert "| workload | start | seed | probe | probe's correction |" in out
+    assert f"| {SMALL} | 2^0 | 0 | 0." in out
+
+
+def test_several(printed: Printed, kept_ranks: None) -> None:
+    row = printed(several.EXPERIMENT.main).splitlines()[-1]
+    assert row.startswith(f"| {SMALL} | 0 | hdet |")
+    # too short a run for trials of the rate
+    assert "lr 0.001, beta2 0." in row and "beta2 0.999" not in row
+
+
+def test_a_search_chooses_by_other_batches_than_it_is_judged_by() -> None:
+    tried = [several.drawn(SMALL, 0, number) for number in range(4)]
+    assert tried[0] == several.USUAL and len({values["lr"] for values in tried}) == 4
+    loss, values = several.search(SMALL, 0, 40, 4)
+    losses = [several.alone(SMALL, 0, 10, values) for values in tried]
+    assert loss == min(losses)[1] and values == tried[losses.index(min(losses))]
+
+
+def test_scoreboard(printed: Printed) -> None:
+    out = printed(scoreboard.EXPERIMENT.main)
+    assert "| workload | adamw | autolr |" in out and "| autolr | " in out
+
+
+def test_horizon(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hero, "QUICK", 20)
+    out = printed(horizon.main, "--exponents", "0")
+    assert "| scored at | cycle | loss from 2^0 | rate went to |" in out
+    assert out.count("| last weights (greedy) |") == 2
+
+
+def test_paper_looks_for_the_best_rate_first(printed: Printed, tmp_path: Path) -> None:
+    path = tmp_path / "paper.jsonl"
+    assert "| baseline |" in printed(paper.main, "--json", str(path))
+    kinds = [json.loads(line)["benchmark"] for line in path.read_text().splitlines()]
+    assert kinds == ["paper-find"] * 2 + ["paper"] * 2
+
+
+def test_hero_goes_on_where_it_stopped(
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hero, "QUICK", 6)
+    path = tmp_path / "hero.jsonl"
+    out = printed(hero.main, "--json", str(path))
+    assert "| onecycle | 0.01 |" in out and "| hdet-softmax | 0.01 |" in out
+    whole = path.read_text().splitlines()
+    lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
+    assert sorted((line["method"], line["exponent"]) for line in lines) == [
+        (method, exponent) for method in ("hdet-softmax", "onecycle") for exponent in (-4, 0, 4)
+    ]
+    path.write_text("\n".join(whole[:2] + whole[3:]) + "\n")
+    printed(hero.main, "--json", str(path))
+    again = path.read_text().splitlines()
+    assert again[:5] == whole[:2] + whole[3:] and len(again) == 6
+    assert {**json.loads(again[5]), "seconds": 0} == {**lines[2], "seconds": 0}
+
+
+def twice(seed: int, number: int) -> dict[str, Any]:
+    return {"twice": 2 * number}
+
+
+def test_runs_in_other_processes() -> None:
+    columns = (experiment.Column("number", (1, 2), [1]),)
+    one = experiment.Experiment("twice", None, twice, columns, str)
+    tasks = [{"seed": 0, "number": number} for number in (1, 2)]
+    found = sorted(line["twice"] for line in experiment.run_all(one, tasks, jobs=1))
+    assert found == [2, 4]
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", hero.METHODS)
+def test_every_method_trains_on_the_same_examples(name: str) -> None:
+    seen: list[int] = []
+
+    def batch(seed: int, step: int) -> Any:
+        seen.append(step)
+        return DIGITS.batch(seed, step)
+
+    @torch.no_grad()
+    def validate(model: torch.nn.Module) -> float:
+        models.append(model)
+        return float(DIGITS.losses(model, DIGITS.batch(99, 0)).mean())
+
+    models: list[torch.nn.Module] = []
+    method, problem = hero.METHODS[name], replace(DIGITS, steps=4, batch=batch, validate=validate)
+    rate = method.start / 2 if name != "dog-movement" else method.start
+    outcome = training.train(problem, method.build, rate, 0)
+    assert seen == [0, 1, 2, 3] and outcome["probe_percent"] == 0  # no method of the figure probes
+    assert outcome["validation"] is not None and len(outcome["rates"]) == 4
+    pairs = zip(models[-1].parameters(), DIGITS.build(0).parameters(), strict=True)
+    assert not any(torch.equal(p, q) for p, q in pairs)
+
+
+def test_a_whole_run_of_auto_ends_with_a_loss() -> None:
+    moved = auto.run("mlp-friedman", -6, 0, 400, "trial", whole=True)
+    fixed = fixed_rates.run("mlp-friedman", -6, seed=0, steps=400)
+    assert moved["validation"] < fixed["validation"] and 0 < moved["cost"] < 200
+    found = auto.run("mlp-friedman", -6, 0, 1000, "free", whole=False)
+    assert found["factor"] > 4 and found["validation"] is None and found["cost"] == 0
+
+
+def plain(steps: int, rate: float) -> float:
+    """The paper's baseline without anything of ours."""
+    model = paper.PROBLEM.build(0)
+    optimizer = torch.optim.AdamW(paper.PROBLEM.groups(model), lr=rate, betas=(0.9, 0.95))
+    schedule = paper.onecycle(optimizer, rate, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = paper.interactions(paper.BATCH, step, steps, 0)
+        paper.PROBLEM.losses(model, batch).mean().backward()
+        optimizer.step()
+        schedule.step()
+    return float(paper.PROBLEM.validate(model))
+
+
+def test_the_papers_baseline_is_plain_training_and_its_controller_tells_groups_apart() -> None:
+    of = lambda method: paper.run("recommender-clicks", method, 1.0, 1e-2, 0, 40)
+    assert of("baseline")["validation"] == pytest.approx(plain(40, 1e-2), abs=1e-5)
+    assert len(set(of("no-auto")["bases"][1].values())) == 1  # there is none
+    assert len(set(of("on-onecycle")["bases"][1].values())) == 4
+
+
+def test_what_a_crash_is_in_the_papers_table() -> None:
+    engagement = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    constant = 2 / 3 * math.log(2)  # of three tasks two are tossed, one never happens
+    for loss, crashed in ((constant + 0.01, True), (constant - 0.01, False)):
+        history = paper.History(10)
+        for step in range(9):
+            history.add(step, [5.0], engagement)  # what was before the last tenth does not count
+        history.add(9, [loss - 0.1, loss + 0.1], engagement)
+        assert history.summary()["crashed"] == crashed
+    with pytest.raises(paper.Diverged):
+        history.add(9, [0.1, math.nan], engagement)
+    assert history.summary() == {"train": None, "constant": None, "crashed": True}
+
+
+def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Users and items drift over the year: a probe of its last day, on which runs are judged, would
+    know what training cannot."""
+    asked = []
+    note = lambda size, at, *, seed, stream, index: asked.append((at, stream))
+    monkeypatch.setattr(recsys.LOG, "sample", note)
+    for step in (0, 400, 800):
+        PROBLEMS["recommender-clicks"].spare(0, step, 7)
+    assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
+
+
+def test_the_range_test_suggests_a_rate_at_which_the_loss_falls() -> None:
+    problem = replace(WORKLOADS[SMALL].problem, steps=40)
+    model = problem.build(0)
+    before = copy.deepcopy(model.state_dict())
+    assert 1e-5 < scoreboard.range_test(problem, copy.deepcopy(model), 0) < 1
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["schedule-free", "nadamw"])
+def test_looking_on_the_way_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = scoreboard.run(method, SMALL, seed=0, steps=40)
+    monkeypatch.setattr(scoreboard, "POINTS", 1)
+    alone = scoreboard.run(method, SMALL, seed=0, steps=40)
+    assert len(looked["points"]) == 40 and len(alone["points"]) == 1
+    assert looked["validation"] == alone["validation"]
+
+
+# -- tables of lines with known answers ------------------------------------------------------------
+
+
+def line(**values: Any) -> dict[str, Any]:
+    usual = {"workload": "mlp-friedman", "exponent": 0, "seed": 0, "steps": 100, "rate": 1e-3,
+             "untrained": 3.0, "level": "trial"}  # fmt: skip
+    found = {"whole": False, "validation": None, "best": None, "factor": 1.0, "low": None,
+             "high": None, "reason": "", "cost": 0.0}  # fmt: skip
+    return {**usual, **found, **values}
+
+
+FIXED = [
+    line(exponent=e, rate=1e-3 * 2.0**e, validation=loss)
+    for e, loss in ((-2, 2.0), (0, 1.2), (2, 1.0), (4, None))
+]
+
+
+def test_a_run_is_read_off_the_curve_of_fixed_rates() -> None:
+    [run] = auto.compared([line(exponent=-2, rate=2.5e-4, factor=8.0, low=1e-3, high=8e-3)], FIXED)
+    assert run.fixed == pytest.approx(50) and run.read_off == pytest.approx(5)
+    assert run.real is None and run.holds
+    [outside] = auto.compared([line(factor=0.5, high=3e-3)], FIXED)
+    assert outside.read_off == pytest.approx(30) and not outside.holds
+    whole = line(exponent=-2, factor=8.0, whole=True, validation=1.1)
+    [real] = auto.compared([line(exponent=-2, factor=8.0), whole], FIXED)
+    assert real.auto == real.real == pytest.approx(5)
+
+
+def test_a_run_that_ends_worse_than_its_start_is_counted() -> None:
+    start = {"exponent": 2, "rate": 4e-3}
+    runs = auto.compared([line(**start, factor=0.25), line(**start, level="free")], FIXED)
+    text = auto_report.counted({"these": runs})
+    assert "| these | fixed rate, 1 runs | 0.0 % | 1 | 1 |" in text
+    assert "| AutoLR, trial | 10.0 % | 0 | 0 | 1 of 1 | 10.0 % |" in text
+    assert "| AutoLR, free | 0.0 % | 1 | 1 | 0 of 1 |" in text
+    row = "| mlp-friedman | 100 | 4 times the usual rate | trial | 0.0 % | 10.0 % |"
+    assert row in auto_report.harmed(runs)
+
+
+def test_repeated_data_is_compared_by_the_best_checkpoint() -> None:
+    lines = [
+        line(workload="mlp-rows-256", whole=True, level=level, validation=last, best=best)
+        for level, last, best in (("fixed", 2.0, 1.0), ("free", 2.0, 1.0), ("trial", 2.5, 1.2))
+    ]
+    row = "| 0.0 % | 0.0 % | 10.0 % | 10.0 % | 0.0 % | 0.0 % | 50.0 % |"
+    assert row in auto_report.repeated(lines)
+
+
+def test_the_profile_says_who_is_there_first_and_who_never_is() -> None:
+    def of(method: str, validation: float | None, points: list[list[float]]) -> dict[str, Any]:
+        found = line(workload="vit-digits", validation=validation)
+        return {**found, "method": method, "points": points}
+
+    text = scoreboard.table(
+        [
+            of("greedy", None, [[10, 2.0]]),
+            of("nadamw", 1.0, [[0, 3.0], [50, 1.04]]),
+            of("adamw", 1.03, [[60, 1.2]]),
+        ]
+    )
+    assert "| vit-digits | 0.0 | 1.5 | 100.0 |" in text
+    # 98 % of two nats: 1.04. It takes nadamw 50 steps, adamw all of its 100, and greedy never comes
+    # there.
+    assert "| nadamw | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |" in text
+    assert "| adamw | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 | 1.00 |" in text
+    assert "| greedy | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 |" in text
+    none = [of("adamw", 3.0, []), of("greedy", 3.5, [])]
+    assert "| vit-digits | 100.0 | 100.0 |" in scoreboard.table(none)  # nobody has learned anything
+
+
+def curve(losses: dict[int, list[float | None]]) -> hero.Curve:
+    """An untrained model has 2.0."""
+    return hero.Curve(
+        [
+            {"exponent": e, "seed": seed, "validation": loss, "untrained": 2.0}
+            for e, values in losses.items()
+            for seed, loss in enumerate(values)
+        ]
+    )
+
+
+def test_sensitivity_is_over_starts_even_in_the_logarithm() -> None:
+    found = curve({-2: [1.0], 0: [0.5], 4: [3.0]})  # 3.0 counts as 2.0
+    mean = (2 * (1.0 + 0.5) / 2 + 4 * (0.5 + 2.0) / 2) / 6
+    assert found.sensitivity(0.5) == pytest.approx(mean - 0.5)
+    assert (found.best, found.worst) == (0, 4)
+    # A denser grid of the same function is the same.
+    denser = curve({-2: [1.0], -1: [0.75], 0: [0.5], 4: [3.0]})
+    assert denser.sensitivity(0.5) == pytest.approx(mean - 0.5)
+    assert curve({0: [0.7]}).sensitivity(0.5) == pytest.approx(0.2)
+
+
+def test_a_crash_counts_as_an_untrained_model() -> None:
+    found = curve({0: [0.5, None, 9.0]})
+    assert found.scores[0] == [0.5, 2.0, 2.0] and found.means[0] == pytest.approx(1.5)
+    assert standard_error(found.scores[0]) == pytest.approx(0.5)  # sqrt(0.75 / 3)
+
+
+@pytest.mark.parametrize("best", [-11, -1, 0, 6])
+def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
+    records: list[dict[str, Any]] = []
+    for _ in range(20):  # it ends earlier
+        known = hero.means(records, "cnn-digits", "onecycle", 600)
+        for e in hero.next_exponents(hero.METHODS["onecycle"], known):
+            loss = None if e > best + 2 else 0.1 * abs(e - best)
+            found = {"benchmark": "hero-find", "problem": "cnn-digits", "method": "onecycle",
+                     "exponent": e, "steps": 600, "validation": loss, "untrained": 2.0}  # fmt: skip
+            records += [{**found, "seed": seed} for seed in hero.find_seeds("cnn-digits")]
+    for name in ("onecycle", "hdet-softmax"):  # which borrows it
+        assert hero.best_rate(records, "cnn-digits", name, 600) == 1e-2 * 2.0**best
+    tried = set(grouped(records, "exponent"))
+    assert {best - 1, best, best + 1} <= tried and len(tried) <= 14
