@@ -27,9 +27,8 @@ class Streaming(Averaging):
     The same bytes as `Plain` in F smaller bursts. Fragments are neighbouring tensors, or pieces of
     them, of equal bytes. Replicas are never all equal (`Ensemble.converge` makes them so); a cycle
     in which a replica is left out ends with the plain average. A fragment before the last is
-    averaged over the replicas whose values in it are finite, uniformly also with
-    ``weights="softmax"``, because the cycle's losses are not known yet. That takes a sum of N
-    numbers, and the host waits for it.
+    averaged over the replicas whose values in it are finite. That takes a sum of N numbers, and the
+    host waits for it.
 
     Args:
         fragments: F, 2 .. T.

@@ -39,8 +39,6 @@ class Sync:
             ``"keep"``, ``"average"`` or ``"reset"`` (hdet/run/moments.py tells what follows from
             each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
             then ``"average"`` or ``"reset"``.
-        weights: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses
-            (sigma 0.1).
         buffers: further floating-point tensors to average (running statistics of BatchNorm), or a
             module: all it has at the time, but for those in 8 bits, also where a forward pass has
             put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident
@@ -64,7 +62,6 @@ class Sync:
     converge: Averaging = field(default_factory=Plain)
     gradients: str = "shared"
     moments: str | None = None
-    weights: str = "mean"
     buffers: Iterable[torch.Tensor] | nn.Module = ()
     tied: Sequence[Tied] = ()
     refresh: Callable[[], object] | None = None
@@ -83,8 +80,6 @@ class Sync:
                 f"got {self.moments!r}: replicas' moments "
                 "differ, and what becomes of them at an average is a choice (docs/local.md)"
             )
-        if self.weights not in ("mean", "softmax"):
-            raise ValueError(f"weights must be 'mean' or 'softmax', got {self.weights!r}")
         if not isinstance(self.converge, Averaging):
             raise TypeError(
                 "converge must be a way of averaging such as hdet.converge.Plain(), got "

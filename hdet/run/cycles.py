@@ -174,7 +174,7 @@ class Cycles:
             is_plain = self.weights.average.idle and not self.weights.moments.are_averaged
             if not (is_plain and stats.are_alike):
                 with self.during("average"):
-                    self.weights.complete(finite, stats.losses)
+                    self.weights.complete(finite)
             self.note_average()
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
@@ -219,7 +219,7 @@ class Cycles:
         else:
             verdict = judge(self.divergence, stats.finite, stats.raw_losses, self.engine.level)
         self.notes += verdict.notes
-        self._average(verdict, stats.losses, are_equal=compare and stats.are_alike)
+        self._average(verdict, are_equal=compare and stats.are_alike)
         averaged = self._now()
         if verdict.roll_back:
             outcome = self._roll_back()
@@ -258,9 +258,7 @@ class Cycles:
             yield
 
     @ranged("hdet.converge")
-    def _average(
-        self, verdict: Verdict, losses: Sequence[float | None], *, are_equal: bool
-    ) -> None:
+    def _average(self, verdict: Verdict, *, are_equal: bool) -> None:
         """Average the replicas, or restore the beginning of a cycle that is taken back."""
         with self.during("average"):
             if verdict.roll_back:
@@ -274,7 +272,7 @@ class Cycles:
                 raise self._all_diverged("no replica has finite parameters left")
             # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
             elif not (are_equal and self.weights.average.idle):
-                self.notes += self.weights.end_cycle(verdict.healthy, losses)
+                self.notes += self.weights.end_cycle(verdict.healthy)
 
     def _roll_back(self) -> CycleOutcome:
         """Lower rates in the place of a decision."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..controllers.softmax import softmax_weights
 from ..converge import Averager, Task
 from ..converge.sync import Sync, Tied
 from ..core.divergence import Divergence
@@ -122,21 +121,18 @@ class ReplicaWeights:
         self._publish()
         return notes
 
-    def end_cycle(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[str]:
-        """An average as `Sync.converge` says.
-
-        ``losses``: of all replicas. Returns notes for the record.
-        """
-        weights = self._weights(healthy, losses)
+    def end_cycle(self, healthy: Sequence[int]) -> list[str]:
+        """An average as `Sync.converge` says. Returns notes for the record."""
+        weights = self._weights(healthy)
         notes = self.average.end_cycle(weights)
         self.moments.end_cycle(weights)
         self._publish()
         return notes
 
-    def complete(self, healthy: Sequence[int], losses: Sequence[float | None]) -> None:
+    def complete(self, healthy: Sequence[int]) -> None:
         """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged:
         it is no end of a cycle."""
-        weights = self._weights(healthy, losses)
+        weights = self._weights(healthy)
         self.average.complete(weights)
         if self.moments.are_averaged:
             self.moments.average(weights)
@@ -162,17 +158,12 @@ class ReplicaWeights:
         """
         self.note_load()
         self.average.load_state([])
-        self.complete([0], [None] * self.replicas.count)
+        self.complete([0])
 
-    def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
-        """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again
-        where a healthy one has no loss)."""
-        shares = [1 / len(healthy)] * len(healthy)
-        known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
-        if self._sync.weights == "softmax" and len(known) == len(healthy):
-            shares = softmax_weights(known, 0.1)
-        share_of = dict(zip(healthy, shares, strict=True))
-        return [share_of.get(r, 0.0) for r in range(len(losses))]
+    def _weights(self, healthy: Sequence[int]) -> list[float]:
+        """w_r of all replicas: uniform over the healthy ones."""
+        share_of = dict.fromkeys(healthy, 1 / len(healthy))
+        return [share_of.get(r, 0.0) for r in range(self.replicas.count)]
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -26,7 +26,7 @@ from ..tensors.dtensor import local_parts
 
 __all__ = ["Agreement"]
 
-_OF_SYNC = ("every", "converge", "gradients", "moments", "weights", "bucket_bytes")
+_OF_SYNC = ("every", "converge", "gradients", "moments", "bucket_bytes")
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group, what changes nothing in its results, or is compared by itself."""
 _USUAL = (

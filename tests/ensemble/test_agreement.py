@@ -130,7 +130,6 @@ CASES: Cases = {
     "total_steps": by_setting("total_steps", lambda odd: 40 + odd),
     "warmup_steps": by_setting("warmup_steps", lambda odd: 2 * odd, total_steps=40),
     "controller": ("controller.temperature", lambda _, odd: softmax(1.0 + odd)),
-    "weights": by_setting("sync.weights", lambda odd: "softmax" if odd else "mean", "weights"),
     "scheduled": by_setting("scheduled values.lr[0]", lambda odd: 1e-3 * (1 + odd), "lr"),
     "seed": by_setting("seed", int),
     "T": by_setting("sync.every", lambda odd: 5 + odd, "every"),

@@ -37,7 +37,6 @@ def traced(rank: int, world: int, steps: int, settings: dict[str, Any], **more: 
 CASES: dict[str, dict[str, Any]] = {
     "probe": {"controller": "probe"},
     "softmax controller": {"controller": "softmax", "lr": 1e-4},
-    "softmax average": {"weights": "softmax", "spread": 0.9, "lr": 3e-2},
     "spread and decay": {"weight_decay": 0.1},
     "no spread": {"spread": 0.0},
     "Adam": {"optimizer": hdet.FusedAdam},

@@ -188,7 +188,6 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
     ({"gradients": "none"}, "gradients must be"),
     ({"moments": "keep"}, "leave it out"),
-    ({"weights": "median"}, "weights"),
     *(({"seed": seed}, "seed must be") for seed in (None, 1.5, True)),
     ({"log": 3}, "log must be callable"),
     ({"replicas": "x"}, "replicas must be"),

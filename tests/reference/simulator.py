@@ -75,7 +75,6 @@ class Settings:
     weight_decay: float = 0.0
     controller: bool = True
     decay: str | None = None  # None or "floor"
-    average: str = "mean"  # or "softmax": Eq. 3 with the weights of Eq. 4
     sigma: float = 0.1
     step_size: float = 0.5
     momentum: float = 0.9
@@ -171,10 +170,7 @@ def simulate(settings: Settings) -> dict[str, list]:
             / (settings.interval if done % settings.interval == 0 else done % settings.interval)
             for total in sums
         ]
-        weights = method.uniform_weights(count)
-        if settings.average == "softmax":
-            weights = method.softmax(method.scores(losses, settings.sigma))
-        mean = method.converge(thetas, weights)
+        mean = method.converge(thetas, method.uniform_weights(count))
         cycles.append(
             {"step": done, "multipliers": rho, "losses": losses, "before": thetas, "after": mean}
         )
@@ -199,6 +195,5 @@ RUNS = {
         decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5
     ),
     "softmax_floor": Settings(decay="floor", warmup=10),
-    "softmax_average": Settings(average="softmax", controller=False, sigma=0.1),
     "last_cycle_is_short": Settings(steps=38, decay=None, sigma=0.05, momentum=0.0),
 }

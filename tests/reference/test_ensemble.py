@@ -73,7 +73,7 @@ def _train(rank, world, settings, drop_in):
                 optimizer,
                 OneCycleLR(optimizer, **schedule),
                 knobs=[hdet.LearningRate(settings.spread)],
-                sync=hdet.Sync(settings.interval, weights=settings.average),
+                sync=hdet.Sync(settings.interval),
                 warmup_steps=settings.warmup,
                 controller=controller,
             )
@@ -127,11 +127,7 @@ def test_ensemble_follows_the_golden_trajectory(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name, settings in RUNS.items()
-        if settings.decay is None and settings.average == "mean"
-    ],
+    [name for name, settings in RUNS.items() if settings.decay is None],
 )
 def test_drop_in_follows_the_golden_trajectory(name):
     _follows(RUNS[name], drop_in=True)
