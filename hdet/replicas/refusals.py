@@ -22,8 +22,7 @@ _HSDP = (
 )
 _MEGATRON = (
     "is Megatron's wrapper: pass the torch optimizer inside, {}, with "
-    "replicas=Replicas.from_megatron(groups, distributed_optimizer=...); or "
-    "hdet.integrations.megatron"
+    "replicas=Replicas.from_megatron(groups); or hdet.integrations.megatron"
 )
 _WRAPPERS = {
     r"deepspeed\.runtime\..*|.*\.DeepSpeedOptimizerWrapper": (

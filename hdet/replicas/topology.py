@@ -145,19 +145,18 @@ class Replicas:
         return build(cls, layout().replicas)
 
     @classmethod
-    def from_megatron(cls, groups: Any, *, distributed_optimizer: bool = False) -> Replicas:
+    def from_megatron(cls, groups: Any) -> Replicas:
         """From an object with the names of Megatron-Core's ProcessGroupCollection.
 
         ``dp`` must be there; of tp, cp, pp, ep, expt_tp, embd, expt_dp what is missing or None is
-        not parallel. With ``distributed_optimizer`` each of its instances is a replica, told by
-        inter_dist_opt and intra_dist_opt. All ranks of the world call it.
+        not parallel. All ranks of the world call it. Instances of a distributed optimizer are said
+        by ``from_layout(shard=...)``.
 
         Raises:
-            ValueError: a group is missing or does not fit the others; a distributed optimizer of
-                one instance.
+            ValueError: a group is missing or does not fit the others; a distributed optimizer.
             ReplicaDisagreement: on all ranks, if they ask for different things.
         """
-        return build(cls, *megatron_table(groups, distributed_optimizer))
+        return build(cls, *megatron_table(groups))
 
     @classmethod
     def default(cls) -> Replicas:

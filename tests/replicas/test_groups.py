@@ -135,7 +135,6 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
     tables["embd"] = layout.tied
     if instances > 1:
         world, half = layout.world, layout.world // instances
-        tables["intra_dist_opt"] = [range(k, k + half) for k in range(0, world, half)]
         tables["inter_dist_opt"] = [range(k, world, half) for k in range(half)]
     for name, table in tables.items():
         for ranks in table:
@@ -146,13 +145,12 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
 
 
 def from_megatron(
-    rank: int, world: int, sizes: Any, instances: int, distributed: bool, drop: tuple[str, ...] = ()
+    rank: int, world: int, sizes: Any, instances: int = 1, drop: tuple[str, ...] = ()
 ) -> Any:
     groups = megatron(Layout(world, **sizes), rank, instances)
     for name in drop:
         delattr(groups, name)
-    make = hdet.Replicas.from_megatron
-    return made(lambda: make(groups, distributed_optimizer=distributed))
+    return made(lambda: hdet.Replicas.from_megatron(groups))
 
 
 def from_layout(rank: int, world: int, sizes: Any) -> Any:
@@ -164,25 +162,19 @@ def from_layout(rank: int, world: int, sizes: Any) -> Any:
     (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
 ])  # fmt: skip
 def test_from_layout_and_from_megatron(world: int, sizes: Any, ranks: Table) -> None:
-    check(run_ranks(from_megatron, world, sizes, 1, False), ranks)
+    check(run_ranks(from_megatron, world, sizes), ranks)
     check(run_ranks(from_layout, world, sizes), ranks)
 
 
-def test_two_instances_of_megatrons_distributed_optimizer() -> None:
-    check(run_ranks(from_megatron, 4, {}, 2, True), [[0, 1], [2, 3]])
-
-
-@pytest.mark.parametrize(("sizes", "instances", "distributed", "drop", "message"), [
-    ({}, 1, True, (), "--num-distributed-optimizer-instances N"),
-    ({}, 2, False, (), "pass distributed_optimizer=True"),
-    ({}, 2, True, ("intra_dist_opt",), "not in one inter_dist_opt group"),
-    ({"tp": 2}, 1, False, ("dp",), "at least dp"),
-    ({"tp": 2}, 1, False, ("tp",), "not in one dp group.*missing"),
+@pytest.mark.parametrize(("sizes", "instances", "drop", "message"), [
+    ({}, 2, (), "set use_distributed_optimizer=False"),
+    ({"tp": 2}, 1, ("dp",), "at least dp"),
+    ({"tp": 2}, 1, ("tp",), "not in one dp group.*missing"),
 ])  # fmt: skip
 def test_what_is_wrong_with_megatrons_groups_is_said(
-    sizes: dict[str, int], instances: int, distributed: bool, drop: Any, message: str
+    sizes: dict[str, int], instances: int, drop: Any, message: str
 ) -> None:
-    for result in run_ranks(from_megatron, 4, sizes, instances, distributed, drop):
+    for result in run_ranks(from_megatron, 4, sizes, instances, drop):
         assert re.match(f"ValueError: .*{message}", result), result
 
 
