@@ -139,24 +139,6 @@ class Layout:
             range(self.world), sharing, {axis: self.groups(axis) for axis in ("dp", "edp")}
         )
 
-    @property
-    def peers(self) -> Table:
-        """[member][replica]: ranks that hold the same part of the model, one in each replica;
-        parameters are averaged over them."""
-        return tuple(zip(*self.replicas, strict=True))
-
-    @property
-    def losses(self) -> Table:
-        """[replica]: its ranks that see a loss, those of the last pipeline stage."""
-        last = {group[-1] for group in self.groups("pp")}
-        return tuple(tuple(rank for rank in replica if rank in last) for replica in self.replicas)
-
-    @property
-    def tied(self) -> Table:
-        """Pairs of ranks of the first and the last stage, which both hold an embedding that is tied
-        to the output; none without stages."""
-        return tuple((group[0], group[-1]) for group in self.groups("pp") if self.pp > 1)
-
 
 def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
     """The smallest disjoint sets that no group sticks out of; each ascending, in the order of their

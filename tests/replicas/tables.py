@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hdet.replicas.layout import Layout, Table
+
 
 class Case(NamedTuple):
     world: int
@@ -12,6 +14,21 @@ class Case(NamedTuple):
     peers: list[list[int]]
     losses: list[list[int]]
     tied: list[list[int]]
+
+
+def peers(layout: Layout) -> Table:
+    """[member][replica]: ranks that hold the same part of the model."""
+    return tuple(zip(*layout.replicas, strict=True))
+
+
+def tables(layout: Layout) -> list[list[list[int]]]:
+    """The columns of a `Case`: a loss is seen by the ranks of the last pipeline stage, a tied
+    embedding is on the first and the last one."""
+    stages = layout.groups("pp")
+    last = {group[-1] for group in stages}
+    losses = [[rank for rank in replica if rank in last] for replica in layout.replicas]
+    tied = [[group[0], group[-1]] for group in stages if layout.pp > 1]
+    return [*([list(ranks) for ranks in t] for t in (layout.replicas, peers(layout), losses, tied))]
 
 
 def pairs(first: int, last: int, distance: int) -> list[list[int]]:

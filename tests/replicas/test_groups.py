@@ -132,7 +132,7 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
     tables: dict[str, Any] = {
         name: layout.groups(axis) for name, axis in axes.items() if axis != "ep" or layout.ep > 1
     }
-    tables["embd"] = layout.tied
+    tables["embd"] = [(group[0], group[-1]) for group in layout.groups("pp") if layout.pp > 1]
     if instances > 1:
         world, half = layout.world, layout.world // instances
         tables["inter_dist_opt"] = [range(k, world, half) for k in range(half)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hdet.replicas.layout import Layout, brief, paired
 
-from .tables import CASES, Case, row
+from .tables import CASES, Case, peers, row, tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,7 @@ def lists(table: Any) -> list[list[int]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world}-{case.sizes}")
 def test_worked_tables_hold_and_are_on_the_page(case: Case) -> None:
     layout = Layout(case.world, **case.sizes)
-    assert [lists(getattr(layout, name)) for name in Case._fields[2:]] == [*case[2:]]
+    assert tables(layout) == [*case[2:]]
     assert row(case) in PAGE.splitlines() and len(CASES) == PAGE.count("| `from_layout(")
 
 
@@ -69,14 +69,14 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
             grown = {*itertools.chain(*met)} - reached
             reached |= grown
         assert reached == set(replica)
-    peers = layout.peers
-    assert sorted(itertools.chain(*peers)) == [*range(layout.world)]
-    assert all([home[rank] for rank in line] == list(range(len(replicas))) for line in peers)
-    assert all(list(line) == sorted(line) for line in peers)
+    lines = peers(layout)
+    assert sorted(itertools.chain(*lines)) == [*range(layout.world)]
+    assert all([home[rank] for rank in line] == list(range(len(replicas))) for line in lines)
+    assert all(list(line) == sorted(line) for line in lines)
     # Peers hold the same part: the same coordinate along tp, pp, ep and etp, and the same shard.
     for axis, groups in shared.items():
         place = {rank: k for group in groups for k, rank in enumerate(group)}
-        assert all(len({place.get(rank) for rank in line}) == 1 for line in peers), axis
+        assert all(len({place.get(rank) for rank in line}) == 1 for line in lines), axis
     if layout.ep == 1 and layout.etp is None and layout.shard == 1:
         assert len(replicas) == layout.dp and len(replicas[0]) == layout.tp * layout.cp * layout.pp
 
