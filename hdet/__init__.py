@@ -29,7 +29,7 @@ _HOMES = {
         "core.replay": "replay",
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights "
-        "ModuleValue Scalar Temperature WeightDecay",
+        "Scalar Temperature WeightDecay",
         "replicas.noise": "warm_noise_",
         "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
         "converge.sync": "Sync",
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from .knobs import LabelSmoothing as LabelSmoothing
     from .knobs import LearningRate as LearningRate
     from .knobs import LossWeights as LossWeights
-    from .knobs import ModuleValue as ModuleValue
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay

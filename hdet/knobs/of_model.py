@@ -15,7 +15,7 @@ from ..core.spread import check_spread
 from .bound import Bound, Bounds, scale_of
 from .cells import Cell, attribute_cell, call_cell, item_cell
 
-__all__ = ["Dropout", "LabelSmoothing", "LossWeights", "ModuleValue", "Scalar", "Temperature"]
+__all__ = ["Dropout", "LabelSmoothing", "LossWeights", "Scalar", "Temperature"]
 
 
 def _forward_knob(knob: Any, name: str, cells: Sequence[Cell], **flags: Any) -> Bound:
@@ -111,11 +111,6 @@ class Scalar:
         names = ("valid_on_train_loss", "affects_eval_loss", "on_gradients")
         flags = {name: getattr(self, name) for name in names}
         return [_forward_knob(self, self.name, [cell], **flags)]
-
-
-ModuleValue = Scalar
-"""The same by another name, under which a scalar of a module is looked for: ``ModuleValue(name,
-get, set, spread)``."""
 
 
 @dataclass(frozen=True)

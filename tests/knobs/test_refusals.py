@@ -104,8 +104,7 @@ def test_what_each_knob_says_of_itself(name: str) -> None:
 
 def test_every_knob_is_in_the_table() -> None:
     listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
-    # ModuleValue is Scalar
-    assert {*of_model.__all__, *of_optimizer.__all__} - {"ModuleValue"} <= listed
+    assert {*of_model.__all__, *of_optimizer.__all__} <= listed
 
 
 @said_by(VALID, absent=True)
