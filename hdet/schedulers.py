@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,17 +45,14 @@ class OneCycleAutoLR(OneCycleLR):
             length.
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised; or a
-            `CoresidentReplicas`, whose losses are given by ``observe`` inside of ``use``, before
-            ``step()``.
+            `CoresidentReplicas`.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under
             one that reads more than the published signal (auto, probe, slope ...) all parameter
             groups are one knob.
-        freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of
-            steps after which nothing moves any more. One that you give has its own.
-        seed: key of the assignments of multipliers, equal on all ranks.
         sync: as in `Ensemble`, but for ``every``, which is ``model_sync_interval``.
-        settings: further ones of the `Ensemble`: divergence, log, design.
+        settings: further ones of the `Ensemble`: divergence, seed, log, design.
 
+    ``scheduler.ensemble`` is the `Ensemble`: observe micro-batches, converge and close by it.
     Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own,
     to the bit. Between steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate,
     never a multiplied one.
@@ -89,9 +86,7 @@ class OneCycleAutoLR(OneCycleLR):
         *,
         replicas: Replicas | None = None,
         controller: Controller | None = None,
-        freeze_after: float | None = None,
         sync: Sync | None = None,
-        seed: int = 0,
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -103,14 +98,7 @@ class OneCycleAutoLR(OneCycleLR):
                 raise ValueError(f"max_lr must be above 0, got {max_lr!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if controller is None and enable_auto_lr:
-                controller = SoftmaxController(
-                    loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after
-                )
-            elif freeze_after is not None:
-                raise ValueError(
-                    f"freeze_after is {freeze_after!r}, but it is of the controller of "
-                    "enable_auto_lr: leave it out, or pass it to the controller that you give"
-                )
+                controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None)
             super().__init__(
                 optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start,
                 anneal_strategy, cycle_momentum, base_momentum, max_momentum,  # type: ignore[arg-type]
@@ -125,18 +113,8 @@ class OneCycleAutoLR(OneCycleLR):
                 sync=dataclasses.replace(sync or Sync(), every=model_sync_interval),
                 warmup_steps=auto_lr_warmup_steps,
                 controller=controller,
-                seed=seed,
                 **{"design": "permutation", **settings},  # as published
             )
-
-    def observe(
-        self,
-        loss: torch.Tensor | float,
-        weight: torch.Tensor | float = 1.0,
-        replica: int | None = None,
-    ) -> None:
-        """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
-        self.ensemble.observe(loss, weight, replica)
 
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None
@@ -157,23 +135,6 @@ class OneCycleAutoLR(OneCycleLR):
     def _take_last_lr(self) -> None:
         rates = (group["lr"] for group in self.optimizer.param_groups)
         self._last_lr = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in rates]
-
-    def converge(self) -> None:
-        """Average the replicas now; every rank must call it. See `Ensemble.converge`."""
-        self.ensemble.converge()
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Around a training loop: see `Ensemble.guard`."""
-        return self.ensemble.guard()
-
-    @property
-    def in_sync(self) -> bool:
-        """See `Ensemble.in_sync`."""
-        return self.ensemble.in_sync
-
-    def close(self) -> None:
-        """Give the optimizer back: see `Ensemble.close`."""
-        self.ensemble.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on

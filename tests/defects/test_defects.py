@@ -126,7 +126,7 @@ def _random_states(rank, world):
     )
     train(scheduler, 12, lambda step: 1.0 + rank)
     scheduler.load_state_dict(_quiet_state(scheduler))
-    scheduler.converge()
+    scheduler.ensemble.converge()
     states.append((torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()))
     same = torch.equal(states[0][0], states[1][0])
     return same, states[0][1:] == states[1][1:], seeds
@@ -239,7 +239,7 @@ def _traffic(rank, world, tensor):
         optimizer_step(scheduler.optimizer, step)
         loss = torch.tensor(1.0 + rank).as_subclass(Elsewhere)
         with Watch() as watch:
-            scheduler.observe(loss, weight=2.0)
+            scheduler.ensemble.observe(loss, weight=2.0)
             scheduler.step(loss)
         collectives.append(len(watch.collectives))
         host_reads.append(watch.host_reads)
@@ -367,9 +367,9 @@ def _uneven(rank, world):
         optimizer_step(scheduler.optimizer, step)
         cycle = step // 4
         if rank == 0 and step % 4 == 0:
-            scheduler.observe(torch.tensor(2.0 + cycle), weight=1.0)
+            scheduler.ensemble.observe(torch.tensor(2.0 + cycle), weight=1.0)
         if rank == 0 and step % 4 == 2:
-            scheduler.observe(torch.tensor(4.0 + cycle), weight=torch.tensor(5.0))
+            scheduler.ensemble.observe(torch.tensor(4.0 + cycle), weight=torch.tensor(5.0))
         scheduler.step(None if rank == 0 else 10.0 * cycle + step % 4)
         if step % 4 == 3:
             records.append(scheduler.ensemble.history)
@@ -461,7 +461,7 @@ def _accelerate(rank, world, skip):
         if not skipped:
             optimizer_step(scheduler.optimizer, step)
         prepared.step(1.0 + rank, skipped=skipped)
-        converged.append(scheduler.in_sync)
+        converged.append(scheduler.ensemble.in_sync)
         epochs.append(scheduler.last_epoch)
     return converged, epochs, scheduler.ensemble.cycle, scheduler.ensemble.history["losses"]
 

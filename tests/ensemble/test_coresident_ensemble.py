@@ -153,12 +153,12 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
         for k in range(4):
             with scheduler.ensemble.replicas.use(k):
                 loss = loss_of(net, batch(4 * step + k))
-                scheduler.observe(loss)
+                scheduler.ensemble.observe(loss)
             (loss / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    assert scheduler.ensemble.cycle == 4 and scheduler.in_sync
+    assert scheduler.ensemble.cycle == 4 and scheduler.ensemble.in_sync
     assert scheduler.ensemble.corrections["lr"] != 1.0
 
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as torchs
 
 import hdet
 from tests.distributed import run_ranks
-from tests.harness import Run, Scripted, batch, loss_of, model, policies, probe, taught
+from tests.harness import Run, Scripted, batch, loss_of, model, probe, taught
 
 from .helpers import on_all_ranks
 
@@ -186,22 +186,6 @@ def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None
     assert sorted(scored) == [5, 10, 15, 20, 25, 30]
     assert corrections[29] != 1.0 and set(corrections[29:]) == {corrections[29]}
     assert run.ensemble.multipliers == {"lr": 1.0} and run.controller.idle
-
-
-def drop_in(**settings: Any) -> hdet.OneCycleAutoLR:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    settings = {"auto_lr_warmup_steps": 0, "model_sync_interval": 5, **policies(**settings)}
-    return hdet.OneCycleAutoLR(optimizer, 0.1, 40, **settings)
-
-
-@pytest.mark.filterwarnings("ignore:one replica")
-def test_the_drop_in_passes_it_on_to_whom_it_makes() -> None:
-    controller = drop_in(enable_auto_lr=True, freeze_after=0.25).ensemble.engine.controller
-    assert isinstance(controller, hdet.SoftmaxController) and controller.freeze_after == 0.25
-    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but it is of"):
-        drop_in(controller=hdet.SoftmaxController(decay=None), freeze_after=0.5)
-    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but it is of"):
-        drop_in(freeze_after=0.5)
 
 
 # -- copies of the parameters ------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_signature_is_torchs_then_the_published_one_then_keywords():
     assert [p.name for p in published] == PUBLISHED
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in published)
     *keywords, further = rest
-    assert {p.name for p in keywords} >= {"replicas", "controller", "sync", "seed"}
+    assert {p.name for p in keywords} >= {"replicas", "controller", "sync"}
     assert all(p.kind is p.KEYWORD_ONLY for p in keywords)
     assert further.kind is further.VAR_KEYWORD  # the Ensemble's
 
