@@ -40,18 +40,16 @@ class TensorBoard:
     Args:
         writer: a ``SummaryWriter`` of torch.utils.tensorboard or tensorboardX: its ``add_scalar``
             and ``add_text`` are called.
-        prefix: of all names.
     """
 
-    def __init__(self, writer: Any, prefix: str = "hdet/") -> None:
+    def __init__(self, writer: Any) -> None:
         self._add_scalar, self._add_text = writer.add_scalar, writer.add_text
-        self.prefix = prefix.rstrip("/")
 
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
-        for name, value in scalars(record, self.prefix).items():
+        for name, value in scalars(record).items():
             self._add_scalar(name, value, step)
         for note in record["notes"]:
-            self._add_text(f"{self.prefix}/notes", note, step)
+            self._add_text("hdet/notes", note, step)
 
 
 class WandB:
@@ -62,18 +60,17 @@ class WandB:
 
     Args:
         run: what ``wandb.init()`` returns: its ``log`` and ``define_metric`` are called.
-        prefix: of all names.
     """
 
-    def __init__(self, run: Any, prefix: str = "hdet/") -> None:
-        self.run, self.prefix = run, prefix.rstrip("/")
-        run.define_metric(f"{self.prefix}/step")
-        run.define_metric(f"{self.prefix}/*", step_metric=f"{self.prefix}/step")
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        run.define_metric("hdet/step")
+        run.define_metric("hdet/*", step_metric="hdet/step")
 
     def __call__(self, record: Mapping[str, Any], step: int) -> None:
-        logged: dict[str, Any] = {f"{self.prefix}/step": step, **scalars(record, self.prefix)}
+        logged: dict[str, Any] = {"hdet/step": step, **scalars(record)}
         if record["notes"]:
-            logged[f"{self.prefix}/notes"] = "; ".join(record["notes"])
+            logged["hdet/notes"] = "; ".join(record["notes"])
         self.run.log(logged)
 
 
