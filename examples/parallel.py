@@ -147,7 +147,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def report(step: int, stage: Stage, ensemble: hdet.Ensemble, losses: list[torch.Tensor]) -> None:
-    record = ensemble.history
+    record = ensemble.history[-1] if ensemble.history else None
     if (
         dist.get_rank() == 0 and record is not None and record["step"] == step
     ):  # a cycle has just ended; every rank has its record

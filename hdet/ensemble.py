@@ -262,9 +262,10 @@ class Ensemble:
         return self.engine.cycle
 
     @property
-    def history(self) -> dict[str, Any] | None:
-        """The last cycle's record, as ``log`` gets it. None before the first."""
-        return self.records.last
+    def history(self) -> list[dict[str, Any]]:
+        """The records of this process's cycles, as ``log`` gets them, but for what `hdet.replay`
+        reads (``record``). The last one is ``history[-1]``."""
+        return self.records.history
 
     @property
     def in_sync(self) -> bool:

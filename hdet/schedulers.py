@@ -115,6 +115,11 @@ class OneCycleAutoLR(OneCycleLR):
                 controller=controller,
                 **{"design": "permutation", **settings},  # as published
             )
+            if controller is None:
+                self.ensemble.records.tell_note(
+                    "OneCycleAutoLR: enable_auto_lr is False and there is no controller, so nothing "
+                    "moves the schedule"
+                )
 
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None

@@ -245,8 +245,7 @@ class Run:
     @property
     def history(self) -> dict[str, Any]:
         """The last cycle's record."""
-        assert self.ensemble.history is not None
-        return self.ensemble.history
+        return self.ensemble.history[-1]
 
     @property
     def rate(self) -> float:

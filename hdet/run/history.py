@@ -46,11 +46,11 @@ class Records:
         self.engine, self.log = engine, log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
-        self.last: dict[str, Any] | None = None
+        self.history: list[dict[str, Any]] = []
         self._last_report = self._told = ""
 
     def add(self, record: dict[str, Any]) -> None:
-        self.last = record
+        self.history.append({key: value for key, value in record.items() if key != "record"})
         for note in record["notes"]:
             if note != self._told:
                 self.tell_note(note)

@@ -148,7 +148,7 @@ def skipping(rank: int, world: int, steps: int) -> Any:
         ensemble.step(1e9 if i in (6, 7, 8) else loss)
         cycles.append(ensemble.cycle)
         weights.append(flat(net.parameters()))
-    known = ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"]
+    known = ensemble.engine.rollbacks, ensemble.corrections, ensemble.history[-1]["scheduled"]
     return cycles, known, weights
 
 

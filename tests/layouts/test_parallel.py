@@ -54,9 +54,8 @@ def collect(arguments: list[str]) -> dict[str, Any]:
         own = {name: getattr(p, "to_local", p.detach)().clone() for name, p in named.items()}
         run["own"].append(own)
         run["weights"].append({name: full(p) for name, p in named.items()})
-        record = ensemble.history
-        if record is not None and record["step"] == step:
-            run["records"].append(record)
+        if ensemble.history and ensemble.history[-1]["step"] == step:
+            run["records"].append(ensemble.history[-1])
 
     parallel.train(parallel.arguments(arguments), after_step)
     return run

@@ -89,7 +89,7 @@ def _train(rank, world, settings, drop_in):
             if ensemble.cycle > len(cycles):
                 cycles.append(
                     {
-                        **ensemble.history,
+                        **ensemble.history[-1],
                         "before": before,
                         "after": bare.theta.detach().tolist(),
                         "base": ensemble.engine.held[0],
