@@ -233,7 +233,7 @@ class Cycles:
             converge_ms=1e3 * (averaged - probed), trial=self.trial,
             trial_steps=self.trial_steps, searching=is_searching,
         )  # fmt: skip
-        self.notes, self.trial = [], None
+        self.notes, self.trial, self.trial_steps = [], None, 0.0
         self.begin()
         return record
 
