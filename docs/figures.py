@@ -1,7 +1,7 @@
-"""Draws the figures of docs/concepts.md into docs/figures/, and docs/rates.png by the program of
-README.md: `python docs/figures.py`.
+"""Draws the documents' figures: `python -m docs.figures`, from the root of the repository.
 
-Needs matplotlib and scikit-learn. Multipliers are hdet's own.
+Those of docs/replicas.md and docs/results.md go into docs/figures/; docs/rates.png is the trial of
+README.md's program. Needs matplotlib and scikit-learn. Multipliers are hdet's own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from benchmarks.evidence import auto, auto_report, fixed_rates
 from hdet.core.spread import assignment, multipliers
 
 FOLDER = Path(__file__).parent / "figures"
@@ -207,6 +209,35 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], float]] = {
 }
 
 
+STARTS = {-4: "16 times too low", 0: "usual rate", 4: "16 times too high"}
+
+
+def before_and_after() -> Figure:
+    """A grey and a blue dot for each workload: the gap of its fixed rate, and that of AutoLR."""
+    compared = auto.compared(auto_report.read(auto.RESULTS), auto_report.read(fixed_rates.RESULTS))
+    runs = [
+        run
+        for run in compared
+        if run.record["workload"] in auto_report.FRESH
+        and run.record["steps"] == auto_report.LONG
+        and run.record["level"] == "trial"
+    ]
+    figure, row = plt.subplots(1, 3, figsize=(7.2, 2.9), layout="constrained", sharey=True)
+    for axes, (exponent, title) in zip(row, STARTS.items(), strict=True):
+        these = [run for run in runs if run.record["exponent"] == exponent]
+        these.sort(key=lambda run: (run.fixed, run.auto))
+        for x, run in enumerate(these):
+            axes.plot([x, x], [run.fixed, run.auto], color=GREY, linewidth=0.6, alpha=0.6)
+        fixed, moved = [run.fixed for run in these], [run.auto for run in these]
+        axes.plot(fixed, "o", color=GREY, markersize=3.5, label="fixed rate")
+        axes.plot(moved, "o", color=COLOURS[0], markersize=3.5, label="with AutoLR")
+        axes.set(title=title, xlabel=f"{len(these)} workloads, sorted", xticks=[], ylim=(-3, 103))
+        axes.grid(axis="y", linewidth=0.4)
+    row[0].set_ylabel("gap to the best run, %")
+    row[0].legend(frameon=False, loc="upper left")
+    return figure
+
+
 def rates() -> None:
     """docs/rates.png: the trial of README.md's first program."""
     names: dict[str, Any] = {}
@@ -236,6 +267,7 @@ def main() -> None:
         draw(axes)
         figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
+    before_and_after().savefig(FOLDER / "before-after.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
