@@ -150,6 +150,19 @@ class Schedule:
                 knob.take_schedule()
             self.write(engine)
 
+    # -- by name -----------------------------------------------------------------------------------
+
+    def by_knob(self, numbers: Sequence[float]) -> dict[str, float]:
+        """[knob], by name."""
+        return {knob.name: number for knob, number in zip(self.knobs, numbers, strict=True)}
+
+    def number_of(self, name: str) -> int:
+        """Raises ValueError where there is no such knob."""
+        names = [knob.name for knob in self.knobs]
+        if name not in names:
+            raise ValueError(f"there is no knob {name!r}, only {names}")
+        return names.index(name)
+
     # -- what is known: [knob] ---------------------------------------------------------------------
 
     def values(self) -> list[float]:

@@ -117,7 +117,7 @@ class OneCycleAutoLR(OneCycleLR):
             )
             if controller is None:
                 self.ensemble.records.tell_note(
-                    "OneCycleAutoLR: enable_auto_lr is False and there is no controller, so nothing "
+                    "OneCycleAutoLR: enable_auto_lr is False, and there is no controller: nothing "
                     "moves the schedule"
                 )
 

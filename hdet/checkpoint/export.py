@@ -56,8 +56,8 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
 
 def _mean_tensors(inventory: Inventory, ensemble: Ensemble) -> dict[str, Any]:
     """The model's tensors by name, in the middle of a cycle the mean where it is known."""
-    mean, has_stepped = ensemble.mean(), ensemble.engine.position or ensemble._fan_out.stepped
-    if mean is None and (has_stepped or not ensemble.weights.average.idle):
+    mean = ensemble.mean()
+    if mean is None and (ensemble.cycles.has_begun or not ensemble.weights.average.idle):
         raise ValueError(
             "in the middle of a cycle the replicas' parameters differ, and a file of them would be "
             "a mixture: call ensemble.converge() on all ranks before"

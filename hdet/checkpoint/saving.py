@@ -61,7 +61,7 @@ def save(
         together.first(lambda: stack.enter_context(folders.locked_for(final)))
         if not ensemble.in_sync:
             ensemble.converge()
-        ensemble.reset_loss_meters()  # losses of the running cycle are not in the checkpoint
+        ensemble.cycles.reset_losses()  # losses of the running cycle are not in the checkpoint
         _write(final, state, step, keep, together)
     newest = folders.latest(root) if together.place == 0 else final
     if newest != final:

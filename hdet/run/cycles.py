@@ -45,6 +45,7 @@ class Cycles:
         panel: the controller's measurements.
         divergence: when a replica is left out, or a cycle taken back.
         during: put, with a name, around what communicates.
+        search: an `AutoLR`, which searches in the first steps.
         has_local_gradients: does each replica step with gradients of its own?
     """
 
@@ -57,10 +58,11 @@ class Cycles:
         panel: Panel,
         divergence: Divergence,
         during: Guard,
+        search: AutoLR | None,
         has_local_gradients: bool,
     ) -> None:
         self.engine, self.schedule, self.fan_out, self.weights = engine, schedule, fan_out, weights
-        self.panel, self.divergence, self.during = panel, divergence, during
+        self.panel, self.divergence, self.during, self.search = panel, divergence, during, search
         self.replicas, self.has_local_gradients = weights.replicas, has_local_gradients
         self.notes: list[str] = []
         """For the next record."""
@@ -101,6 +103,26 @@ class Cycles:
             member.loss_meter.reset()
         self.panel.reset()
 
+    # -- where a call may stand --------------------------------------------------------------------
+
+    def check_at_rest(self, name: str) -> None:
+        """Raises ValueError where a replica is in ``use``, explores, an arm of a trial is in its
+        place, or inside `rescheduling`. ``name``: of the Ensemble's method that was called."""
+        where = None
+        if self.replicas.in_use:
+            where = "`with replicas.use(k):`; it is of all replicas"
+        elif self.fan_out.explored is not None:
+            where = "`with ensemble.explore():`, where values are a replica's"
+        if where is not None:
+            raise ValueError(f"ensemble.{name}() was called inside {where}: call it after")
+        self.check_no_arm(name)
+        self.schedule.check_at_rest()
+
+    def check_no_arm(self, name: str) -> None:
+        """Nor by a closure, which computes the losses of other weights than the run's."""
+        if self.search is not None:
+            self.search.check_in_place(f"ensemble.{name}()")
+
     # -- in sync -----------------------------------------------------------------------------------
 
     @property
@@ -111,6 +133,11 @@ class Cycles:
             and self.weights.average.idle
             and self.weights.tensors.unwritten(self._buffer_marks)
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Was a step of the running cycle taken?"""
+        return self.engine.position > 0 or self.fan_out.stepped
 
     def note_average(self) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each
@@ -136,8 +163,10 @@ class Cycles:
         self.weights.note_load()
         self.begin()
 
-    def search_rate(self, search: AutoLR, closure: Closure | None) -> str | None:
-        """One step of a search. Returns what it has decided, in a line."""
+    def search_rate(self, closure: Closure | None) -> str | None:
+        """One step of the search. Returns what it has decided, in a line."""
+        search = self.search
+        assert search is not None
         with self.during("trial"):
             factor = search.after_step(closure)
         if factor is None:
@@ -200,12 +229,9 @@ class Cycles:
     # -- end ---------------------------------------------------------------------------------------
 
     @ranged("hdet.cycle")
-    def end(self, is_searching: bool) -> dict[str, Any]:
-        """Measure, average, let the controller decide, begin the next cycle. Returns the record.
-
-        Args:
-            is_searching: is an `AutoLR` in its first steps, which takes back what breaks in them?
-        """
+    def end(self) -> dict[str, Any]:
+        """Measure, average, let the controller decide, begin the next cycle. Returns the record."""
+        is_searching = self.search is not None and not self.search.done
         self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self.can_part
@@ -213,7 +239,7 @@ class Cycles:
         probed = self._now()
         stats = self._gather(rows, compare=compare)
         measured = self.panel.split(stats.measured)
-        if is_searching:
+        if is_searching:  # what breaks in the first steps is taken back by the search
             finite = [r for r, good in enumerate(stats.finite) if good]
             verdict = Verdict(finite or list(range(self.replicas.count)))
         else:

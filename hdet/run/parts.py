@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine, KnobSpec
 from ..core.evidence import Run
-from ..knobs import Bound, Knob, bind_all, check_disjoint
+from ..knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
@@ -23,6 +23,7 @@ from ..schedule import Schedule, Scheduler
 from ..trial.searched import Searched
 from .compatibility import (
     averaged_tensors,
+    check_arguments,
     check_controller,
     checked_design,
     warn_of_idle_run,
@@ -30,6 +31,7 @@ from .compatibility import (
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
+from .history import Records
 from .measurements import Panel
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
@@ -51,50 +53,88 @@ class Parts:
         self,
         optimizer: Optimizer,
         scheduler: Scheduler | None,
-        knobs: Sequence[Knob],
+        knobs: Sequence[Knob] | None,
         controller: Controller | None,
         replicas: Replicas | None,
-        sync: Sync,
-        divergence: Divergence,
+        sync: Sync | None,
+        divergence: Divergence | None,
         design: str | None,
         warmup_steps: int,
         total_steps: int | None,
         seed: int,
+        log: Callable[[dict[str, Any], int], object] | None,
     ) -> None:
-        self.optimizer, self.sync, self.divergence = optimizer, sync, divergence
-        self.controller = controller
-        self.tensors = averaged_tensors(optimizer, sync.buffers)
-        check_tied(sync.tied, self.tensors)
+        knobs = [LearningRate()] if knobs is None else knobs
+        self.sync, self.divergence = sync or Sync(), divergence or Divergence()
+        check_arguments(
+            optimizer, scheduler, knobs, seed=seed, log=log, replicas=replicas,
+            controller=controller, sync=self.sync, divergence=self.divergence,
+        )  # fmt: skip
+        self.optimizer, self.controller = optimizer, controller
+        self.tensors = averaged_tensors(optimizer, self.sync.buffers)
+        check_tied(self.sync.tied, self.tensors)
         self.replicas = self._replicas(replicas)
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
-        self.design = checked_design(design, self.knobs, optimizer, self.replicas, controller, sync)
+        self.design = checked_design(
+            design, self.knobs, optimizer, self.replicas, controller, self.sync
+        )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         warn_of_idle_run(optimizer, self.schedule, total_steps)
         self._make_engine(warmup_steps, seed)
-        self.during = Guard(self.replicas, self.engine)
-        self.panel = Panel(self.engine, self.during)
-        self.search: Any = None if controller is None else controller.search
+        self._make_cycles()
+        self.records = Records(self.engine, log)
+        self.cycles.times_device = log is not None
+
+    def _make_cycles(self) -> None:
+        engine, sync, optimizer = self.engine, self.sync, self.optimizer
+        self.during = Guard(self.replicas, engine)
+        self.panel = Panel(engine, self.during)
+        self.search: Any = None if self.controller is None else self.controller.search
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         first, is_local = self.replicas.local[0], sync.gradients == "local"
         self.fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, is_local)
         self._watch()
         models = self._models()
         self.weights = ReplicaWeights(
-            self.tensors, optimizer, self.replicas, sync, divergence, models
+            self.tensors, optimizer, self.replicas, sync, self.divergence, models
         )
         self.agreement = Agreement(
-            self.engine, self.tensors, optimizer, self.schedule, self.replicas, models, sync,
-            divergence,
+            engine, self.tensors, optimizer, self.schedule, self.replicas, models, sync,
+            self.divergence, any(knob.on_gradients for knob in self.knobs),
         )  # fmt: skip
         self.cycles = Cycles(
-            self.engine, self.schedule, self.fan_out, self.weights, self.panel, divergence,
-            self.during, is_local,
+            engine, self.schedule, self.fan_out, self.weights, self.panel, self.divergence,
+            self.during, self.search, is_local,
         )  # fmt: skip
 
     def attach(self) -> None:
         """Let the optimizer's step be the run's."""
         self.fan_out.attach()
         self.replicas.attach(self.optimizer)
+
+    def detach(self) -> None:
+        """The end of `attach`, and of what looks at the run."""
+        self.panel.release()
+        if self.search is not None:
+            self.search.close()
+        self.fan_out.close()
+        self.weights.average.close()
+        self.replicas.detach()
+
+    # -- once, in the first step -------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Before anything of the run is averaged, and again after a load."""
+        with self.during("agreement"):
+            self.agreement.check(self.weights.device)
+        self.weights.moments.check()
+        self.records.tell_report()  # not earlier: the state and `tell` may change
+
+    def check_gradients(self) -> None:
+        """Are they shared, or local, as was said?"""
+        with self.during("agreement"):
+            self.agreement.check_gradients(self.fan_out.gradient_norm, self.weights.device)
+        self.agreement.knows_gradients = True
 
     # -- checked -----------------------------------------------------------------------------------
 

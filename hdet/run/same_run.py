@@ -51,6 +51,8 @@ class Agreement:
     """They know names of parameters."""
     sync: Sync
     divergence: Divergence
+    knows_gradients: bool
+    """Is their kind known? Knobs that act on gradients change them."""
     reached: bool = False
     _values: torch.Tensor | None = None  # of the parameters, before the first step
 
