@@ -18,7 +18,7 @@ from ..optim.snapshot import Snapshot
 from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
-from .displacement import Displacement, name_outliers
+from .displacement import Displacement
 from .rule import STEPS, RateInterval, Trial
 from .searched import Closure, Searched
 from .steps import OwnSteps, TrialSteps
@@ -64,7 +64,6 @@ class AutoLR(Controller):
 
     Attributes:
         interval: what was measured, a `RateInterval`; None: nothing yet.
-        layers: how far each matrix was moved at the rate that is in force, by name (displacement).
         cost: of trials, in steps of the run.
         done: is the search over?
 
@@ -108,7 +107,6 @@ class AutoLR(Controller):
         self.best_weights = None if val_batches is None else BestWeights(*val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
-        self.layers: Mapping[str, float] = {}
         self.cost = 0.0
         self.done = False
         self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
@@ -171,7 +169,6 @@ class AutoLR(Controller):
         if trial is None:
             return None
         self.cost += self._steps.cost
-        self.layers = {name: float(ratio) for name, ratio in self._steps.ratios.items()}
         factor = self._decide(trial)
         if factor < 1:
             self._run.restore(self._begun[0])
@@ -261,14 +258,13 @@ class AutoLR(Controller):
             lines = [str(self.interval)]
             if self.cost:
                 lines.append(f"cost: {self._budget.cost(self.cost)}")
-            lines.append(name_outliers(self.layers))
         elif self.done:
             lines = ["no search: the run was resumed after its first steps"]
         else:
             lines = [self._budget.plan()]
         if self.best_weights is not None and self.best_weights.step:
             lines.append(str(self.best_weights))
-        return "\n".join(filter(None, lines))
+        return "\n".join(lines)
 
     @staticmethod
     def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -305,7 +301,7 @@ class AutoLR(Controller):
         checked = self.check_state(state)
         self.close()
         self.done, self.cost, self.interval = checked["done"], checked["cost"], checked["interval"]
-        self._repeats, self.layers = checked["repeats"], {}
+        self._repeats = checked["repeats"]
         if not self.done and self._run is not None:
             warnings.warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "

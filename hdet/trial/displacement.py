@@ -14,14 +14,13 @@ import torch
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Displacement", "Ratios", "medians", "name_outliers"]
+__all__ = ["Displacement", "Ratios", "medians"]
 
 SIDE = 64  # a sample of a matrix: the values at so many evenly spaced rows and columns
 PRETRAINED = 3.5
 """Standard errors, in the mean over matrices, by which rows or columns of weights that are trained
 differ more in size than random numbers would. Fresh models have -0.5 to 3.1, models that were
 trained 3.9 to 2000."""
-OUTLIER = 8  # factor by which a layer moves more or less than the median one, to be named
 # Ratios are counted in bins from 2^LOWEST on, which ranks can add up; in the last one, those that
 # are not finite.
 LOWEST, BINS, PER_OCTAVE = -24, 256, 8
@@ -80,19 +79,6 @@ def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
     row = torch.cat([_histogram(ratios) for ratios in of])
     total = replicas.sum_rows(row).sum(0).view(len(of), BINS + 1)
     return [_median(counts) for counts in total.tolist()]
-
-
-def name_outliers(layers: Mapping[str, float]) -> str:
-    """A sentence on layers that move far less or far more than the others; empty without any."""
-    known = sorted(value for value in layers.values() if 0 < value < math.inf)
-    if len(known) < 3:
-        return ""
-    middle = known[len(known) // 2]
-    far = sorted(
-        (-x, name) for name, x in layers.items() if x > OUTLIER * middle or 0 < x < middle / OUTLIER
-    )
-    named = ", ".join(f"{name} by {-x:.2g}" for x, name in far[:4])
-    return f"the median matrix moved by {middle:.2g} of its size, but {named}" if named else ""
 
 
 def _histogram(ratios: Ratios) -> torch.Tensor:

@@ -49,7 +49,6 @@ class OwnSteps:
         self._run, self._displacement = run, displacement
         self._position = 0
         self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
-        self.ratios: Ratios = {}
 
     def after_step(self, closure: Closure | None = None) -> Trial | None:
         """Returns what was measured after the last of them: a trial with one arm."""
@@ -59,8 +58,8 @@ class OwnSteps:
             self._sum = self._sum + run.optimizer.param_groups[number]["lr"] / peak
         if self._position < STEPS:
             return None
-        self.ratios = self._displacement.ratios()
-        [distance], done = medians(run.replicas, self.ratios), float(self._sum)
+        [distance] = medians(run.replicas, self._displacement.ratios())
+        done = float(self._sum)
         if distance is not None:
             whole = sum(arm_factor(position) for position in range(1, STEPS + 1))
             distance = min(distance * whole / done, FARTHEST) if done > 0 else None
@@ -98,12 +97,6 @@ class TrialSteps:
         self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = ""
         self.cost = 0.0  # in steps of the run
-
-    @property
-    def ratios(self) -> Ratios:
-        """Of the run's rate, or the nearest below that has lasted."""
-        below = [copy.ratios for copy in self._copies if copy.multiple <= 1 and copy.ratios]
-        return below[-1] if below else {}
 
     def after_step(self, closure: Closure | None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""

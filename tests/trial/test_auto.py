@@ -190,21 +190,6 @@ def test_the_report_says_what_was_measured() -> None:
     assert cost == "cost: 196 steps (13.1 % of the run)"
 
 
-@pytest.mark.parametrize("closure", [True, False])
-def test_layers_that_move_unlike_the_others_are_named(closure: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)], nn.Linear(6, 1))
-
-    def optimizer(parameters: Any, lr: float, **_: Any) -> torch.optim.Optimizer:
-        groups = [{"params": net[:3].parameters()}, {"params": net[3:].parameters(), "lr": lr * 99}]
-        return torch.optim.AdamW(groups, lr)
-
-    run = auto_run(0.001, net=net, closure=closure, optimizer=optimizer, scheduler=None)
-    assert searched(run).controller.layers.keys() == {f"{n}.weight" for n in range(5)}
-    assert run.ensemble.report().splitlines()[-1].startswith("the median matrix moved by ")
-    assert all(f"{n}.weight by" in run.ensemble.report() for n in (3, 4))
-
-
 def test_the_cycles_record_has_the_trial_once() -> None:
     run = auto_run(1e-3, every=30).steps(120)
     assert [record["trial"] is None for record in run.records] == [True, False, True, True]
