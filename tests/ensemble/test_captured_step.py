@@ -174,8 +174,8 @@ def with_a_scheduler_on_top(optimizer: Any) -> hdet.Ensemble:
     return ensemble
 
 
-def drop_in(optimizer: Any) -> hdet.OneCycleAutoLR:
-    return hdet.OneCycleAutoLR(optimizer, 0.1, 1000, cycle_momentum=False)
+def drop_in(optimizer: Any) -> hdet.Ensemble:
+    return hdet.OneCycleAutoLR(optimizer, 0.1, 1000, cycle_momentum=False).ensemble
 
 
 @pytest.mark.parametrize("make", [hdet.Ensemble, drop_in, with_a_scheduler_on_top])
