@@ -4,6 +4,7 @@ names that the blocks call them."""
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import socket
 import tempfile
@@ -55,6 +56,10 @@ def _ensemble(names: Names) -> hdet.Ensemble:
     )
 
 
+def _wrapped(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+
+
 def _one_step(names: Names) -> Callable[..., torch.Tensor]:
     def train(step: int = 0) -> torch.Tensor:
         loss = loss_fn(names["ddp_model"], names["loader"][step % len(names["loader"])])
@@ -88,17 +93,9 @@ TOYS: dict[str, Callable[[Names], Any]] = {
     "checkpoint": lambda names: hdet.checkpoint,
     "init_device_mesh": lambda names: init_device_mesh,
     "DistributedDataParallel": lambda names: nn.parallel.DistributedDataParallel,
-    "fully_shard": lambda names: (
-        __import__("torch.distributed.fsdp", fromlist=["fully_shard"]).fully_shard
-    ),
-    "model": lambda names: nn.Sequential(
-        nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)
-    ),
-    "ddp_model": lambda names: (
-        nn.parallel.DistributedDataParallel(names["model"])
-        if dist.is_initialized()
-        else names["model"]
-    ),
+    "fully_shard": lambda names: importlib.import_module("torch.distributed.fsdp").fully_shard,
+    "model": lambda names: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)),
+    "ddp_model": lambda names: _wrapped(names["model"]),
     "optimizer": lambda names: torch.optim.AdamW(names["model"].parameters(), lr=1e-3),
     "scheduler": lambda names: torch.optim.lr_scheduler.OneCycleLR(
         names["optimizer"], 1e-3, total_steps=2000
@@ -137,21 +134,14 @@ def as_torchrun() -> dist.TCPStore:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK="0",
-        WORLD_SIZE="1",
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1",
+        TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
 def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
-    """Executes a block in a folder of its own, with ``given`` in the place of toys.
-
-    Returns its names.
-    """
+    """The names of a block that has run in a folder of its own, ``given`` in the place of toys."""
     torch.manual_seed(0)
     names, before = Names(given, __name__="__main__"), (Path.cwd(), dict(os.environ))
     store = None
@@ -169,10 +159,8 @@ def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
         os.chdir(before[0])
         os.environ.clear()
         os.environ.update(before[1])
-        if torchrun and not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )  # the caller's to end
+        if torchrun and not dist.is_initialized():  # the caller's to end
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         del store
     return names
 

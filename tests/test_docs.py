@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +64,12 @@ class Block:
 
 def blocks(page: Path, text: str | None = None) -> list[Block]:
     text = page.read_text(encoding="utf-8") if text is None else text
-    return [
-        Block(
-            page,
-            text.count("\n", 0, m.start(4)) + 1,
-            re.sub(f"^{m[3]}", "", m[4], flags=re.MULTILINE),
-            m[2] or "",
-            bool(m[1]),
-        )
-        for m in BLOCK.finditer(text)
-    ]
+    found = []
+    for m in BLOCK.finditer(text):
+        source = re.sub(f"^{m[3]}", "", m[4], flags=re.MULTILINE)
+        line = text.count("\n", 0, m.start(4)) + 1
+        found.append(Block(page, line, source, m[2] or "", bool(m[1])))
+    return found
 
 
 def adapters() -> set[str]:
@@ -82,12 +77,8 @@ def adapters() -> set[str]:
     found = set()
     for name in hdet.integrations.__all__:
         source = (ROOT / "hdet" / "integrations" / f"{name}.py").read_text(encoding="utf-8")
-        found |= {
-            f"hdet.integrations.{name}.{one}"
-            for one in re.findall(
-                r'"(\w+)"', re.findall(r"^__all__ = \[(.*)\]", source, re.MULTILINE)[0]
-            )
-        }
+        [public] = re.findall(r"^__all__ = \[(.*)\]", source, re.MULTILINE)
+        found |= {f"hdet.integrations.{name}.{one}" for one in re.findall(r'"(\w+)"', public)}
     return found
 
 
@@ -104,34 +95,19 @@ def test_the_block_runs_as_written(block: Block) -> None:
     settings = dict(part.partition("=")[::2] for part in block.how.split())
     assert settings.keys() <= {"ranks", "torchrun"}, settings
     if settings:
-        run_ranks(
-            run_on_rank,
-            int(settings.get("ranks") or 1),
-            block.source,
-            str(block),
-            "torchrun" in settings,
-        )
+        ranks, torchrun = int(settings.get("ranks") or 1), "torchrun" in settings
+        run_ranks(run_on_rank, ranks, block.source, str(block), torchrun)
     else:
         run(block.source, str(block))
 
 
 def test_all_blocks_are_found() -> None:
-    assert (
-        len(BLOCKS)
-        == sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
-        > 20
-    )
-    [first, second, third] = blocks(
-        ROOT,
-        "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU "
-        "-->\n\n```python\n3\n```\n",
-    )
-    assert (
-        (first.how, second.how, third.how) == ("ranks=2", "", "no GPU")
-        and third.left_out
-        and not first.left_out
-    )
-    assert [block.source for block in (first, second, third)] == ["1\n", "2\n", "3\n"]
+    there = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
+    assert len(BLOCKS) == there > 20
+    code = "```python\n{}\n```\n"
+    page = f"<!-- run: ranks=2 -->\n{code}\n{code}<!-- not run: no GPU -->\n\n{code}"
+    found = [(block.how, block.left_out, block.source) for block in blocks(ROOT, page)]
+    assert found == [("ranks=2", False, "{}\n"), ("", False, "{}\n"), ("no GPU", True, "{}\n")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -145,11 +121,9 @@ def test_names_in_the_text_exist(page: Path) -> None:
                     missing.append(name)
                 break
             try:
-                owner = (
-                    getattr(owner, part)
-                    if hasattr(owner, part)
-                    else importlib.import_module(f"{owner.__name__}.{part}")
-                )
+                if not hasattr(owner, part):
+                    importlib.import_module(f"{owner.__name__}.{part}")
+                owner = getattr(owner, part)
             except (ImportError, AttributeError):
                 missing.append(name)
                 break
@@ -157,11 +131,8 @@ def test_names_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    shown = re.findall(
-        r"^::: hdet\.(\S+)$",
-        "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md")),
-        re.MULTILINE,
-    )
+    text = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md"))
+    shown = re.findall(r"^::: hdet\.(\S+)$", text, re.MULTILINE)
     modules = {"checkpoint", "converge", "integrations", "kernels", "logging", "__version__"}
     wanted = {name for name in hdet.__all__ if name not in modules}
     for module in modules - {"__version__", "integrations"}:
@@ -184,41 +155,27 @@ def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").split()) < 700
 
 
-COMPLETE = [
-    block for block in blocks(PAGES[0]) if not block.left_out and block.source.startswith("import ")
-]
+RUN = [block for block in blocks(PAGES[0]) if not block.left_out]
+COMPLETE = [block for block in RUN if block.source.startswith("import ")]
 
 
 def test_the_readme_has_a_complete_program_of_at_most_25_lines() -> None:
-    assert (
-        COMPLETE and len([line for line in COMPLETE[0].source.splitlines() if line.strip()]) <= 25
-    )
+    assert len([line for line in COMPLETE[0].source.splitlines() if line.strip()]) <= 25
 
 
 @pytest.mark.parametrize("block", COMPLETE, ids=str)
-def test_a_complete_program_of_the_readme_runs_when_pasted(block: Block) -> None:
+def test_a_complete_program_of_the_readme_runs_when_pasted(block: Block, tmp_path: Path) -> None:
     """By itself, in an empty folder and within a minute; what the page says that it prints is what
     it prints, but for the last digits."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        printed = subprocess.run(
-            [sys.executable, "-c", block.source],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+    printed = subprocess.run(
+        [sys.executable, "-c", block.source], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+    )  # fmt: skip
     assert printed.returncode == 0, printed.stderr
     text = PAGES[0].read_text(encoding="utf-8")
-    shown = re.findall(
-        r"^```\n(.*?)^```",
-        text[text.index(block.source) + len(block.source) :].partition("```\n")[2],
-        re.MULTILINE | re.DOTALL,
-    )[0]
+    behind = text[text.index(block.source) + len(block.source) :].partition("```\n")[2]
+    shown = re.findall(r"^```\n(.*?)^```", behind, re.MULTILINE | re.DOTALL)[0]
     number = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
     assert number.split(printed.stdout) == number.split(shown)
-    assert [float(x) for x in number.findall(printed.stdout)] == pytest.approx(
-        [float(x) for x in number.findall(shown)], rel=0.05, abs=0.02
-    )
+    ours, theirs = ([float(x) for x in number.findall(t)] for t in (printed.stdout, shown))
+    assert ours == pytest.approx(theirs, rel=0.05, abs=0.02)

@@ -25,24 +25,16 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++")
 
 def block(language: str, word: str) -> str:
     """The one code block in which ``word`` stands."""
-    (found,) = [
-        text
-        for text in re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-        if word in text
-    ]
+    texts = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    (found,) = [text for text in texts if word in text]
     return str(found)
 
 
 def done(command: list[str], **environment: str) -> None:
     result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-        cwd=ROOT,
+        command, capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT,
         env={**os.environ, **environment},
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -50,34 +42,16 @@ def test_the_kernel_runs_in_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     script = tmp_path / "clamp.py"  # Triton reads kernels from their file
     script.write_text(block("python", "@triton.jit"))
-    done(
-        [sys.executable, str(script)],
-        TRITON_INTERPRET="1",
-        CUDA_VISIBLE_DEVICES="",
-        PYTHONPATH=str(ROOT),
-    )
+    here = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done([sys.executable, str(script)], **here)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 def test_the_loop_in_cpp_has_the_bits_of_torch(tmp_path: Path) -> None:
     source, library = tmp_path / "clamp.cpp", tmp_path / "clamp.so"
     source.write_text(block("cpp", "clamped"))
-    done(
-        [
-            str(COMPILER),
-            "-std=c++17",
-            "-O2",
-            "-Wall",
-            "-Werror",
-            "-fPIC",
-            "-shared",
-            "-ffp-contract=off",
-            f"-I{ROOT / 'csrc'}",
-            str(source),
-            "-o",
-            str(library),
-        ]
-    )
+    flags = ["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared", "-ffp-contract=off"]
+    done([str(COMPILER), *flags, f"-I{ROOT / 'csrc'}", str(source), "-o", str(library)])
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (1, 1000, 40_000)]
     tensors[1][3] = float("nan")
@@ -85,7 +59,5 @@ def test_the_loop_in_cpp_has_the_bits_of_torch(tmp_path: Path) -> None:
     addresses = (ctypes.c_void_p * 3)(*[tensor.data_ptr() for tensor in tensors])
     elements = (ctypes.c_int64 * 3)(*[tensor.numel() for tensor in tensors])
     ctypes.CDLL(str(library)).clamp(addresses, elements, ctypes.c_int64(3), ctypes.c_float(0.5))
-    assert all(
-        torch.equal(a.view(torch.int32), b.view(torch.int32))
-        for a, b in zip(tensors, expected, strict=True)
-    )
+    bits = [[tensor.view(torch.int32) for tensor in of] for of in (tensors, expected)]
+    assert all(map(torch.equal, *bits))

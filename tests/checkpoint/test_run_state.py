@@ -104,25 +104,6 @@ def test_private_moments_with_another_number_of_replicas(tmp_path: Path) -> None
     assert [rank[1] for rank in shared] == [saved[0][1]] * 2
 
 
-def partly_started(rank: int, world: int, root: str, loads: bool) -> Any:
-    run = helpers.local(rank, world)
-    bias = run.net[2].bias
-    if loads:
-        checkpoint.load(root, run.state)
-    else:
-        bias.requires_grad_(rank == 1)  # without a gradient on replica 0, so without a state
-        run.steps(5)
-        bias.requires_grad_(True)
-        checkpoint.save(root, run.state, 5)
-    return bias in run.optimizer.state, run.facts()["optimizer"]
-
-
-def test_a_parameter_that_has_had_gradients_on_one_replica_only(tmp_path: Path) -> None:
-    saved = run_ranks(partly_started, 2, str(tmp_path), False)
-    assert [has for has, _ in saved] == [False, True]
-    assert run_ranks(partly_started, 2, str(tmp_path), True) == saved
-
-
 def own_counters(rank: int, world: int, root: str, loads: bool) -> list[float]:
     run = helpers.local(rank, world, moments="average")
     if loads:

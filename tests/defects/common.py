@@ -22,9 +22,8 @@ def parameter(size: int = 6, fill: float = 1.0, dtype: torch.dtype = torch.float
 
 def shared_gradient(step: int, like: torch.Tensor) -> torch.Tensor:
     """The same numbers on every rank; torch's global generator is not used."""
-    return torch.randn(
-        like.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
-    ).to(like.dtype)
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -43,6 +42,11 @@ def drop_in(
     """AdamW under the published class's name; the optimizer is `.optimizer` of what is returned."""
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.0)
     return hdet.OneCycleAutoLR(optimizer, 0.05, total, model_sync_interval=interval, **arguments)
+
+
+SPREAD = {"ensemble_lr_spread_ratio": 0.3}
+ACTS = {**SPREAD, "enable_auto_lr": True, "auto_lr_warmup_steps": 0}
+"""Of a `drop_in` whose controller acts from its first cycle on."""
 
 
 def train(
@@ -68,9 +72,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.collectives.append(func.name())
-        if (
-            func is torch.ops.aten._local_scalar_dense.default
-            or func is torch.ops.aten.equal.default
-        ):
-            self.host_reads += 1
+        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.host_reads += func in reads
         return func(*args, **(kwargs or {}))

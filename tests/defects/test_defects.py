@@ -29,7 +29,7 @@ import torch.distributed as dist
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
-from tests.defects.common import Watch, drop_in, optimizer_step, parameter, train
+from tests.defects.common import ACTS, SPREAD, Watch, drop_in, optimizer_step, parameter, train
 from tests.distributed import run_ranks
 from tests.harness import Elsewhere
 from tests.reference import method
@@ -38,17 +38,13 @@ GRID = method.multipliers(4, 0.3)
 
 
 def _multipliers(rank, world, arguments):
-    scheduler = drop_in(
-        [parameter()],
-        ensemble_lr_spread_ratio=0.3,
-        **{k: v if v != "own" else rank for k, v in arguments.items()},
-    )
-    return scheduler.ensemble.multipliers["lr"]
+    given = {k: v if v != "own" else rank for k, v in arguments.items()}
+    return drop_in([parameter()], **SPREAD, **given).ensemble.multipliers["lr"]
 
 
 def _contradiction(rank, world, arguments):
     try:
-        drop_in([parameter()], ensemble_lr_spread_ratio=0.3, **arguments)
+        drop_in([parameter()], **SPREAD, **arguments)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -62,10 +58,8 @@ def test_02_spread_depends_on_the_group_alone():
     assert sorted(spreads[0]) == pytest.approx(GRID)
     assert spreads[1:] == [spreads[0]] * 3
     for size in (1, 8):
-        assert all(
-            "world_size" in message and str(size) in message
-            for message in run_ranks(_contradiction, 4, {"world_size": size})
-        )
+        for message in run_ranks(_contradiction, 4, {"world_size": size}):
+            assert "world_size" in message and str(size) in message
     wrong_rank = run_ranks(_contradiction, 2, {"rank": 1})
     assert "rank" in wrong_rank[0]
     assert wrong_rank[1] == "accepted"
@@ -74,12 +68,8 @@ def test_02_spread_depends_on_the_group_alone():
 def test_05_decay_over_the_papers_run():
     """S = 200 000, S_warm = 100 000, T = 1000: the corrected gamma ends at the floor, where the
     printed one grows 400 times."""
-    engine = Engine(
-        [KnobSpec("lr", 1 / 9)],
-        8,
-        Clock(1000, 100_000, 200_000),
-        hdet.SoftmaxController(decay="floor"),
-    )
+    clock, controller = Clock(1000, 100_000, 200_000), hdet.SoftmaxController(decay="floor")
+    engine = Engine([KnobSpec("lr", 1 / 9)], 8, clock, controller)
     for _ in range(200):
         engine.step += 999
         engine.position = 999
@@ -93,9 +83,7 @@ def _noise_then_constructor(rank, world):
     hdet.warm_noise_([weights], nu=0.01, seed=5)
     noisy = weights.detach().clone()
     with Watch() as watch:
-        scheduler = drop_in(
-            [weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
-        )
+        scheduler = drop_in([weights], **ACTS)
     assert torch.equal(weights, noisy)
     train(scheduler, 5, lambda step: 1.0)
     return noisy, watch.collectives, weights.detach().clone()
@@ -115,15 +103,12 @@ def _random_states(rank, world):
     torch.manual_seed(rank)
     seeds = []
     for name in ("manual_seed", "seed"):
-        setattr(
-            torch.cuda, name, lambda *_: seeds.append("cuda")
-        )  # there may be no GPU here: the call itself would be the defect
+        # there may be no GPU here: the call itself would be the defect
+        setattr(torch.cuda, name, lambda *_: seeds.append("cuda"))
     states = [(torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist())]
     weights = parameter(50)
     hdet.warm_noise_([weights], seed=3)
-    scheduler = drop_in(
-        [weights], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
-    )
+    scheduler = drop_in([weights], **ACTS)
     train(scheduler, 12, lambda step: 1.0 + rank)
     scheduler.load_state_dict(_quiet_state(scheduler))
     scheduler.ensemble.converge()
@@ -145,9 +130,7 @@ def test_09_random_states_are_never_touched():
 def _multipliers_with_skewed_generators(rank, world):
     random.seed(rank)
     torch.manual_seed(100 + rank)
-    scheduler = drop_in(
-        [{"params": [parameter()]}, {"params": [parameter()]}], 60, ensemble_lr_spread_ratio=0.3
-    )
+    scheduler = drop_in([{"params": [parameter()]} for _ in range(2)], 60, **SPREAD)
     seen = []
     for cycle in range(12):
         seen.append(dict(scheduler.ensemble.multipliers))
@@ -171,39 +154,28 @@ def test_10_multipliers_are_a_permutation_whatever_the_generators_do():
 
 
 def _rate_types(rank, world, tensor):
-    groups = [
-        {"params": [parameter()], "lr": torch.tensor(0.1) if tensor else 0.1} for _ in range(2)
-    ]
-    scheduler = drop_in(
-        groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
-    )
-    rates = [group["lr"] for group in groups] if tensor else None
-    types, same = set(), True
+    rate = lambda: torch.tensor(0.1) if tensor else 0.1
+    groups = [{"params": [parameter()], "lr": rate()} for _ in range(2)]
+    scheduler = drop_in(groups, **ACTS)
+    rates, types, same = [group["lr"] for group in groups], set(), True
     for step in range(12):
         train(scheduler, 1, lambda _: 3.0 - scheduler.ensemble.multipliers["lr/0"], start=step)
-        types |= {type(group["lr"]).__name__ for group in scheduler.optimizer.param_groups}
-        same = same and (
-            rates is None
-            or all(
-                a is g["lr"] for a, g in zip(rates, scheduler.optimizer.param_groups, strict=True)
-            )
-        )
+        now = [group["lr"] for group in scheduler.optimizer.param_groups]
+        types |= {type(rate).__name__ for rate in now}
+        same &= not tensor or all(a is b for a, b in zip(rates, now, strict=True))
     return types, same, scheduler.ensemble.corrections["lr/0"] != 1.0
 
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_13_a_rate_keeps_its_type(tensor):
-    assert (
-        run_ranks(_rate_types, 2, tensor) == [({"Tensor" if tensor else "float"}, True, True)] * 2
-    )
+    kind = "Tensor" if tensor else "float"
+    assert run_ranks(_rate_types, 2, tensor) == [({kind}, True, True)] * 2
 
 
 def _warnings(rank, world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scheduler = drop_in(
-            [parameter()], ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=5
-        )
+        scheduler = drop_in([parameter()], **{**ACTS, "auto_lr_warmup_steps": 5})
         train(scheduler, 15, lambda step: torch.tensor(1.0, requires_grad=True) * 2)
         scheduler.load_state_dict(scheduler.state_dict())
         scheduler.get_last_lr()
@@ -228,12 +200,8 @@ def test_15_a_rank_outside_the_group_is_told():
 
 def _traffic(rank, world, tensor):
     weights = [parameter(50, dtype=torch.float32) for _ in range(300)]
-    groups = [
-        {"params": weights[i::2], "lr": torch.tensor(0.1) if tensor else 0.1} for i in range(2)
-    ]
-    scheduler = drop_in(
-        groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0
-    )
+    rate = lambda: torch.tensor(0.1) if tensor else 0.1
+    scheduler = drop_in([{"params": weights[i::2], "lr": rate()} for i in range(2)], **ACTS)
     collectives, host_reads = [], []
     for step in range(15):
         optimizer_step(scheduler.optimizer, step)
@@ -266,11 +234,8 @@ def _half_values(rank):
 def _average_half(rank, world, dtype):
     weights = _half_values(rank).to(dtype).requires_grad_()
     buffer = torch.full((3,), float(rank), dtype=torch.float32)
-    ensemble = hdet.Ensemble(
-        torch.optim.SGD([weights], lr=0.1),
-        knobs=[hdet.LearningRate(0.3)],
-        sync=hdet.Sync(1, buffers=[buffer]),
-    )
+    optimizer, sync = torch.optim.SGD([weights], lr=0.1), hdet.Sync(1, buffers=[buffer])
+    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3)], sync=sync)
     own = weights.detach().clone()
     weights.grad = torch.zeros_like(weights)
     ensemble.optimizer.step()
@@ -297,71 +262,46 @@ def test_17_half_precision_is_averaged_in_fp32_and_rounded_once(dtype):
 def test_18_constant_signal_never_breaks_the_base_value(decay, spread, sign):
     """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread
     1) under a constant "lower"."""
-    engine = Engine(
-        [KnobSpec("lr", spread)], 8, Clock(1, 0, 400), hdet.SoftmaxController(0.1, 0.5, 0.9, decay)
-    )
+    controller = hdet.SoftmaxController(0.1, 0.5, 0.9, decay)
+    engine = Engine([KnobSpec("lr", spread)], 8, Clock(1, 0, 400), controller)
     floor, peak = 4e-9, 9e-4
     for _ in range(400):
         losses = [100 * sign * rho for rho in engine.multipliers()[0]]
         engine.tick()
         engine.close(losses, scheduled=[peak], peak=[peak], floor=[floor])
         value = engine.value(0, peak)
-        assert math.isfinite(value)
-        assert value > 0
-        if decay is not None:
-            assert value >= floor
+        assert math.isfinite(value) and value > 0 and (decay is None or value >= floor)
     if decay is None:
         assert (value < peak) == (sign == 1)
 
 
+DEFAULTS = {
+    hdet.OneCycleAutoLR: {
+        "loss_scale": 0.1, "lr_of_lr": 0.5, "momentum_of_lr": 0.9, "enable_auto_lr": False,
+        "auto_lr_warmup_steps": 100_000, "model_sync_interval": 1000,
+        "ensemble_lr_spread_ratio": 0.0,
+    },
+    hdet.SoftmaxController:
+        {"temperature": 0.1, "step_size": 0.5, "momentum": 0.9, "decay": "floor"},
+    hdet.LearningRate: {"spread": 1 / 9},
+}  # fmt: skip
+
+
 def test_19_defaults_are_the_papers():
-    for made, published in (
-        (
-            hdet.OneCycleAutoLR,
-            {
-                "loss_scale": 0.1,
-                "lr_of_lr": 0.5,
-                "momentum_of_lr": 0.9,
-                "auto_lr_warmup_steps": 100_000,
-            },
-        ),
-        (
-            hdet.OneCycleAutoLR,
-            {"model_sync_interval": 1000, "ensemble_lr_spread_ratio": 0.0, "enable_auto_lr": False},
-        ),
-        (
-            hdet.SoftmaxController,
-            {"temperature": 0.1, "step_size": 0.5, "momentum": 0.9, "decay": "floor"},
-        ),
-        (hdet.LearningRate, {"spread": 1 / 9}),
-    ):
+    for made, published in DEFAULTS.items():
         defaults = inspect.signature(made).parameters
         assert {name: defaults[name].default for name in published} == published
-    acts = {
-        "enable_auto_lr": True,
-        "auto_lr_warmup_steps": 0,
-        "replicas": hdet.Replicas(0, 2, None),
-    }
-    scheduler = drop_in([parameter()], **acts, loss_scale=0.2, lr_of_lr=0.4, momentum_of_lr=0.8)
-    controller = scheduler.ensemble.engine.controller
-    assert (
-        controller.temperature,
-        controller.step_size,
-        controller.momentum,
-        controller.decay,
-    ) == (0.2, 0.4, 0.8, None)
+    own = {"replicas": hdet.Replicas(0, 2, None), "loss_scale": 0.2, "lr_of_lr": 0.4}
+    scheduler = drop_in([parameter()], **ACTS, **own, momentum_of_lr=0.8)
+    made = scheduler.ensemble.engine.controller
+    assert (made.temperature, made.step_size, made.momentum) == (0.2, 0.4, 0.8)
+    assert made.decay is None
 
 
 def _uneven(rank, world):
     """Rank 0 has a loss in some steps only, with weights; rank 1 in every step; the controller acts
     from step 8 on."""
-    scheduler = drop_in(
-        [parameter()],
-        interval=4,
-        ensemble_lr_spread_ratio=0.3,
-        enable_auto_lr=True,
-        auto_lr_warmup_steps=8,
-    )
+    scheduler = drop_in([parameter()], interval=4, **{**ACTS, "auto_lr_warmup_steps": 8})
     records = []
     for step in range(16):
         optimizer_step(scheduler.optimizer, step)
@@ -388,42 +328,30 @@ def _noise(rank, world):
     """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor
     parallelism), ranks (2, 3) of replica 1's."""
     peers = hdet.Replicas.from_group([dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2])
-    tensors = [
-        torch.full((40_000,), 2.0),
-        torch.linspace(-1, 1, 30_000).reshape(300, 100),
-        torch.zeros(7),
-        torch.ones(64),
-    ]
-    before = [t.clone() for t in tensors]
-    hdet.warm_noise_(tensors, nu=0.01, seed=1, replicas=peers)
+    matrix = torch.linspace(-1, 1, 30_000).reshape(300, 100)
+    before = [torch.full((40_000,), 2.0), matrix, torch.zeros(7), torch.ones(64)]
+
+    def noisy(seed):
+        tensors = [b.clone() for b in before]
+        hdet.warm_noise_(tensors, nu=0.01, seed=seed, replicas=peers)
+        return tensors
+
+    tensors, again, other = noisy(1), noisy(1), noisy(2)
     noise = [t - b for t, b in zip(tensors, before, strict=True)]
-    again = [b.clone() for b in before]
-    hdet.warm_noise_(again, nu=0.01, seed=1, replicas=peers)
-    other = [b.clone() for b in before]
-    hdet.warm_noise_(other, nu=0.01, seed=2, replicas=peers)
-    return (
-        noise,
-        all(torch.equal(a, t) for a, t in zip(again, tensors, strict=True)),
-        torch.equal(other[0], tensors[0]),
-    )
+    return noise, all(map(torch.equal, again, tensors)), torch.equal(other[0], tensors[0])
 
 
 def test_22_warm_noise():
     ranks = run_ranks(_noise, 4)
     for noise, repeatable, seed_ignored in ranks:
-        assert repeatable
-        assert not seed_ignored
+        assert repeatable and not seed_ignored
         for k, theta in ((0, [2.0] * 40_000), (1, torch.linspace(-1, 1, 30_000).tolist())):
-            flat = noise[k].double().flatten()
-            assert flat.var().item() == pytest.approx(
-                method.warm_noise_variance(theta, 0.01), rel=0.05
-            )
+            flat, variance = noise[k].double().flatten(), method.warm_noise_variance(theta, 0.01)
+            assert flat.var().item() == pytest.approx(variance, rel=0.05)
             assert abs(flat.mean().item()) < 5 * (flat.std() / math.sqrt(flat.numel())).item()
         assert noise[2].abs().max() == 0  # a tensor of zeros has no norm
-        a, b = noise[0][:30_000].double(), noise[1].flatten().double()
-        assert (
-            abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03
-        )  # tensors get noise of their own
+        two = torch.stack([noise[0][:30_000].double(), noise[1].flatten().double()])
+        assert abs(torch.corrcoef(two)[0, 1]) < 0.03  # tensors get noise of their own
     for k in range(4):
         assert torch.equal(ranks[0][0][k], ranks[1][0][k])  # copies inside a replica stay copies
         assert torch.equal(ranks[2][0][k], ranks[3][0][k])
@@ -454,7 +382,7 @@ class PreparedScheduler:
 
 def _accelerate(rank, world, skip):
     weights = parameter()
-    scheduler = drop_in([weights], 40 * world, interval=4, ensemble_lr_spread_ratio=0.3)
+    scheduler = drop_in([weights], 40 * world, interval=4, **SPREAD)
     prepared, converged, epochs = PreparedScheduler(scheduler, world), [], []
     for step in range(13):
         skipped = step in skip
@@ -468,15 +396,10 @@ def _accelerate(rank, world, skip):
 
 def test_23_cycles_count_optimizer_steps_and_not_those_that_were_skipped():
     for converged, epochs, cycle, losses in run_ranks(_accelerate, 4, (1, 2)):
-        assert epochs == [
-            4,
-            4,
-            4,
-            *range(8, 48, 4),
-        ]  # the schedule advances as it would with torch's class
+        # the schedule advances as it would with torch's class
+        assert epochs == [4, 4, 4, *range(8, 48, 4)]
         assert [step for step in range(13) if converged[step]] == [5, 9]
-        assert cycle == 2
-        assert losses == [1.0, 2.0, 3.0, 4.0]
+        assert cycle == 2 and losses == [1.0, 2.0, 3.0, 4.0]
 
 
 def _tables(replicas, knobs, cycles):
@@ -495,9 +418,8 @@ def test_24_knobs_are_uncorrelated_over_cycles(replicas):
     tables = _tables(replicas, knobs, cycles)
     assert tables.sum(2).abs().max() < 1e-12  # every cycle, every knob: the mean multiplier is 1
     columns = tables.transpose(0, 1).reshape(len(knobs), -1)
-    bound = 4.5 / math.sqrt(
-        cycles * (replicas - 1)
-    )  # of a correlation of independent permutations: 4.5 standard deviations
+    # of a correlation of independent permutations: 4.5 standard deviations
+    bound = 4.5 / math.sqrt(cycles * (replicas - 1))
     off_diagonal = torch.corrcoef(columns) - torch.eye(len(knobs))
     assert off_diagonal.abs().max() < bound
     later = tables[1:].transpose(0, 1).reshape(len(knobs), -1)
@@ -513,9 +435,8 @@ def test_24_every_replica_visits_every_multiplier(replicas):
     cycles = 2000
     tables = _tables(replicas, ["lr"], cycles)[:, 0]
     places = ((tables / 0.3 + 1) / 2 * (replicas - 1)).round().long()
+    bound = 4.5 * math.sqrt((1 - 1 / replicas) / replicas / cycles)
     for replica in range(replicas):
         share = torch.bincount(places[:, replica], minlength=replicas) / cycles
-        assert (share - 1 / replicas).abs().max() < 4.5 * math.sqrt(
-            (1 - 1 / replicas) / replicas / cycles
-        )
+        assert (share - 1 / replicas).abs().max() < bound
         assert len(set(places[: 12 * replicas, replica].tolist())) == replicas

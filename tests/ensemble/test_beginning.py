@@ -111,16 +111,6 @@ def test_a_restart_goes_back_to_its_first_step(make: Any, act: Any) -> None:
     assert same(state_of(run.steps(1).net), state_of(begun))
 
 
-@pytest.mark.parametrize("make", [model, batch_norm])
-def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> None:
-    """And the run goes on from the beginning."""
-    run = Short(make())
-    begin = run.weights()
-    filled(run.steps(2).net, math.nan, parameters=1)
-    assert torch.equal(run.steps(2).weights(), begin)
-    assert all(value.isfinite().all() for value in run.steps(100).net.state_dict().values())
-
-
 def test_copies_of_the_parameters_in_an_optimizer_are_followed() -> None:
     net = model()
     copied = copy.deepcopy(net)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -114,39 +113,6 @@ def test_what_is_no_training_step_is_let_pass() -> None:
     ensemble.step(optimizer.step(closure))
     ensemble.step(optimizer.step(closure))
     assert ensemble.engine.step == 2
-
-
-class AcceleratesOptimizer:
-    """As accelerate with a scaler: after its own step it puts the one back that it has found."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.original = optimizer, (original := optimizer.step)
-        self.patched = types.MethodType(lambda _, *args, **kw: original(*args, **kw), optimizer)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def train(self, net: nn.Module) -> None:
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss_of(net)).backward()
-        self.optimizer.step = self.patched
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.step = self.original
-
-
-def test_a_wrapper_that_puts_the_step_back_which_it_found_is_made_after_the_ensemble() -> None:
-    net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(optimizer)
-    wrapper = AcceleratesOptimizer(optimizer)
-    for _ in range(3):
-        wrapper.train(net)
-        ensemble.step()
-    assert ensemble.engine.step == 3
-    ensemble.close()
-    wrapper.train(net)
-    net, optimizer = net_and_optimizer()
-    wrapper, _ = AcceleratesOptimizer(optimizer), hdet.Ensemble(optimizer)
-    with pytest.raises(RuntimeError, match=PAST):
-        wrapper.train(net)
 
 
 def depth(optimizer: Any) -> int:

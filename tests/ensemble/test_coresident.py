@@ -176,21 +176,6 @@ def test_until_the_first_step_all_replicas_follow_the_model() -> None:
         assert same(dict(net.named_parameters()), loaded)
 
 
-def test_warm_noise_is_each_replicas_own() -> None:
-    net = model()
-    replicas = hdet.CoresidentReplicas(net, 3)
-    for k in (1, 2, 0):
-        with replicas.use(k):
-            hdet.warm_noise_(net.parameters(), nu=0.1, replicas=replicas)
-            with replicas.use((k + 1) % 3):
-                net(batch(0)[0])
-    for k in range(3):
-        other = model()
-        hdet.warm_noise_(other.parameters(), nu=0.1, replicas=hdet.Replicas(k, 3, None))
-        with replicas.use(k):
-            assert same(list(net.parameters()), list(other.parameters()))
-
-
 # -- compiled models ---------------------------------------------------------------------------
 
 
@@ -370,27 +355,6 @@ def test_the_model_by_itself_is_replica_zero(reentrant: bool, state: str) -> Non
             ensemble.close()
     loss_at(net, 0).backward()
     assert same(gradients(net), by_hand(Blocks, 1))
-
-
-@pytest.mark.parametrize("way", ["whole", "blocks"])
-def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> None:
-    torch.compiler.reset()
-    net = Blocks(False)
-    for i in (1, 2) if way == "blocks" else ():
-        net.layers[i] = torch.compile(net.layers[i], backend="aot_eager")
-    replicas = apart(net)
-    run = torch.compile(net, backend="aot_eager") if way == "whole" else net
-    for k in range(3):
-        with replicas.use(k):
-            (loss_at(run, k) / 3).backward()
-    for one, other in zip(gradients(net), by_hand(Blocks, 3), strict=True):
-        assert torch.allclose(one, other, rtol=1e-4)
-    if way == "blocks":
-        with replicas.use(1):
-            loss = loss_at(run, 1)
-        with pytest.raises(ValueError, match=REMEDY):
-            loss.backward()
-    torch.compiler.reset()
 
 
 def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:

@@ -165,19 +165,6 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
 # -- the optimizer that they are given to ------------------------------------------------------
 
 
-def test_a_run_goes_on_with_new_replicas_after_close() -> None:
-    run = Run(together=2).steps(5)
-    converged = run.all_weights()[0]
-    run.ensemble.close()
-    run.replicas = hdet.CoresidentReplicas(run.net, 3)
-    run.ensemble = hdet.Ensemble(
-        run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5)
-    )
-    assert same(run.all_weights(), [converged] * 3)
-    assert len({w.numpy().tobytes() for w in run.steps(4).all_weights()}) == 3
-    assert run.steps(1).ensemble.cycle == 1 and run.equal()
-
-
 def test_a_state_with_a_parameter_that_never_had_a_gradient_loads_into_torchs_optimizer() -> None:
     net = torch.nn.ModuleList(torch.nn.Linear(3, 1, bias=False) for _ in range(2))
     optimizer, resumed = hdet.FusedAdamW(net.parameters()), hdet.FusedAdamW(net.parameters())

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import hdet
 from hdet.tensors.eval_mode import eval_mode
-from tests.harness import Run, taught
 
-from .helpers import same, watching
+from .helpers import same
 
 
 class Adapted(nn.Linear):
@@ -115,24 +113,3 @@ def test_where_train_raises_everything_else_is_restored(when: bool) -> None:
         torch.rand(1)
     assert facts(net) == before and torch.equal(torch.get_rng_state(), random)
     assert same(net.state_dict(), state)
-
-
-def test_adapters_are_trained_by_a_trial_and_scored_under_a_probe() -> None:
-    """After the trial the adapter has a gradient again, and what it is added to is what it was."""
-    torch.manual_seed(0)
-    first, last = Adapted(6, 8), Adapted(8, 1)
-    net, weights = (
-        nn.Sequential(first, nn.Tanh(), last),
-        [first.weight.clone(), last.weight.clone()],
-    )
-    run = Run(
-        net=net, controller=hdet.AutoLR(net), closure=True, scheduler=None, total=1000,
-        data=taught, spread=0.0,
-    ).steps(60)  # fmt: skip
-    for layer in (first, last):
-        assert layer.training and not layer.merged and layer.a.grad is not None
-        assert layer.a.grad.any()
-    assert same([first.weight.data, last.weight.data], weights)
-    assert any("learning rate 0.003" in note for note in run.notes())
-    watching(net).measure(0)
-    assert not first.merged and same([first.weight.data, last.weight.data], weights)

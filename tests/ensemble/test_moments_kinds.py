@@ -153,17 +153,6 @@ def test_a_reset_puts_back_numbers_of_groups_and_what_is_inside(kind: Any) -> No
         assert not {"distance", "radii", "steps"} & one.param_groups[0].keys()
 
 
-def close_numbers(rank: int, world: int) -> list[float]:
-    optimizer = Wandering(model().parameters(), 0.1)
-    optimizer.param_groups[0]["distance"] = 1 + rank * 2.0**-40
-    Moments("average", optimizer, hdet.Replicas.from_group(), 1 << 20).average([0.5, 0.5])
-    return flat_state(optimizer)
-
-
-def test_numbers_are_averaged_as_exactly_as_they_are_kept() -> None:
-    assert run_ranks(close_numbers, 2) == [[0.1, 1 + 2.0**-41]] * 2
-
-
 class Own(torch.optim.AdamW):
     """One that hdet does not know."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,19 +46,6 @@ def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(
     with pytest.warns(UserWarning, match=said):
         under = run(every, **settings).steps()
     assert spread_in(under) == [cycle <= decisions for cycle in range(100 // every)]
-
-
-def test_it_is_said_once_for_all_groups() -> None:
-    def two_groups(parameters: Any, lr: float, weight_decay: float) -> hdet.FusedSGD:
-        first, *others = parameters
-        return hdet.FusedSGD([{"params": [first]}, {"params": others}], lr=lr)
-
-    knobs = [hdet.LearningRate(0.3, groups="each")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(20, optimizer=two_groups, knobs=knobs).steps()
-    (told,) = [str(one.message) for one in caught if PEAK in str(one.message)]
-    assert "lr/0, lr/1" in told
 
 
 def frozen_early(net: torch.nn.Module) -> hdet.Controller:
@@ -194,19 +180,6 @@ def test_a_step_by_which_a_library_makes_a_state_counts_nothing(first: float) ->
     assert loop.optimizer.state and loop.ensemble.engine.step == 0
     loop.steps(T)
     assert (loop.ensemble.engine.step, loop.ensemble.cycle) == (T, 1)
-
-
-def test_a_call_without_a_step_counts_nothing() -> None:
-    loop = Loop()
-    loop.ensemble.step()
-    assert loop.ensemble.engine.step == 0
-
-
-def test_a_run_that_was_saved_after_its_first_step_goes_on_bit_for_bit() -> None:
-    whole = Loop().steps(1)
-    again = Loop().loaded(whole.saved())
-    assert torch.equal(whole.steps().weights(), again.steps().weights())
-    assert again.ensemble.engine.step == TOTAL
 
 
 def on_ranks(rank: int, world: int, local: bool) -> Any:

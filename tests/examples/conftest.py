@@ -32,20 +32,16 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command_of(module: str, processes: int, *arguments: object) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    start = torchrun if processes > 1 else []
-    return [sys.executable, *start, "-m", module, *map(str, arguments)]
-
-
 @pytest.fixture(scope="session")
 def run_example() -> Callable[..., str]:
     """``run_example(module, processes, *arguments)`` returns what was printed."""
 
     def run(module: str, processes: int, *arguments: object) -> str:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        start = torchrun if processes > 1 else []
         done = subprocess.run(
-            command_of(module, processes, *arguments), capture_output=True, text=True,
-            timeout=HANG_S, cwd=ROOT, env=ENVIRONMENT, check=False,
+            [sys.executable, *start, "-m", module, *map(str, arguments)], capture_output=True,
+            text=True, timeout=HANG_S, cwd=ROOT, env=ENVIRONMENT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from examples.bytes import __main__ as command
 from examples.bytes import training
 from examples.bytes.__main__ import main as train
 from examples.bytes.training import Run
 from hdet.cli.main import main
 
-from ..limits import HANG_S
-from .conftest import ENVIRONMENT, ROOT, command_of
+from ..distributed import run_ranks
 from .small_bytes import SIZES
 
 TIMES = {"probe_ms", "converge_ms", "seconds"}
@@ -94,6 +95,19 @@ KINDS: dict[str, list[object]] = {
 }
 
 
+between_cycles = Run._between_cycles
+
+
+def stop(run: Run) -> None:
+    """In the place of `_between_cycles`, on all ranks: after a checkpoint."""
+    between_cycles(run)
+    is_saved = run.step // run.settings.sync_interval % run.interval == 0
+    if is_saved and run.step >= 0.6 * run.settings.steps:
+        run.step += 1
+        run._record("train", loss=1.0)  # which the checkpoint does not know
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_bitwise_the_same(
     kind: str, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -102,18 +116,9 @@ def test_a_resumed_run_is_bitwise_the_same(
     common = ["--sync-interval", 4, "--batch-size", 2, "--data", text_folder]
     settings = [str(word) for word in (*KINDS[kind], *common)]
     train([*settings, "--out", str(tmp_path / "whole")])
-    save = Run._save
-
-    def save_and_stop(run: Run) -> None:
-        save(run)
-        if run.step >= 0.6 * run.settings.steps:
-            run.step += 1
-            run._record("train", loss=1.0)  # which the checkpoint does not know
-            raise KeyboardInterrupt
-
     broken = [*settings, "--out", str(tmp_path / "broken")]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Run, "_save", save_and_stop)
+        patched.setattr(Run, "_between_cycles", stop)
         train(broken)
     assert not records(tmp_path / "broken", "end")
     train([*broken, "--resume"])
@@ -124,22 +129,27 @@ def test_a_resumed_run_is_bitwise_the_same(
         assert "replayed, all bitwise the same" in capsys.readouterr().out
 
 
-def test_a_killed_run_of_several_processes_is_resumed_bitwise(
-    text_folder: Path, tmp_path: Path, run_example: Callable[..., str], compared: tuple[Path, str]
+def trained(rank: int, world: int, arguments: list[str], stops: bool) -> None:
+    """On a rank as torchrun starts it, whose group is there already."""
+    with ExitStack() as stack:
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        stack.enter_context(mock.patch.dict(os.environ, place))
+        stack.enter_context(mock.patch.multiple(training, **SIZES))
+        stack.enter_context(mock.patch.object(command, "join_group", lambda *_: "cpu"))
+        stack.enter_context(mock.patch.object(torch.distributed, "destroy_process_group"))
+        if stops:
+            stack.enter_context(mock.patch.object(Run, "_between_cycles", stop))
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
+        train(arguments)
+
+
+def test_an_interrupted_run_of_several_processes_is_resumed_bitwise(
+    text_folder: Path, tmp_path: Path, compared: tuple[Path, str]
 ) -> None:
-    killed = [*STEPS, "--data", text_folder, "--out", tmp_path]
-    process = subprocess.Popen(
-        command_of(MODULE, PROCESSES, *killed), cwd=ROOT, env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    limit = time.monotonic() + HANG_S
-    while not (tmp_path / "checkpoint.pt").exists():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
-    process.terminate()
-    process.wait(HANG_S)
+    arguments = [*STEPS, "--data", str(text_folder), "--out", str(tmp_path)]
+    run_ranks(trained, PROCESSES, arguments, True)
     assert not records(tmp_path, "end")
-    run_example(MODULE, PROCESSES, *killed, "--resume")
+    run_ranks(trained, PROCESSES, [*arguments, "--resume"], False)
     assert are_same_runs(tmp_path, compared[0] / "hdet")
 
 

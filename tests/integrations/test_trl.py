@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hdet
 
 from .frameworks import closures, equal, example, needs, on_ranks, weights
 
 needs("transformers", "peft", "trl")
-import trl
 
 SETTINGS = {
     "learning_rate": 1e-2,
@@ -21,23 +18,6 @@ SETTINGS = {
     "save_steps": 4,
     "max_grad_norm": 0.05,
 }
-
-
-def _plain(ensemble: dict[str, Any] | None) -> Any:
-    module = example("trl_lora")
-    if ensemble is None:
-        module.Trainer = lambda ensemble, **settings: trl.SFTTrainer(**settings)
-    trainer = module.main(8, ensemble or {}, **SETTINGS)
-    names = ("loss", "learning_rate", "mean_token_accuracy", "num_tokens")
-    return weights(trainer.model), [
-        [line[name] for name in names] for line in trainer.state.log_history[:8]
-    ]
-
-
-def test_spread_0_is_the_plain_run_bit_for_bit() -> None:
-    plain, ours = (on_ranks(_plain, 2, of) for of in (None, {"knobs": [hdet.LearningRate(0)]}))
-    for (a, lines), (b, same) in zip(plain, ours, strict=True):
-        assert torch.equal(a, b) and lines == same
 
 
 def _spread() -> Any:

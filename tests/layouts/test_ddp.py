@@ -89,14 +89,6 @@ def test_gradients_stay_shared_and_parameters_part_and_meet(runs: Any, way: str)
     parts_and_meets([run[way] for run in runs])
 
 
-def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Trace]]) -> None:
-    """So that the hook is known to have run: its gradients are near DDP's, not equal."""
-    ours, plain = ([step[0] for step in runs[0][name].steps] for name in (HOOK, "plain"))
-    assert not all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-    # bf16: 8 bits; two rounded numbers may cancel
-    torch.testing.assert_close(ours[0], plain[0], rtol=2**-7, atol=1e-3)
-
-
 def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[float]]:
     """In step 2 replica 1's gradient overflows: the sum is inf, and every scaler skips the step."""
     net = model().float()

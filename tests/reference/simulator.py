@@ -17,14 +17,9 @@ from tests.reference.method import Vector
 
 
 def one_cycle(
-    step: int,
-    total: int,
-    peak: float,
-    pct_start: float = 0.3,
-    div: float = 25.0,
-    final_div: float = 1e4,
-    shape: str = "cos",
-) -> float:
+    step: int, total: int, peak: float, pct_start: float = 0.3, div: float = 25.0,
+    final_div: float = 1e4, shape: str = "cos",
+) -> float:  # fmt: skip
     """Rate used by optimizer step number `step` (from 0): up from peak/div to peak, then down to
     peak/(div*final_div) at step total-1."""
     turn, end = pct_start * total - 1, total - 1
@@ -80,9 +75,8 @@ class Settings:
     momentum: float = 0.9
     div: float = 25.0
     final_div: float = 1e4
-    orders: list[list[int]] = field(
-        default_factory=list
-    )  # [cycle][replica]: position on the grid (Eq. 8); missing: rotate
+    # [cycle][replica]: position on the grid (Eq. 8); missing: rotate
+    orders: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -105,14 +99,9 @@ def order(settings: Settings, cycle: int) -> list[int]:
 
 
 def decide(
-    controls: Controls,
-    settings: Settings,
-    losses: Vector,
-    rho: Vector,
-    done: int,
-    scheduled: float,
-    floor: float,
-) -> None:
+    controls: Controls, settings: Settings, losses: Vector, rho: Vector, done: int,
+    scheduled: float, floor: float,
+) -> None:  # fmt: skip
     """One decision at the end of a cycle, after `done` steps; changes `controls`."""
     weights = method.softmax(method.scores(losses, settings.sigma))
     if settings.decay is None:
@@ -165,11 +154,7 @@ def simulate(settings: Settings) -> dict[str, list]:
         done = t + 1
         if done % settings.interval and done != settings.steps:
             continue
-        losses = [
-            total
-            / (settings.interval if done % settings.interval == 0 else done % settings.interval)
-            for total in sums
-        ]
+        losses = [total / (done % settings.interval or settings.interval) for total in sums]
         mean = method.converge(thetas, method.uniform_weights(count))
         cycles.append(
             {"step": done, "multipliers": rho, "losses": losses, "before": thetas, "after": mean}

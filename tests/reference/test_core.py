@@ -31,25 +31,17 @@ def test_multipliers(count, spread):
 )
 @pytest.mark.parametrize(("div", "final_div"), [(25.0, 1e4), (10.0, 100.0), (4.0, 2.0)])
 def test_gammas(div, final_div, steps, warmup, interval):
-    intervals, peak, floor = (
-        method.intervals_left(steps, warmup, interval),
-        9e-4,
-        9e-4 / (div * final_div),
-    )
-    assert softmax.gamma_floor(peak, floor, intervals) == close(
-        method.gamma_corrected(floor, peak, intervals), rel=1e-12
-    )
+    intervals, peak = method.intervals_left(steps, warmup, interval), 9e-4
+    floor = peak / (div * final_div)
+    corrected = method.gamma_corrected(floor, peak, intervals)
+    assert softmax.gamma_floor(peak, floor, intervals) == close(corrected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("count", "sigma", "beta", "step_size", "gamma"),
-    [
-        (2, 0.1, 0.9, 0.5, 0.0),
-        (4, 0.1, 0.9, 0.5, 0.02),
-        (8, 0.002, 0.5, 1.0, -0.06),
-        (5, 3.0, 0.0, 0.1, 0.5),
-    ],
-)
+    [(2, 0.1, 0.9, 0.5, 0.0), (4, 0.1, 0.9, 0.5, 0.02), (8, 0.002, 0.5, 1.0, -0.06),
+     (5, 3.0, 0.0, 0.1, 0.5)],
+)  # fmt: skip
 def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
     """Eq. 4 to 6 over several cycles with made-up losses: base and velocity go on from one cycle
     to the next."""
@@ -61,9 +53,8 @@ def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
         delta = method.signal(weights, rates)
         assert softmax.softmax_weights(losses, sigma) == close(weights, rel=1e-12)
         assert softmax.signal(weights, rates) == close(delta, rel=1e-9, abs=1e-18)
-        ours = softmax.momentum_update(
-            velocity, delta, base, momentum=beta, step_size=step_size, gamma=gamma
-        )
+        rule = {"momentum": beta, "step_size": step_size, "gamma": gamma}
+        ours = softmax.momentum_update(velocity, delta, base, **rule)
         velocity = method.velocity_update(velocity, delta, beta)
         base = method.base_update(base, gamma, step_size, velocity)
         assert ours == close((velocity, base), rel=1e-11)
@@ -71,16 +62,12 @@ def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_assignments_are_fresh_permutations(count):
-    orders = [
-        assignment(0, cycle, knob, count) for cycle in range(12) for knob in ("lr", "weight_decay")
-    ]
+    drawn = lambda seed, knob: [assignment(seed, cycle, knob, count) for cycle in range(12)]
+    orders = drawn(0, "lr") + drawn(0, "weight_decay")
     assert all(method.is_reassignment(order, count) for order in orders)
-    assert assignment(0, 3, "lr", count) == assignment(0, 3, "lr", count)
+    assert drawn(0, "lr") == drawn(0, "lr")
     if count > 2:
-        assert len({tuple(order) for order in orders}) > 3
-        assert [assignment(1, cycle, "lr", count) for cycle in range(12)] != [
-            assignment(0, cycle, "lr", count) for cycle in range(12)
-        ]
+        assert len({tuple(order) for order in orders}) > 3 and drawn(1, "lr") != drawn(0, "lr")
 
 
 def test_a_missing_loss_is_masked_as_in_the_reference():

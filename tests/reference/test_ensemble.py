@@ -38,45 +38,27 @@ def _train(rank, world, settings, drop_in):
         design, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)
     ):
         model = torch.nn.parallel.DistributedDataParallel(bare) if world > 1 else bare
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=1.0, weight_decay=settings.weight_decay
-        )
+        decay = settings.weight_decay
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=decay)
         schedule = {
-            "max_lr": settings.peak,
-            "total_steps": settings.steps,
-            "cycle_momentum": False,
-            "div_factor": settings.div,
-            "final_div_factor": settings.final_div,
-        }
-        controller = (
-            hdet.SoftmaxController(
-                settings.sigma, settings.step_size, settings.momentum, settings.decay
-            )
-            if settings.controller
-            else None
-        )
+            "max_lr": settings.peak, "total_steps": settings.steps, "cycle_momentum": False,
+            "div_factor": settings.div, "final_div_factor": settings.final_div,
+        }  # fmt: skip
         if drop_in:
             scheduler = hdet.OneCycleAutoLR(
-                optimizer,
-                **schedule,
-                auto_lr_warmup_steps=settings.warmup,
-                ensemble_lr_spread_ratio=settings.spread,
-                model_sync_interval=settings.interval,
-                enable_auto_lr=settings.controller,
-                loss_scale=settings.sigma,
-                lr_of_lr=settings.step_size,
-                momentum_of_lr=settings.momentum,
-            )
+                optimizer, **schedule, auto_lr_warmup_steps=settings.warmup,
+                ensemble_lr_spread_ratio=settings.spread, model_sync_interval=settings.interval,
+                enable_auto_lr=settings.controller, loss_scale=settings.sigma,
+                lr_of_lr=settings.step_size, momentum_of_lr=settings.momentum,
+            )  # fmt: skip
             ensemble = scheduler.ensemble
         else:
+            rule = settings.sigma, settings.step_size, settings.momentum, settings.decay
             scheduler = ensemble = hdet.Ensemble(
-                optimizer,
-                OneCycleLR(optimizer, **schedule),
-                knobs=[hdet.LearningRate(settings.spread)],
-                sync=hdet.Sync(settings.interval),
-                warmup_steps=settings.warmup,
-                controller=controller,
-            )
+                optimizer, OneCycleLR(optimizer, **schedule), sync=hdet.Sync(settings.interval),
+                knobs=[hdet.LearningRate(settings.spread)], warmup_steps=settings.warmup,
+                controller=hdet.SoftmaxController(*rule) if settings.controller else None,
+            )  # fmt: skip
         rates, cycles = [], []
         for step in range(settings.steps):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -87,14 +69,9 @@ def _train(rank, world, settings, drop_in):
             before = bare.theta.detach().tolist()
             scheduler.step(loss)
             if ensemble.cycle > len(cycles):
-                cycles.append(
-                    {
-                        **ensemble.history[-1],
-                        "before": before,
-                        "after": bare.theta.detach().tolist(),
-                        "base": ensemble.engine.held[0],
-                    }
-                )
+                seen = {"before": before, "after": bare.theta.detach().tolist()}
+                held = ensemble.engine.held[0]
+                cycles.append({**ensemble.history[-1], **seen, "base": held})
         return rates, cycles
 
 
@@ -110,19 +87,16 @@ def _follows(settings, drop_in):
             assert ours["before"] == pytest.approx(theirs["before"][rank], rel=1e-9)
             assert ours["after"] == pytest.approx(theirs["after"], rel=1e-9)
             assert ours["corrections"]["lr"] == pytest.approx(theirs["correction"], rel=1e-9)
-            assert ours["base"] == (
-                None if theirs["base"] is None else pytest.approx(theirs["base"], rel=1e-8)
-            )
+            expected = theirs["base"] and pytest.approx(theirs["base"], rel=1e-8)
+            assert ours["base"] == expected
     return ranks
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ensemble_follows_the_golden_trajectory(name):
     ranks = _follows(RUNS[name], drop_in=False)
-    for cycle in range(len(ranks[0][1])):
-        assert all(
-            cycles[cycle]["after"] == ranks[0][1][cycle]["after"] for _, cycles in ranks
-        )  # bitwise
+    after = [[cycle["after"] for cycle in cycles] for _, cycles in ranks]
+    assert all(own == after[0] for own in after), "bitwise"
 
 
 @pytest.mark.parametrize(

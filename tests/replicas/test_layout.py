@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hdet.replicas.layout import Layout, brief, paired
+from hdet.replicas.layout import Layout, paired
 
 from .tables import CASES, Case, peers, row, tables
 
@@ -81,15 +81,6 @@ def test_replicas_of_any_layout(layout: Layout) -> None:
         assert len(replicas) == layout.dp and len(replicas[0]) == layout.tp * layout.cp * layout.pp
 
 
-def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
-    """Eight tp, four pp and eight dp groups. And shards, which run over dp and cp."""
-    layout, shards = Layout(16, tp=2, pp=4), Layout(16, tp=2, cp=2, pp=2, shard=2).groups("shard")
-    assert lists(layout.groups("dp")) == [[k + i, k + i + 2] for k in (0, 4, 8, 12) for i in (0, 1)]
-    assert lists(layout.groups("tp")) == [[k, k + 1] for k in range(0, 16, 2)]
-    assert lists(layout.groups("pp")) == [[k, k + 4, k + 8, k + 12] for k in range(4)]
-    assert lists(shards)[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
-
-
 @pytest.mark.parametrize(("sizes", "message"), [
     ({"tp": True}, "tp must be a whole number >= 1, got True"),
     ({"etp": 0}, "etp must be a whole number >= 1, got 0"),
@@ -123,14 +114,6 @@ def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
 def test_replicas_that_are_not_alike_are_refused(world, sharing, copies, message) -> None:
     with pytest.raises(ValueError, match=message):
         paired(range(world), sharing, copies)
-
-
-@pytest.mark.parametrize(("ranks", "text"), [
-    ([], ""), ([3], "3"), ([2, 0, 1], "0-2"), ([0, 2, 3, 9], "0, 2-3, 9"),
-    (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-])  # fmt: skip
-def test_brief(ranks: Any, text: str) -> None:
-    assert brief(ranks) == text
 
 
 def test_ten_thousand_ranks() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.trial.arms import Arms
 from hdet.trial.displacement import Displacement, medians
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
 from hdet.trial.steps import CEILING
@@ -237,20 +236,3 @@ def one_breaks(rank: int, world: int) -> Any:
 def test_a_loss_that_is_not_finite_on_one_rank_is_so_on_all() -> None:
     one, other = run_ranks(one_breaks, 2)
     assert one == other and one.trial.broke
-
-
-def test_an_arms_step_that_overflows_is_skipped_and_the_scale_is_kept() -> None:
-    run = auto_run(RATE)
-    run.steps(1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scaler.scale(torch.ones(()))
-    state, searched = scaler.state_dict(), run.controller._run
-    arms = Arms(searched, searched.take_snapshot("device"), None, scaler, "device", False)
-    weights = []
-    for scale in (1.0, 1e38):  # of the losses: the gradients of the second are infinite
-        with arms.keep_run():
-            arms.train(arms.begin(), lambda scale=scale: scale * run.losses(taught(0)), 1.0)
-            weights.append(run.weights())
-    arms.in_place.close()
-    assert not torch.equal(weights[0], run.weights()) and torch.equal(weights[1], run.weights())
-    assert scaler.state_dict() == state
