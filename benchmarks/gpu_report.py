@@ -129,7 +129,7 @@ def counters(rows: Sequence[dict[str, str]]) -> str:
     cells = []
     for row in rows:
         found = re.search(
-            r"(step|coded)_kernel<(?:\w+::)*AdamWRule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
+            r"(step|coded)_kernel<(?:\w+::)*Adam[Ww]Rule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
         )
         if found is None:
             continue

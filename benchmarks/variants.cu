@@ -69,9 +69,9 @@ const Form kForms[] = {
 int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::codes ? 1 : 2; }
 
 void launch_plain(const StepPlan& plan, const Form& form, const cuda::Slices& slices) {
-  const auto kernel = form.known == Known::floats  ? cuda::step_kernel<AdamWRule, false, Known::floats>
-                      : form.known == Known::split ? cuda::step_kernel<AdamWRule, false, Known::split>
-                                                   : cuda::step_kernel<AdamWRule, false, Known::halves>;
+  const auto kernel = form.known == Known::floats  ? cuda::step_kernel<AdamwRule, false, Known::floats>
+                      : form.known == Known::split ? cuda::step_kernel<AdamwRule, false, Known::split>
+                                                   : cuda::step_kernel<AdamwRule, false, Known::halves>;
   cuda::launch("step", kernel, {plan.num_chunks * slices.count, cuda::kStepThreads}, 0, plan, slices);
 }
 

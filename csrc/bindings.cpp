@@ -147,14 +147,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 12;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 13;  // see hdet/kernels/native/__init__.py
+  m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;
   m.attr("CODEBOOK_BYTES") = sizeof(hdet::Codebook);
-  m.attr("CALL_SETTINGS") = hdet::kCallSettings;
-  m.attr("GROUP_SETTINGS") = hdet::kGroupSettings;
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
   m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);

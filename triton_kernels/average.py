@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from .arithmetic import add_weighted, empty_sum
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
 from .numbers import load_parameter, pointer, store_parameter
-from .rules import add_weighted, empty_sum
 
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each

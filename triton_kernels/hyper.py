@@ -1,34 +1,18 @@
 """From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h and
-prepare.h in Triton, where each formula is explained.
+prepare.h in Triton.
 
 It is here a second time because these kernels are for builds without nvcc, whose steps may not read
 counters, rates, scaler and norm on the host either. `settings` is one array of doubles: max_norm;
 nine for each group; rho[groups][K] (Eq. 1).
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from .rules import HYPER_ROW
+from .arithmetic import HYPER_ROW
+from .rules import GROUP_SETTINGS, divisor, load_settings, store_scalars
 
 CALL_SETTINGS = tl.constexpr(1)
-GROUP_SETTINGS = tl.constexpr(9)
-
-
-@triton.jit
-def power(base, exponent):
-    """base^exponent by squaring: multiplications alone, so that every backend gives the same bits.
-
-    `exponent`: uint32.
-    """
-    result = tl.full(base.shape, 1.0, tl.float64)
-    for _ in range(32):
-        result = tl.where((exponent & 1) != 0, result * base, result)
-        base = base * base
-        exponent = exponent >> 1
-    return result
 
 
 @triton.jit
@@ -61,86 +45,12 @@ def derive_control(
     return skip, gradient_scale
 
 
-class Settings(NamedTuple):
-    """What the host wrote for some tensors, in float64, and what counts for all their replicas."""
-
-    lr: tl.tensor
-    beta1: tl.tensor
-    beta2: tl.tensor
-    eps: tl.tensor
-    weight_decay: tl.tensor
-    dampening: tl.tensor
-    nesterov: tl.tensor
-    maximize: tl.tensor
-    decay_at_base: tl.tensor
-    step: tl.tensor  # uint32, from 1
-
-
 @triton.jit
-def load_settings(settings, rates, group, step, live):
-    """`rates` holds addresses; a rate of address 0 is in the settings."""
-    source = settings + CALL_SETTINGS + group * GROUP_SETTINGS
+def rate_of(rates, group, lr, live):
+    """Of each tensor. `rates` holds addresses; a rate of address 0 is in the settings."""
     address = tl.load(rates + group, mask=live, other=0)
-    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0).to(
-        tl.float64
-    )
-    return Settings(
-        tl.where(address != 0, rate, tl.load(source, mask=live, other=0)),
-        tl.load(source + 1, mask=live, other=0),
-        tl.load(source + 2, mask=live, other=0),
-        tl.load(source + 3, mask=live, other=0),
-        tl.load(source + 4, mask=live, other=0),
-        tl.load(source + 5, mask=live, other=0),
-        tl.load(source + 6, mask=live, other=0),
-        tl.load(source + 7, mask=live, other=0),
-        tl.load(source + 8, mask=live, other=0),
-        step,
-    )
-
-
-@triton.jit
-def store_rows(target, s, gradient_scale, live, RULE: tl.constexpr):
-    """The HyperRow of each tensor."""
-    one = s.beta1 * 0 + 1
-    lerp1 = one - s.beta1
-    inv_sqrt_correction2 = one
-    coupled_decay = one * 0
-    if RULE == "adamw" or RULE == "adam":
-        inv_sqrt_correction2 = one / tl.sqrt(one - power(s.beta2, s.step))
-    if RULE == "adam" or RULE == "sgd":
-        coupled_decay = s.weight_decay
-    if RULE == "sgd":
-        # torch fills the momentum buffer with the first gradient as it is, and without momentum has
-        # no buffer to dampen
-        lerp1 = tl.where((s.step <= 1) | (s.beta1 == 0), one, one - s.dampening)
-    tl.store(target, tl.where(s.maximize != 0, -gradient_scale, gradient_scale), mask=live)
-    tl.store(target + 1, s.beta1.to(tl.float32), mask=live)
-    tl.store(target + 2, lerp1.to(tl.float32), mask=live)
-    tl.store(target + 3, s.beta2.to(tl.float32), mask=live)
-    tl.store(target + 4, (one - s.beta2).to(tl.float32), mask=live)
-    tl.store(target + 5, inv_sqrt_correction2.to(tl.float32), mask=live)
-    tl.store(target + 6, s.eps.to(tl.float32), mask=live)
-    tl.store(target + 7, coupled_decay.to(tl.float32), mask=live)
-    tl.store(target + 8, (s.nesterov != 0).to(tl.float32), mask=live)
-    tl.store(target + 9, s.step.to(tl.float32, bitcast=True), mask=live)
-
-
-@triton.jit
-def derive_decay(s, rate, RULE: tl.constexpr):
-    """1 - rate * weight_decay for decoupled rules; 1 for coupled ones."""
-    if RULE == "adam" or RULE == "sgd":
-        return rate * 0 + 1
-    else:
-        return 1 - rate * s.weight_decay
-
-
-@triton.jit
-def correction1(s, RULE: tl.constexpr):
-    """What the step size is divided by: 1 - beta1^step for Adam's rules."""
-    if RULE == "adamw" or RULE == "adam":
-        return 1 - power(s.beta1, s.step)
-    else:
-        return s.beta1 * 0 + 1
+    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0)
+    return tl.where(address != 0, rate.to(tl.float64), lr)
 
 
 @triton.jit
@@ -171,6 +81,7 @@ def derive(
     num_groups,
     num_replicas,
     RULE: tl.constexpr,
+    COUPLED: tl.constexpr,
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -187,18 +98,20 @@ def derive(
     counter = tl.load(counters + tensor, mask=live, other=0).to(tl.pointer_type(tl.float32))
     count = tl.load(counter, mask=live, other=0)
     group = tl.load(groups + tensor, mask=live, other=0)
-    s = load_settings(settings, rates, group, count.to(tl.uint32) + 1, live)
-    store_rows(rows + tensor * HYPER_ROW, s, gradient_scale, live, RULE)
-    correction = correction1(s, RULE)
+    step = count.to(tl.uint32) + 1
+    h = load_settings(settings + CALL_SETTINGS + group * GROUP_SETTINGS, live)
+    lr = rate_of(rates, group, h.lr, live)
+    row = rows + tensor * HYPER_ROW
+    tl.store(row, tl.where(h.maximize != 0, -gradient_scale, gradient_scale), mask=live)
+    tl.store(row + 1, step.to(tl.float32, bitcast=True), mask=live)
+    store_scalars(h, step, row + 2, live, RULE)
+    divided_by = divisor(h, step, RULE)
     rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
     for k in range(num_replicas):
         target = replica_rows + (tensor * num_replicas + k) * 2
         rho_k = tl.load(rho + k, mask=live, other=0)
-        rate = s.lr * rho_k  # Eq. 2
-        store_pair(
-            target,
-            rate / correction,
-            derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE),
-            live,
-        )
+        rate = lr * rho_k  # Eq. 2
+        decay = h.weight_decay * 0 if COUPLED else h.weight_decay
+        decay = 1 - tl.where(h.decay_at_base != 0, lr, rate) * decay
+        store_pair(target, rate / divided_by, decay, live)
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

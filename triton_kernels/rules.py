@@ -1,115 +1,194 @@
-"""The update rules on blocks of elements: csrc/core/rules.h in Triton, the same operations in the
-same order."""
+"""The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
+
+Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again.
+"""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arithmetic import add_weighted, f64, lerp, power, sign
 
-class HyperRow(NamedTuple):
-    """What all replicas share, as hyper.h has it: float32 scalars of one row."""
+GROUP_SETTINGS = tl.constexpr(9)
 
-    gradient_scale: tl.tensor
+
+class Settings(NamedTuple):
+    """What the host wrote for the groups of some tensors, in float64."""
+
+    lr: tl.tensor
     beta1: tl.tensor
-    lerp1: tl.tensor
     beta2: tl.tensor
-    lerp2: tl.tensor
-    inv_sqrt_correction2: tl.tensor
     eps: tl.tensor
-    coupled_decay: tl.tensor
+    weight_decay: tl.tensor
+    dampening: tl.tensor
     nesterov: tl.tensor
-    step: tl.tensor  # uint32
-
-
-HYPER_ROW = tl.constexpr(12)
-"""numbers of 4 bytes in a row, the last two unused"""
+    maximize: tl.tensor
+    decay_at_base: tl.tensor
 
 
 @triton.jit
-def load_row(row):
-    return HyperRow(
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4),
-        tl.load(row + 5),
-        tl.load(row + 6),
-        tl.load(row + 7),
-        tl.load(row + 8),
-        tl.load(row + 9).to(tl.uint32, bitcast=True),
+def load_settings(source, live):
+    """`source`: where the settings of each tensor's group begin."""
+    return Settings(
+        tl.load(source + 0, mask=live, other=0),
+        tl.load(source + 1, mask=live, other=0),
+        tl.load(source + 2, mask=live, other=0),
+        tl.load(source + 3, mask=live, other=0),
+        tl.load(source + 4, mask=live, other=0),
+        tl.load(source + 5, mask=live, other=0),
+        tl.load(source + 6, mask=live, other=0),
+        tl.load(source + 7, mask=live, other=0),
+        tl.load(source + 8, mask=live, other=0),
     )
 
 
 @triton.jit
-def lerp(a, b, weight, rest):
-    """a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and
-    at weight 1. rest: 1 - weight."""
-    near = weight < 0.5
-    return tl.where(near, a, b) + tl.where(near, weight, -rest) * (b - a)
+def adamw_scalars(h, step, s, live):
+    s0 = f64(1.0) - h.beta1
+    s1 = h.beta1
+    s2 = h.beta2
+    s3 = f64(1.0) - h.beta2
+    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
+    s5 = h.eps
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    tl.store(s + 4, s4.to(tl.float32), mask=live)
+    tl.store(s + 5, s5.to(tl.float32), mask=live)
 
 
 @triton.jit
-def add_weighted(total, weight, x):
-    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be
-    NaN: a decay or a momentum that is off, a replica that is not in the mean."""
-    return tl.where(weight == 0, total, total + weight * x)
+def adamw(row, g, p, m, v):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    s4 = row.s[4]
+    s5 = row.s[5]
+    t0 = lerp(m, g, s0, s1)
+    t1 = (v * s2) + ((g * s3) * g)
+    return tl.div_rn(t0, (tl.sqrt_rn(t1) * s4) + s5), t0, t1
 
 
 @triton.jit
-def adamw(row, gradient, exp_avg, exp_avg_sq):
-    exp_avg = lerp(exp_avg, gradient, row.lerp1, row.beta1)
-    exp_avg_sq = row.beta2 * exp_avg_sq + row.lerp2 * gradient * gradient
-    u = tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * row.inv_sqrt_correction2 + row.eps)
-    return u, exp_avg, exp_avg_sq
+def adam_scalars(h, step, s, live):
+    s0 = h.weight_decay
+    s1 = f64(1.0) - h.beta1
+    s2 = h.beta1
+    s3 = h.beta2
+    s4 = f64(1.0) - h.beta2
+    s5 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
+    s6 = h.eps
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    tl.store(s + 4, s4.to(tl.float32), mask=live)
+    tl.store(s + 5, s5.to(tl.float32), mask=live)
+    tl.store(s + 6, s6.to(tl.float32), mask=live)
 
 
 @triton.jit
-def sgd(row, gradient, momentum_buffer):
-    """lerp1 is 1 - dampening, and 1 in the first step."""
-    momentum_buffer = add_weighted(row.lerp1 * gradient, row.beta1, momentum_buffer)
-    return tl.where(
-        row.nesterov != 0, gradient + row.beta1 * momentum_buffer, momentum_buffer
-    ), momentum_buffer
+def adam(row, g, p, m, v):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    s4 = row.s[4]
+    s5 = row.s[5]
+    s6 = row.s[6]
+    t0 = add_weighted(g, s0, p)
+    t1 = lerp(m, t0, s1, s2)
+    t2 = (v * s3) + ((t0 * s4) * t0)
+    return tl.div_rn(t1, (tl.sqrt_rn(t2) * s5) + s6), t1, t2
 
 
 @triton.jit
-def lion(row, gradient, exp_avg):
-    c = lerp(exp_avg, gradient, row.lerp1, row.beta1)
-    return (c > 0).to(tl.float32) - (c < 0).to(tl.float32), lerp(
-        exp_avg, gradient, row.lerp2, row.beta2
+def sgd_scalars(h, step, s, live):
+    s0 = h.nesterov
+    s1 = h.weight_decay
+    s2 = tl.where(
+        step <= f64(1.0), f64(1.0), tl.where(h.beta1 != 0, f64(1.0) - h.dampening, f64(1.0))
     )
+    s3 = h.beta1
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
 
 
 @triton.jit
-def direction(row, gradient, param, exp_avg, exp_avg_sq, RULE: tl.constexpr):
-    """u and the new moments.
+def sgd(row, g, p, m):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    t0 = add_weighted(g, s1, p)
+    t1 = add_weighted(t0 * s2, s3, m)
+    return tl.where(s0 != 0, t0 + (t1 * s3), t1), t1
 
-    `gradient` is scaled; `param` is read by coupled rules, and 0 where replicas differ.
-    """
-    if RULE == "adam" or RULE == "sgd":
-        gradient = add_weighted(gradient, row.coupled_decay, param)
-    if RULE == "sgd":
-        u, exp_avg = sgd(row, gradient, exp_avg)
+
+@triton.jit
+def lion_scalars(h, step, s, live):
+    s0 = f64(1.0) - h.beta1
+    s1 = h.beta1
+    s2 = f64(1.0) - h.beta2
+    s3 = h.beta2
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+
+
+@triton.jit
+def lion(row, g, p, m):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    return sign(lerp(m, g, s0, s1)), lerp(m, g, s2, s3)
+
+
+@triton.jit
+def store_scalars(h, step, s, live, RULE: tl.constexpr):
+    """What of the settings a rule's elements meet."""
+    if RULE == "adamw":
+        adamw_scalars(h, step, s, live)
+    elif RULE == "adam":
+        adam_scalars(h, step, s, live)
+    elif RULE == "sgd":
+        sgd_scalars(h, step, s, live)
     elif RULE == "lion":
-        u, exp_avg = lion(row, gradient, exp_avg)
+        lion_scalars(h, step, s, live)
     else:
-        tl.static_assert(RULE == "adamw" or RULE == "adam", "unknown rule")
-        u, exp_avg, exp_avg_sq = adamw(row, gradient, exp_avg, exp_avg_sq)
-    return u, exp_avg, exp_avg_sq
+        tl.static_assert(False, "no rule")
 
 
 @triton.jit
-def take_step(step_size, decay, param, u):
-    """Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay)."""
-    return param * decay - step_size * u
+def divisor(h, step, RULE: tl.constexpr):
+    """What the rate is divided by."""
+    if RULE == "adamw" or RULE == "adam":
+        result = f64(1.0) - power(h.beta1, step)
+    elif RULE == "sgd" or RULE == "lion":
+        result = f64(1.0)
+    else:
+        tl.static_assert(False, "no rule")
+    return result
 
 
 @triton.jit
-def empty_sum(BLOCK: tl.constexpr):
-    """Where a weighted sum starts: -0, the neutral element of addition, by its bits.
-
-    (As a number Triton takes it for +0.)
-    """
-    return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
+def direction(row, g, p, m, v, RULE: tl.constexpr):
+    """u and the new moments. `g` is scaled; `p` is 0 where replicas share u."""
+    if RULE == "adamw":
+        u, m, v = adamw(row, g, p, m, v)
+    elif RULE == "adam":
+        u, m, v = adam(row, g, p, m, v)
+    elif RULE == "sgd":
+        u, m = sgd(row, g, p, m)
+    elif RULE == "lion":
+        u, m = lion(row, g, p, m)
+    else:
+        tl.static_assert(False, "no rule")
+    return u, m, v

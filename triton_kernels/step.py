@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .arithmetic import HYPER_ROW, load_row, take_step
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .codes import TABLE_FLOATS, load_codes, store_codes
 from .numbers import (
@@ -22,7 +23,7 @@ from .numbers import (
     store_parameter,
     to_bf16_stochastic,
 )
-from .rules import HYPER_ROW, direction, load_row, take_step
+from .rules import direction
 
 SHARED = tl.constexpr(4)
 """columns of the address table before those of the replicas: exp_avg, exp_avg_sq and the scales of
@@ -229,7 +230,7 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
     )  # first: addresses may have to be read before parameters
     old = load_batch(place, offsets, mask, 0, V)
     param = tl.zeros((BLOCK,), tl.float32)
-    if K == 1 and (V.rule == "adam" or V.rule == "sgd"):
+    if K == 1:
         param = old[0]
     u, bits = new_direction(shared, place, row, start, loaded, offsets, live, param, V, BLOCK)
 

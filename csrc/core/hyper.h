@@ -8,48 +8,25 @@
 
 namespace hdet {
 
-enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
-
-// One array of doubles, in this order: CallSettings, GroupSettings[groups], rho[groups][replicas] (Eq. 1).
+// One array of doubles, in this order: CallSettings, GroupSettings[groups] (rules.h), rho[groups][replicas] (Eq. 1).
 // Of the whole call.
 struct CallSettings {
   double max_norm;  // clip gradients to this global norm; infinity only measures it; 0: no norm at all
 };
 
-// Of a parameter group.
-struct GroupSettings {
-  double lr;  // where the group has no address of a rate in device memory
-  double beta1;  // SGD: momentum
-  double beta2;
-  double eps;
-  double weight_decay;
-  double dampening;      // SGD
-  double nesterov;       // SGD: 0 or 1
-  double maximize;       // 0 or 1
-  double decay_at_base;  // decoupled decay: 1 acts at lr, 0 at the replica's lr * rho
-};
 constexpr int kCallSettings = sizeof(CallSettings) / sizeof(double);
-constexpr int kGroupSettings = sizeof(GroupSettings) / sizeof(double);
 
 // What all replicas of a tensor share. 48 bytes: three 16-byte loads.
 struct alignas(16) HyperRow {
   float gradient_scale;  // sign, unscaling and clipping in one factor
-  float beta1;
-  float lerp1;  // 1 - beta1; SGD: 1 - dampening, and 1 in the first step
-  float beta2;
-  float lerp2;                 // 1 - beta2
-  float inv_sqrt_correction2;  // 1 / sqrt(1 - beta2^step)
-  float eps;
-  float coupled_decay;  // coupled rules: what of the parameter is added to the gradient
-  float nesterov;
-  uint32_t step;  // from 1; part of the key of random numbers
-  float unused[2];
+  uint32_t step;         // from 1; part of the key of random numbers
+  float s[10];           // what the rule's elements meet, as its derive() says
 };
 static_assert(sizeof(HyperRow) == 48);
 
 // What each replica of a tensor has for itself.
 struct alignas(8) ReplicaRow {
-  float step_size;  // lr * rho; AdamW and Adam: lr * rho / (1 - beta1^step)
+  float step_size;  // lr * rho, divided by the rule's divisor
   float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
 };
 
@@ -85,53 +62,6 @@ HDET_HD Control derive_control(const CallSettings& settings, float scale, float 
     if (!(clip < 1.0)) clip = 1.0;
   }
   return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), 0.0f};
-}
-
-// Is the decay part of the gradient, so that the direction depends on the parameter and replicas cannot share it? Decoupled decay is
-// part of the step. A switch: a rule that is left out does not compile.
-HDET_HD constexpr bool is_coupled(Rule rule) {
-  switch (rule) {
-    case Rule::adam:
-    case Rule::sgd: return true;
-    case Rule::adamw:
-    case Rule::lion: break;
-  }
-  return false;
-}
-
-// Everything derived is derived here, in double, and rounded once. `step` counts from 1.
-HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, float gradient_scale) {
-  HyperRow row{};
-  row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
-  row.beta1 = static_cast<float>(s.beta1);
-  row.lerp1 = static_cast<float>(1.0 - s.beta1);
-  row.beta2 = static_cast<float>(s.beta2);
-  row.lerp2 = static_cast<float>(1.0 - s.beta2);
-  row.inv_sqrt_correction2 = 1.0f;
-  row.eps = static_cast<float>(s.eps);
-  row.nesterov = s.nesterov != 0.0 ? 1.0f : 0.0f;
-  row.step = step;
-  const bool adam = rule == Rule::adamw || rule == Rule::adam;
-  if (adam) row.inv_sqrt_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(s.beta2, step)));
-  if (is_coupled(rule)) row.coupled_decay = static_cast<float>(s.weight_decay);
-  // torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
-  if (rule == Rule::sgd) row.lerp1 = step <= 1 || s.beta1 == 0.0 ? 1.0f : static_cast<float>(1.0 - s.dampening);
-  return row;
-}
-
-// 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
-HDET_HD double derive_decay(Rule rule, const GroupSettings& s, double rate) {
-  return 1.0 - (is_coupled(rule) ? 0.0 : rate * s.weight_decay);  // as a choice of two results it spills registers on sm_80 and sm_90
-}
-
-// What a replica's rate is divided by.
-HDET_HD double derive_correction1(Rule rule, const GroupSettings& s, uint32_t step) {
-  return rule == Rule::adamw || rule == Rule::adam ? 1.0 - power(s.beta1, step) : 1.0;
-}
-
-HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, double rho, double correction1) {
-  const double rate = lr * rho;  // Eq. 2
-  return {static_cast<float>(rate / correction1), static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
 }
 
 }  // namespace hdet

@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "eight_bit.h"
-#include "hyper.h"
 #include "numbers.h"
+#include "rules.h"
 
 namespace hdet {
+
+constexpr int kGroupSettings = sizeof(GroupSettings) / sizeof(double);
 
 // 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache.
 constexpr int64_t kChunkElements = 16384, kLeastChunkElements = 2048;
@@ -94,7 +96,7 @@ struct StepPlan {
   const float* const* rates;   // [group] a learning rate in device memory, or null: GroupSettings::lr
 
   // from the host, and derived from it
-  double* settings;            // hyper.h; the rates' addresses may follow
+  double* settings;            // hyper.h, rules.h; the rates' addresses may follow
   HyperRow* rows;              // [tensor]
   ReplicaRow* replica_rows;    // [tensor][replica]
   Control* control;

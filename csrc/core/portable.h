@@ -17,6 +17,9 @@
 #define HDET_ROLLED
 #endif
 
+// The end of a switch over all values of an enumeration.
+#define HDET_UNREACHABLE __builtin_unreachable();
+
 namespace hdet {
 
 HDET_HD uint32_t bits_of(float x) {

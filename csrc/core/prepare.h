@@ -2,7 +2,6 @@
 // comes first, then each tensor for itself, its counter included: a loop on a CPU, a thread for each tensor on a GPU.
 #pragma once
 
-#include "hyper.h"
 #include "plan.h"
 
 namespace hdet {
@@ -13,6 +12,25 @@ HDET_HD const GroupSettings& group_settings(const StepPlan& plan, int32_t group)
 }
 HDET_HD const double* rho_settings(const StepPlan& plan, int32_t group) {
   return plan.settings + kCallSettings + int64_t{kGroupSettings} * plan.num_groups + int64_t{group} * plan.num_replicas;
+}
+
+// Everything derived is derived in double, and rounded once. `step` counts from 1.
+HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, float gradient_scale) {
+  HyperRow row{};
+  row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
+  row.step = step;
+  derive_scalars(rule, s, step, row.s);
+  return row;
+}
+
+// 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
+HDET_HD double derive_decay(Rule rule, const GroupSettings& s, double rate) {
+  return 1.0 - (is_coupled(rule) ? 0.0 : rate * s.weight_decay);  // as a choice of two results it spills registers on sm_80 and sm_90
+}
+
+HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, double rho, double divisor) {
+  const double rate = lr * rho;  // Eq. 2
+  return {static_cast<float>(rate / divisor), static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
 }
 
 HDET_HD double rate_of(const StepPlan& plan, int32_t group) {
@@ -37,11 +55,11 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
   const GroupSettings& s = group_settings(plan, group);
   plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, s, step, control.gradient_scale);
   ReplicaRow* const rows = plan.replica_rows + tensor * plan.num_replicas;
-  const double lr = rate_of(plan, group), correction1 = alike ? 1.0 : derive_correction1(plan.rule, s, step);
+  const double lr = rate_of(plan, group), divisor = alike ? 1.0 : derive_divisor(plan.rule, s, step);
   HDET_ROLLED
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
     rows[k] = alike ? plan.replica_rows[before * plan.num_replicas + k]
-                    : derive_replica(plan.rule, s, lr, rho_settings(plan, group)[k], correction1);
+                    : derive_replica(plan.rule, s, lr, rho_settings(plan, group)[k], divisor);
   }
   if (control.skip == 0.0f) *counter += 1.0f;
   return tensor;

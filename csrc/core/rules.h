@@ -1,78 +1,149 @@
-// The update rules: fp32 arithmetic on one element, written once and used by the CPU loops, the CUDA kernels and their tests.
+// Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again.
 //
-// A rule turns the gradient into new moments and a direction u, which all replicas share; each replica then takes its own step
-// along u (Eq. 2). Every backend compiles these functions without contraction into fused multiply-adds (-ffp-contract=off,
-// -fmad=false), so that the CPU variants and the CUDA kernels give the same bits. The kernels wait for memory, so the few extra
-// instructions are free.
+// Of each rule: whether it keeps a second moment, whether decay is part of its gradient, whether
+// the first moment may be missing; what of the host's settings its elements meet (derive) and what
+// the rate is divided by, in double; and new moments and the direction u of one element. `g` is
+// scaled (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
 #pragma once
 
-#include "hyper.h"
+#include "arithmetic.h"
 
 namespace hdet {
 
-// a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and at weight 1.
-HDET_HD float lerp(float a, float b, float weight, float rest) {
-  return weight < 0.5f ? a + weight * (b - a) : b - rest * (b - a);
-}
+constexpr const char* kRulesDigest = "078db16b4dcb24d2";
 
-// One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN: a decay or a momentum that is off, a
-// replica that is not in the mean.
-HDET_HD float add_weighted(float sum, float weight, float x) { return weight == 0.0f ? sum : sum + weight * x; }
+enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
 
-// Each rule keeps a first moment, and says whether it keeps a second. Whether its decay is coupled stands in hyper.h: is_coupled.
-// `gradient` is scaled (HyperRow::gradient_scale); `param` is read by coupled rules.
+// What the host says of a parameter group: StepSettings, which explains it.
+struct GroupSettings {
+  double lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base;
+};
 
-// AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the order of torch.optim.AdamW.
-struct AdamWRule {
-  static constexpr bool kSecond = true, kCoupled = is_coupled(Rule::adamw);
+struct AdamwRule {
+  static constexpr bool kSecond = true, kCoupled = false, kMayLackFirst = false;
 
-  HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& exp_avg_sq) {
-    exp_avg = lerp(exp_avg, gradient, row.lerp1, row.beta1);
-    exp_avg_sq = row.beta2 * exp_avg_sq + row.lerp2 * gradient * gradient;
-    return exp_avg / (square_root(exp_avg_sq) * row.inv_sqrt_correction2 + row.eps);
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    s[0] = static_cast<float>(1.0 - h.beta1);
+    s[1] = static_cast<float>(h.beta1);
+    s[2] = static_cast<float>(h.beta2);
+    s[3] = static_cast<float>(1.0 - h.beta2);
+    s[4] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
+    s[5] = static_cast<float>(h.eps);
+  }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& v) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float t0 = lerp(m, g, s0, s1);
+    const float t1 = (v * s2) + ((g * s3) * g);
+    const float u = t0 / ((square_root(t1) * s4) + s5);
+    m = t0;
+    v = t1;
+    return u;
   }
 };
 
-// Adam (Kingma and Ba 2015) with L2 regularisation added to the gradient, as torch.optim.Adam.
 struct AdamRule {
-  static constexpr bool kSecond = true, kCoupled = is_coupled(Rule::adam);
+  static constexpr bool kSecond = true, kCoupled = true, kMayLackFirst = false;
 
-  HDET_HD float direction(const HyperRow& row, float gradient, float param, float& exp_avg, float& exp_avg_sq) {
-    return AdamWRule::direction(row, add_weighted(gradient, row.coupled_decay, param), param, exp_avg, exp_avg_sq);
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    s[0] = static_cast<float>(h.weight_decay);
+    s[1] = static_cast<float>(1.0 - h.beta1);
+    s[2] = static_cast<float>(h.beta1);
+    s[3] = static_cast<float>(h.beta2);
+    s[4] = static_cast<float>(1.0 - h.beta2);
+    s[5] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
+    s[6] = static_cast<float>(h.eps);
+  }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+
+  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& v) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6];
+    const float t0 = add_weighted(g, s0, p);
+    const float t1 = lerp(m, t0, s1, s2);
+    const float t2 = (v * s3) + ((t0 * s4) * t0);
+    const float u = t1 / ((square_root(t2) * s5) + s6);
+    m = t1;
+    v = t2;
+    return u;
   }
 };
 
-// SGD with momentum, dampening, Nesterov and coupled decay, as torch.optim.SGD. lerp1 is 1 - dampening, and 1 in the first step.
 struct SgdRule {
-  static constexpr bool kSecond = false, kCoupled = is_coupled(Rule::sgd);
+  static constexpr bool kSecond = false, kCoupled = true, kMayLackFirst = true;
 
-  HDET_HD float direction(const HyperRow& row, float gradient, float param, float& momentum_buffer, float& /*unused*/) {
-    const float g = add_weighted(gradient, row.coupled_decay, param);
-    momentum_buffer = add_weighted(row.lerp1 * g, row.beta1, momentum_buffer);
-    return row.nesterov != 0.0f ? g + row.beta1 * momentum_buffer : momentum_buffer;  // one condition more, and GCC 12 no longer vectorises
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    s[0] = static_cast<float>(h.nesterov);
+    s[1] = static_cast<float>(h.weight_decay);
+    s[2] = static_cast<float>(step <= 1.0 ? 1.0 : (h.beta1 != 0 ? (1.0 - h.dampening) : 1.0));
+    s[3] = static_cast<float>(h.beta1);
+  }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+
+  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& /*v*/) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float t0 = add_weighted(g, s1, p);
+    const float t1 = add_weighted(t0 * s2, s3, m);
+    const float u = s0 != 0 ? (t0 + (t1 * s3)) : t1;
+    m = t1;
+    return u;
   }
 };
 
-// Lion (Chen et al. 2023, Algorithm 2).
 struct LionRule {
-  static constexpr bool kSecond = false, kCoupled = is_coupled(Rule::lion);
+  static constexpr bool kSecond = false, kCoupled = false, kMayLackFirst = false;
 
-  HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& /*unused*/) {
-    const float c = lerp(exp_avg, gradient, row.lerp1, row.beta1);
-    exp_avg = lerp(exp_avg, gradient, row.lerp2, row.beta2);
-    return static_cast<float>(c > 0.0f) - static_cast<float>(c < 0.0f);
+  HDET_HD void derive(const GroupSettings& h, uint32_t /*step*/, float* s) {
+    s[0] = static_cast<float>(1.0 - h.beta1);
+    s[1] = static_cast<float>(h.beta1);
+    s[2] = static_cast<float>(1.0 - h.beta2);
+    s[3] = static_cast<float>(h.beta2);
+  }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& /*v*/) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float new_m = lerp(m, g, s2, s3);
+    const float u = sign(lerp(m, g, s0, s1));
+    m = new_m;
+    return u;
   }
 };
 
-// Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay).
-HDET_HD float take_step(const ReplicaRow& replica, float param, float direction) {
-  return param * replica.decay - replica.step_size * direction;
+HDET_HD constexpr bool is_coupled(Rule rule) {
+  return rule == Rule::adam || rule == Rule::sgd;
 }
 
-// Where a weighted sum starts. Minus zero is the neutral element of addition for every float, plus zero is not (-0 + +0 = +0).
-constexpr float kEmptySum = -0.0f;
+HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, float* s) {
+  switch (rule) {
+    case Rule::adamw: return AdamwRule::derive(h, step, s);
+    case Rule::adam: return AdamRule::derive(h, step, s);
+    case Rule::sgd: return SgdRule::derive(h, step, s);
+    case Rule::lion: return LionRule::derive(h, step, s);
+  }
+  HDET_UNREACHABLE
+}
 
-// A number on its way into a weighted sum, or out of it. Factor 0 gives 0, also where x is NaN or infinite.
-HDET_HD float scaled(float factor, float x) { return factor == 0.0f ? 0.0f : factor * x; }
+HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) {
+  switch (rule) {
+    case Rule::adamw: return AdamwRule::divisor(h, step);
+    case Rule::adam: return AdamRule::divisor(h, step);
+    case Rule::sgd: return SgdRule::divisor(h, step);
+    case Rule::lion: return LionRule::divisor(h, step);
+  }
+  HDET_UNREACHABLE
+}
+
+// call(a rule's struct)
+template <class Call>
+static auto with_rule(Rule rule, const Call& call) {
+  switch (rule) {
+    case Rule::adamw: return call(AdamwRule{});
+    case Rule::adam: return call(AdamRule{});
+    case Rule::sgd: return call(SgdRule{});
+    case Rule::lion: return call(LionRule{});
+  }
+  HDET_UNREACHABLE
+}
 
 }  // namespace hdet

@@ -8,7 +8,7 @@
 #include "../core/eight_bit.h"
 #include "../core/numbers.h"
 #include "../core/philox.h"
-#include "../core/rules.h"
+#include "../core/arithmetic.h"
 
 // The streams of a plan do not overlap, and a loop over the sets of a batch becomes straight code.
 #if defined(__clang__)

@@ -54,12 +54,7 @@ void update(const StepPlan& plan, int64_t first, int64_t last) {
 namespace hdet::cpu {
 
 void HDET_VARIANT(step_)(const StepPlan& plan, int64_t first, int64_t last) {
-  switch (plan.rule) {
-    case Rule::adamw: return update<AdamWRule>(plan, first, last);
-    case Rule::adam: return update<AdamRule>(plan, first, last);
-    case Rule::sgd: return update<SgdRule>(plan, first, last);
-    case Rule::lion: return update<LionRule>(plan, first, last);
-  }
+  with_rule(plan.rule, [&](auto rule) { update<decltype(rule)>(plan, first, last); });
 }
 
 }  // namespace hdet::cpu

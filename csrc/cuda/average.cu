@@ -1,6 +1,6 @@
 // The weighted mean of K co-resident replicas on a GPU, in place: each element is read once and written once, 8K bytes an element in
 // float32.
-#include "../core/rules.h"
+#include "../core/arithmetic.h"
 #include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"

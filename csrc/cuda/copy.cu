@@ -1,5 +1,5 @@
 // A scaled copy of one set of tensors to another on a GPU: into a bucket and back. One launch for all tensors.
-#include "../core/rules.h"
+#include "../core/arithmetic.h"
 #include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"

@@ -29,13 +29,7 @@ Kernel kernel_for(const StepPlan& plan) {
 }
 
 Kernel kernel_for(const StepPlan& plan) {
-  switch (plan.rule) {
-    case Rule::adam: return kernel_for<AdamRule>(plan);
-    case Rule::sgd: return kernel_for<SgdRule>(plan);
-    case Rule::lion: return kernel_for<LionRule>(plan);
-    case Rule::adamw: break;
-  }
-  return kernel_for<AdamWRule>(plan);
+  return with_rule(plan.rule, [&](auto rule) { return kernel_for<decltype(rule)>(plan); });
 }
 
 }  // namespace

@@ -53,7 +53,6 @@ struct Replica {
 template <class Rule, bool kMany, Known kKnown>
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
-  static constexpr bool kMayLackMomentum = Rule::kCoupled && !Rule::kSecond;  // SGD without momentum keeps nothing
   static constexpr int kBatch = !kMany ? 1 : kKnown == Known::floats ? 4 : 2;
 
   template <int kWidth>
@@ -72,7 +71,7 @@ struct Update {
 
   __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
       : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
-    if (kIsKnown && kMayLackMomentum && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
+    if (kIsKnown && Rule::kMayLackFirst && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
     exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
     exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
@@ -80,7 +79,7 @@ struct Update {
     else own = replica_at(0);
   }
 
-  __device__ __forceinline__ bool keeps_first() const { return !kMayLackMomentum || formats.exp_avg != DType::none; }
+  __device__ __forceinline__ bool keeps_first() const { return !Rule::kMayLackFirst || formats.exp_avg != DType::none; }
   __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
   __device__ __forceinline__ bool draws_second() const { return Rule::kSecond && formats.stochastic && formats.exp_avg_sq == DType::bf16; }
 
@@ -271,7 +270,7 @@ constexpr int blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 5;
 #else
-  return Update<Rule, kMany, kKnown>::kMayLackMomentum ? 5 : 6;
+  return Rule::kMayLackFirst ? 5 : 6;
 #endif
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..converge import Masters
-from ..kernels.reference.rules import value_of
+from ..kernels.numbers import value_of
 from ..tensors.dtensor import local_parts
 
 __all__ = ["RunningMean"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.validate import whole
-from ..kernels.interface import COUPLED
+from ..kernels.rules import COUPLED
 from ..optim.fused import FusedOptimizer
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task

@@ -9,7 +9,7 @@ import torch
 
 from ..core.validate import within
 from ..kernels import numbers
-from ..kernels.reference.rules import store
+from ..kernels.numbers import store
 from ..optim.sgd import FusedSGD
 from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part

@@ -27,9 +27,9 @@ from .interface import (
     CopyPlan,
     StepOptions,
     StepPlan,
-    StepSettings,
     StepTensors,
 )
+from .rules import StepSettings
 
 __all__ = [
     "AveragePlan",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .interface import COUPLED, DECOUPLED, RULES, Column, StepOptions, StepSettings, StepTensors
+from .interface import Column, StepOptions, StepTensors
 from .numbers import CODES, count_scales
+from .rules import COUPLED, DECOUPLED, RULES, StepSettings
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16, CODES)
@@ -179,15 +180,13 @@ def _check_lengths(t: StepTensors, count: int) -> None:
         raise ValueError(
             f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
         )
-    kept = RULES[t.rule].moments
-    for name in ("exp_avgs", "exp_avg_sqs"):
-        column = getattr(t, name)
+    rule = RULES[t.rule]
+    for place, name in enumerate(("exp_avgs", "exp_avg_sqs")):
+        column, keeps = getattr(t, name), place < len(rule.moments)
         absent = [i for i in range(count) if column is None or column[i] is None]
-        if (
-            name in kept and absent and t.rule != "sgd"
-        ):  # of SGD they are needed where there is momentum: see check_settings
+        if keeps and absent and rule.kept_if is None:  # else: see check_settings
             raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
-        if name == "exp_avg_sqs" and name not in kept and len(absent) < count:
+        if not keeps and len(absent) < count:
             raise ValueError(f"{name} given, but {t.rule} keeps no second moment: leave it out")
 
 
@@ -399,15 +398,13 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
     device = tensors.params[0][0].device
     for g, s in enumerate(settings):
         check_group(s, tensors.rule, tensors.num_replicas, device, f"group {g}")
-    if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
-        for i, group in enumerate(tensors.groups):
-            if settings[group].beta1 != 0 and (
-                tensors.exp_avgs is None or tensors.exp_avgs[i] is None
-            ):
-                raise ValueError(
-                    f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is "
-                    "missing: plan again with one"
-                )
+    kept_if = RULES[tensors.rule].kept_if
+    for i, group in enumerate(tensors.groups if kept_if else ()):
+        value = getattr(settings[group], kept_if)  # type: ignore[arg-type]
+        if value != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
+            raise ValueError(
+                f"momentum is {value}, but exp_avg of parameter {i} is missing: plan again with one"
+            )
 
 
 def check_group(

@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from .numbers import CODES
-
-
-class Rule(NamedTuple):
-    """What is known of an update rule outside of its kernels: what its struct in csrc/core/rules.h
-    says."""
-
-    moments: tuple[str, ...]
-    """the columns of StepTensors that it keeps; SGD without momentum keeps none"""
-    decoupled: bool
-    """Decay acts on the parameter itself.
-
-    Coupled decay is part of the gradient, so that replicas with different parameters could not
-    share moments."""
-
-
-RULES = {
-    "adamw": Rule(("exp_avgs", "exp_avg_sqs"), decoupled=True),
-    "adam": Rule(("exp_avgs", "exp_avg_sqs"), decoupled=False),
-    "sgd": Rule(("exp_avgs",), decoupled=False),
-    "lion": Rule(("exp_avgs",), decoupled=True),
-}
-"""in the order of csrc/core/hyper.h: Rule"""
-COUPLED = tuple(name for name, rule in RULES.items() if not rule.decoupled)
-DECOUPLED = tuple(name for name, rule in RULES.items() if rule.decoupled)
+from .rules import StepSettings
 
 Column = Sequence[Tensor | None]
 """one entry for each tensor of a plan, None where it has none"""
@@ -88,28 +65,6 @@ class StepTensors:
             for i, moment in enumerate(self.exp_avgs or ())
             if getattr(moment, "dtype", None) == CODES
         ]
-
-
-class StepSettings(NamedTuple):
-    """Hyperparameters of one group for one step, as the rule's torch optimizer understands them.
-
-    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (`DECOUPLED`) acts at the
-    replica's rate, as stock AdamW decays at the rate it steps with, or at lr where `decay_at_base`
-    is set; coupled decay (`COUPLED`) is added to the gradient. `lr` may be a one-element float32
-    tensor on the plan's device, which is read there, without waiting.
-    """
-
-    lr: float | Tensor
-    multipliers: Sequence[float] = (1.0,)
-    beta1: float = 0.0
-    """SGD: the momentum"""
-    beta2: float = 0.0
-    eps: float = 0.0
-    weight_decay: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-    decay_at_base: bool = False
 
 
 @dataclass(frozen=True)

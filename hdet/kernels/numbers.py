@@ -58,6 +58,23 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return _as_16((bits + 0x8000 & _LOW) >> 16).view(torch.bfloat16), _as_16(bits & 0xFFFF)
 
 
+def value_of(param: Tensor, master: Tensor | None) -> Tensor:
+    if master is None:
+        return param.float()
+    return master if master.dtype == torch.float32 else join(param, master)
+
+
+def store(value: Tensor, param: Tensor, master: Tensor | None) -> None:
+    if master is not None and master.dtype == torch.int16:
+        upper, lower = split(value.float())
+        param.copy_(upper)
+        master.copy_(lower)
+        return
+    param.copy_(value)
+    if master is not None:
+        master.copy_(value)
+
+
 def stochastic_bfloat16(x: Tensor, random: Tensor) -> Tensor:
     """Rounded up with the probability of what would be cut off.
 

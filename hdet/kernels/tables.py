@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..tensors.profiling import ranged
 from .checks import check_settings
-from .interface import StepOptions, StepSettings, StepTensors
+from .interface import StepOptions, StepTensors
+from .rules import StepSettings
 
 CALL_SETTINGS = 1
 GROUP_SETTINGS = len(StepSettings._fields) - 1

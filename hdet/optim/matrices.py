@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import StepOptions, StepSettings, StepTensors, numbers
-from hdet.kernels.checks import check_step_tensors
+from hdet.kernels.checks import check_step_tensors, wide_dtype
 from hdet.kernels.interface import Column
-from hdet.kernels.reference.rules import store, values_of, wide_dtype
+from hdet.kernels.numbers import store, value_of
 
 from .moment_storage import entries, scale_key
 from .moment_storage import values_of as values_of_moment
@@ -245,9 +245,8 @@ class MatrixStep:
         """p = p * decay - rate * direction, of replica k."""
         params = [matrix.sets[k] for matrix in matrices]
         masters = [matrix.masters[k] for matrix in matrices]
-        values = values_of(
-            params, masters
-        ).tensors  # float32 parameters and masters are these themselves
+        # float32 parameters and masters are these themselves
+        values = list(map(value_of, params, masters))
         if self.skip is None:
             torch._foreach_mul_(values, decay)
         else:  # directions are zeros then

@@ -10,7 +10,7 @@ import torch
 
 import hdet
 from hdet.converge import Compressed, ExactLocal, Overlapped, Plain, Streaming
-from hdet.kernels.interface import DECOUPLED
+from hdet.kernels.rules import DECOUPLED
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks

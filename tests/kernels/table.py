@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from hdet.kernels import StepSettings, interface
+from hdet.kernels import StepSettings
+from hdet.kernels.rules import COUPLED, DECOUPLED
+from hdet.kernels.rules import RULES as ALL_RULES
 
 from .cases import CHUNK, SIZES
 
@@ -77,9 +79,7 @@ class Case:
         """Of tensor i; rules without a second moment have none."""
         chosen = self.formats[i % len(self.formats)]
         return (
-            chosen
-            if "exp_avg_sqs" in interface.RULES[self.rule].moments
-            else replace(chosen, exp_avg_sq=None)
+            chosen if len(ALL_RULES[self.rule].moments) == 2 else replace(chosen, exp_avg_sq=None)
         )
 
 
@@ -94,7 +94,7 @@ _VARIANTS: dict[str, dict[str, StepSettings]] = {
 }
 RULES: dict[str, dict[str, Any]] = {
     name: {"rule": rule, "settings": settings}
-    for rule in interface.RULES
+    for rule in ALL_RULES
     for name, settings in {rule: SETTINGS, **_VARIANTS.get(rule, {})}.items()
 }
 STORAGE: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
@@ -239,7 +239,7 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         steps=3,
     )
     case = replace(case, **RULES[choice["rule"]])
-    coupled = case.rule in interface.COUPLED and replicas > 1
+    coupled = case.rule in COUPLED and replicas > 1
     return replace(case, settings=case.settings._replace(weight_decay=0.0)) if coupled else case
 
 
@@ -273,7 +273,7 @@ SPECIAL = [
             rule=rule,
             settings=NO_DECAY,
         )
-        for rule in interface.RULES
+        for rule in ALL_RULES
     ),
     *(  # formats that kernels are compiled for; SGD has momentum in some tensors alone
         Case(
@@ -301,7 +301,7 @@ SPECIAL = [
     ),
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
-        for rule in interface.DECOUPLED
+        for rule in DECOUPLED
         for name, change in _UNUSUAL.items()
     ),
     Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
@@ -340,7 +340,7 @@ SPECIAL = [
         )
         for name, choice in RULES.items()
         for k in (1, 2)
-        if k == 1 or choice["rule"] in interface.DECOUPLED
+        if k == 1 or choice["rule"] in DECOUPLED
     ),
     *(
         Case(
@@ -354,7 +354,7 @@ SPECIAL = [
         )
         for name, choice in RULES.items()
         for k in (1, 3)
-        if name != "sgd" and (k == 1 or choice["rule"] in interface.DECOUPLED)
+        if name != "sgd" and (k == 1 or choice["rule"] in DECOUPLED)
     ),
     *(
         Case(
@@ -414,7 +414,7 @@ SPECIAL = [
             rule=name,
             settings=NO_DECAY,
         )
-        for name in interface.RULES
+        for name in ALL_RULES
     ),
 ]
 CASES = [*(_case(i, choice) for i, choice in enumerate(covering())), *SPECIAL]

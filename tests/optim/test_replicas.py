@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
-from hdet.kernels.interface import COUPLED
 from hdet.kernels.numbers import join
+from hdet.kernels.rules import COUPLED
 from hdet.optim import FusedAdamW, FusedOptimizer
 
 from .common import (

@@ -22,12 +22,11 @@ from triton.runtime import interpreter
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
 from hdet.kernels import numbers as numbers_in_torch
-from hdet.kernels.tables import CALL_SETTINGS, GROUP_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
-from hdet.triton_kernels import hyper, numbers
+from hdet.triton_kernels import numbers
 from hdet.triton_kernels import symmetric as triton_symmetric
 from tests.kernels import (
     cases,
@@ -263,13 +262,6 @@ def test_norm_edges() -> None:
 
 def test_gradients_that_are_negated_views_are_refused() -> None:
     test_gradients.test_a_negated_view_is_refused("triton")
-
-
-def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
-    assert (hyper.CALL_SETTINGS.value, hyper.GROUP_SETTINGS.value) == (
-        CALL_SETTINGS,
-        GROUP_SETTINGS,
-    )
 
 
 def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:

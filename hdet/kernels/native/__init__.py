@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..interface import Column
 from ..numbers import CODES
-from ..tables import CALL_SETTINGS, GROUP_SETTINGS
+from ..rules import DIGEST
 
-INTERFACE = 12
+INTERFACE = 13
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
 change"""
 
@@ -31,10 +31,7 @@ except ImportError as error:  # reported by name wherever a native backend is as
 else:
     # After an update without a new build, a missing function would otherwise surface in the middle
     # of a run.
-    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (
-        CALL_SETTINGS,
-        GROUP_SETTINGS,
-    )
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or _C.RULES != DIGEST
     missing = (
         "hdet's native module was built from other sources: reinstall hdet (pip install -e .)"
         if stale

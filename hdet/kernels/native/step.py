@@ -11,15 +11,9 @@ from torch import Tensor
 from ...tensors.profiling import ranged
 from .. import native
 from ..checks import check_gradients, check_options
-from ..interface import (
-    PLAIN,
-    RULES,
-    Column,
-    StepOptions,
-    StepSettings,
-    StepTensors,
-)
+from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import codebook
+from ..rules import RULES, StepSettings
 from ..tables import Inputs, SettingsTable
 
 

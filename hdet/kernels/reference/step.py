@@ -7,31 +7,47 @@ where settings change does it wait, on CUDA, for the copy of their table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import numbers
 from ..checks import check_gradients, check_options
-from ..interface import (
-    DECOUPLED,
-    PLAIN,
-    Column,
-    StepOptions,
-    StepSettings,
-    StepTensors,
-)
+from ..interface import PLAIN, Column, StepOptions, StepTensors
+from ..rules import RULES, StepSettings
 from ..tables import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, count_settings
-from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
+from .arithmetic import (
+    Many,
+    Number,
+    direction,
+    global_norm,
+    in_double,
+    values_of,
+    where,
+    wide_dtype,
+)
 
 
 def _pick(column: Column | None, members: Sequence[int]) -> list[Tensor | None]:
     return [None if column is None else column[i] for i in members]
 
 
-def _each(numbers: Tensor) -> Many:
-    """Of each tensor its number."""
-    return Many(numbers.float().unbind())
+def _rounded(numbers: Tensor) -> Number:
+    return Many(numbers.float().unbind()) if numbers.dim() else numbers.float()
+
+
+class Row(NamedTuple):
+    """HyperRow and ReplicaRow of csrc/core/hyper.h for some tensors of a group."""
+
+    gradient_scale: Tensor
+    scalars: list[Number]
+    step: Tensor  # [tensor]
+    step_size: list[Number]  # [replica]
+    decay: Tensor  # [replica], wide
+
+
+_SETTINGS = tuple(name for name in StepSettings._fields if name != "multipliers")
 
 
 Kept = tuple[Tensor | None, Tensor | None]
@@ -127,35 +143,22 @@ class TorchStepPlan:
 
     def _derive(self, group: int, rate: float | Tensor, members: list[int], scale: Tensor) -> Row:
         """derive_row and derive_replica for some tensors of a group: in double, rounded once."""
-        rule = self.tensors.rule
-        adam, decoupled = rule in ("adamw", "adam"), rule in DECOUPLED
-        lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = (
-            self.of_groups[group].unbind()
-        )
+        rule = RULES[self.tensors.rule]
+        settings = dict(zip(_SETTINGS, self.of_groups[group].unbind(), strict=True))
         if isinstance(rate, Tensor):
-            lr = rate.reshape(()).to(self.wide)
+            settings["lr"] = rate.reshape(()).to(self.wide)
+        lr = settings["lr"]
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
-        one = torch.ones_like(step, dtype=self.wide)
+        wide = step.to(self.wide)
         rates = lr * self.rho[group]  # Eq. 2
-        decay = (
-            torch.where(decay_at_base != 0, lr, rates) * weight_decay if decoupled else 0 * rates
-        )
+        at = torch.where(settings["decay_at_base"] != 0, lr, rates)
+        divisor = in_double(rule.trace.divisor, settings, wide)
         return Row(
-            gradient_scale=torch.where(maximize != 0, -scale, scale),
-            beta1=beta1.float(),
-            lerp1=(1 - beta1).float(),
-            share1=_each(torch.where((step <= 1) | (beta1 == 0), one, 1 - dampening)),
-            beta2=beta2.float(),
-            lerp2=(1 - beta2).float(),
-            inv_sqrt_correction2=_each(1 / (1 - power(beta2 * one, step)).sqrt() if adam else one),
-            eps=eps.float(),
-            coupled_decay=(0 * lr if decoupled else weight_decay).float(),
-            nesterov=nesterov,
+            gradient_scale=torch.where(settings["maximize"] != 0, -scale, scale),
+            scalars=[_rounded(in_double(s, settings, wide)) for s in rule.trace.scalars],
             step=step,
-            step_size=[
-                _each(rate / (1 - power(beta1 * one, step) if adam else one)) for rate in rates
-            ],
-            decay=1 - decay,
+            step_size=[_rounded(rate / divisor) for rate in rates],
+            decay=1 - (0 * at if rule.coupled else at * settings["weight_decay"]),
         )
 
     def _step_group(
@@ -180,7 +183,7 @@ class TorchStepPlan:
                     value = numbers.stochastic_bfloat16(
                         value, self._random(row.step[j], k, members[j], value) & 0xFFFF
                     )
-                store(value, param, master)
+                numbers.store(value, param, master)
 
     def _share(
         self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None
@@ -190,12 +193,10 @@ class TorchStepPlan:
         `params`: replica 0's, for coupled decay.
         """
         t = self.tensors
+        columns = ((t.exp_avgs, t.exp_avg_scales), (t.exp_avg_sqs, t.exp_avg_sq_scales))
         kept = [
             list(zip(_pick(moments, members), _pick(scales, members), strict=True))
-            for moments, scales in (
-                (t.exp_avgs, t.exp_avg_scales),
-                (t.exp_avg_sqs, t.exp_avg_sq_scales),
-            )
+            for moments, scales in columns[: len(RULES[t.rule].moments)]
         ]
         g = (
             Many([g.float() for i in members if (g := gradients[i]) is not None])
@@ -203,13 +204,13 @@ class TorchStepPlan:
         )
         moments = [
             Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
-            for column, signed in zip(kept, (True, False), strict=True)
+            for column, signed in zip(kept, (True, False), strict=False)
         ]
         if t.num_replicas > 1:
             params = Many(
                 [torch.zeros_like(x) for x in g.tensors]
             )  # no decay in the gradient: see check_group
-        u, *new = direction(t.rule, row, g, params, *moments)
+        u, *new = direction(t.rule, row.scalars, [g, params, *moments])
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
         self._store_moments(row, members, kept, new, skip)
@@ -233,7 +234,7 @@ class TorchStepPlan:
         new: Sequence[Many],
         skip: Tensor | None,
     ) -> None:
-        for column, values, second in zip(kept, new, (False, True), strict=True):
+        for column, values, second in zip(kept, new, (False, True), strict=False):
             for j, ((moment, scales), value) in enumerate(zip(column, values.tensors, strict=True)):
                 if moment is None:
                     continue

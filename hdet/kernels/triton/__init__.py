@@ -13,8 +13,8 @@ from ...tensors.profiling import ranged
 from ...triton_kernels import average
 from ...triton_kernels import tables as t
 from ..checks import check_shares
+from ..copies import TorchCopyPlan
 from ..interface import Column
-from ..reference import TorchCopyPlan
 from .launch import Memory, place_by_format, registers_for
 from .step import TritonStepPlan
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from ...tensors.profiling import ranged
 from ...triton_kernels import hyper, norm
 from ...triton_kernels import tables as t
-from ...triton_kernels.rules import HYPER_ROW
+from ...triton_kernels.arithmetic import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..checks import check_gradients, check_options
-from ..interface import PLAIN, Column, StepOptions, StepSettings, StepTensors
+from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import CODE_BLOCK, CODES, codebook
+from ..rules import RULES, StepSettings
 from ..tables import Inputs, SettingsTable
 from .launch import (
     DERIVED,
@@ -243,6 +244,7 @@ class TritonStepPlan:
         counts = (num_partials, count, self.num_groups, self.tensors.num_replicas)
         variant = {
             "RULE": self.tensors.rule,
+            "COUPLED": RULES[self.tensors.rule].coupled,
             "TENSORS": block,
             "BLOCK": TABLE_BLOCK,
         }

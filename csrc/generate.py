@@ -1,0 +1,324 @@
+"""Prints the update rules of hdet/kernels/rules.py in C++ and in Triton: python csrc/generate.py
+
+Writes csrc/core/rules.h and triton_kernels/rules.py, which are committed;
+tests/kernels/test_rules.py prints them again and compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hdet.kernels.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
+from hdet.kernels.trace import INPUTS, Scalar, Tensor, walk
+
+HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
+NOTE = "Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again."
+FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+
+
+def bare(text: str) -> str:
+    """Without the parentheses around all of it."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and i < len(text) - 1:
+            return text
+    return text[1:-1] if text.startswith("(") else text
+
+
+class Language:
+    """Expressions; those of operators are in parentheses."""
+
+    scalar_calls: ClassVar[dict[str, str]]
+    tensor_calls: ClassVar[dict[str, str]]
+
+    def number(self, x: float) -> str:
+        raise NotImplementedError
+
+    def chosen(self, condition: str, a: str, b: str) -> str:
+        raise NotImplementedError
+
+    def scalar(self, s: Scalar) -> str:
+        """In double."""
+        if s.op == "number":
+            return self.number(float(s.args[0]))  # type: ignore[arg-type]
+        if s.op in ("setting", "step"):
+            return f"h.{s.args[0]}" if s.args else "step"
+        args = [self.scalar(arg) for arg in s.args]  # type: ignore[arg-type]
+        if s.op == "where":
+            compares = isinstance(s.args[0], Scalar) and s.args[0].op == "le"
+            return self.chosen(bare(args[0]) if compares else f"{args[0]} != 0", *args[1:])
+        if s.op == "le":
+            return f"({args[0]} <= {args[1]})"
+        if s.op == "power":
+            args.append("step")
+        return _operation(s.op, args, self.scalar_calls)
+
+    def statements(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
+        """What is used more than once, by its name; and u and the new moments, which have names
+        unless they are used once."""
+        traced = rule.trace
+        results = [traced.direction, *traced.moments]
+        nodes = {node for result in results for node in walk(result)}
+        used = Counter([*results, *(arg for node in nodes for arg in node.args)])
+        names: dict[Tensor, str] = {}
+        lines: dict[str, str] = {}
+
+        def text(node: Tensor | Scalar) -> str:
+            if isinstance(node, Scalar):
+                return f"s{traced.scalars.index(node)}"
+            if node.op == "input":
+                return str(node.args[0])
+            if node in names:
+                return names[node]
+            args = [text(arg) for arg in node.args]  # type: ignore[arg-type]
+            if node.op == "where":
+                made = self.chosen(f"{args[0]} != 0", *args[1:])
+            else:
+                made = _operation(node.op, args, self.tensor_calls)
+            if used[node] == 1:
+                return made
+            names[node] = f"t{len(names)}"
+            lines[names[node]] = bare(made)
+            return names[node]
+
+        return lines, [bare(text(node)) for node in results]
+
+
+def _operation(op: str, args: list[str], calls: dict[str, str]) -> str:
+    if op in INFIX and op not in calls:
+        return f"({args[0]} {INFIX[op]} {args[1]})"
+    return f"{calls.get(op, op)}({', '.join(map(bare, args))})"
+
+
+class Cpp(Language):
+    scalar_calls: ClassVar = {"sqrt": "square_root"}
+    tensor_calls = scalar_calls
+
+    def number(self, x: float) -> str:
+        return repr(x)
+
+    def chosen(self, condition: str, a: str, b: str) -> str:
+        return f"({condition} ? {a} : {b})"
+
+    def rule(self, rule: Rule) -> str:
+        lines, (u, *moments) = self.statements(rule)
+        outs = dict(zip(INPUTS[2:], moments, strict=False))
+        scalars = [bare(self.scalar(s)) for s in rule.trace.scalars]
+        divisor = bare(self.scalar(rule.trace.divisor))
+        second = "v" if "v" in outs else "/*v*/"
+        facts = {
+            "kSecond": len(moments) == 2,
+            "kCoupled": rule.coupled,
+            "kMayLackFirst": rule.kept_if is not None,
+        }
+        param = "p" if rule.coupled else "/*p*/"
+        news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
+        return f"""\
+struct {_class(rule.name)} {{
+  static constexpr bool {", ".join(f"{name} = {str(x).lower()}" for name, x in facts.items())};
+
+  HDET_HD void derive({_parameters(scalars)}, float* s) {{
+{_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
+  HDET_HD double divisor({_parameters([divisor])}) {{ return {divisor}; }}
+
+  HDET_HD float direction(const HyperRow& row, float g, float {param}, float& m, float& {second}) {{
+    const float {", ".join(f"s{i} = row.s[{i}]" for i in range(len(scalars)))};
+{_lines(f"    const float {n} = {text};" for n, text in {**lines, **news, "u": u}.items())}\
+{_lines(f"    {m} = {text if text in lines else f'new_{m}'};" for m, text in outs.items())}\
+    return u;
+  }}
+}};
+"""
+
+    def file(self) -> str:
+        numbers = ", ".join(f"{name} = {i}" for i, name in enumerate(RULES))
+        scalars, divisor, each = (
+            _lines(f"    case Rule::{name}: return {call(_class(name))};" for name in RULES)
+            for call in (
+                "{}::derive(h, step, s)".format,
+                "{}::divisor(h, step)".format,
+                "call({}{{}})".format,
+            )
+        )
+        return f"""\
+// {NOTE}
+//
+// Of each rule: whether it keeps a second moment, whether decay is part of its gradient, whether
+// the first moment may be missing; what of the host's settings its elements meet (derive) and what
+// the rate is divided by, in double; and new moments and the direction u of one element. `g` is
+// scaled (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
+#pragma once
+
+#include "arithmetic.h"
+
+namespace hdet {{
+
+constexpr const char* kRulesDigest = "{DIGEST}";
+
+enum class Rule : int32_t {{ {numbers} }};
+
+// What the host says of a parameter group: StepSettings, which explains it.
+struct GroupSettings {{
+  double {", ".join(FIELDS)};
+}};
+
+{chr(10).join(map(self.rule, RULES.values()))}
+HDET_HD constexpr bool is_coupled(Rule rule) {{
+  return {" || ".join(f"rule == Rule::{name}" for name in COUPLED)};
+}}
+
+HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, float* s) {{
+  switch (rule) {{
+{scalars}  }}
+  HDET_UNREACHABLE
+}}
+
+HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) {{
+  switch (rule) {{
+{divisor}  }}
+  HDET_UNREACHABLE
+}}
+
+// call(a rule's struct)
+template <class Call>
+static auto with_rule(Rule rule, const Call& call) {{
+  switch (rule) {{
+{each}  }}
+  HDET_UNREACHABLE
+}}
+
+}}  // namespace hdet
+"""
+
+
+def _parameters(texts: list[str]) -> str:
+    """Of what is derived: names that no text reads are comments."""
+    names = [
+        name if any(name in text for text in texts) else f"/*{name}*/" for name in ("h.", "step")
+    ]
+    return "const GroupSettings& {}, uint32_t {}".format(*names).replace("h.", "h")
+
+
+class Triton(Language):
+    scalar_calls: ClassVar = {"sqrt": "tl.sqrt"}
+    tensor_calls: ClassVar = {"sqrt": "tl.sqrt_rn", "div": "tl.div_rn"}
+
+    def number(self, x: float) -> str:
+        return f"f64({x!r})"
+
+    def chosen(self, condition: str, a: str, b: str) -> str:
+        return f"tl.where({bare(condition)}, {bare(a)}, {bare(b)})"
+
+    def rule(self, rule: Rule) -> str:
+        lines, results = self.statements(rule)
+        scalars = [bare(self.scalar(s)) for s in rule.trace.scalars]
+        return f"""\
+@triton.jit
+def {rule.name}_scalars(h, step, s, live):
+{_lines(_broken(f"    s{i} = {text}") for i, text in enumerate(scalars))}\
+{_lines(f"    tl.store(s + {i}, s{i}.to(tl.float32), mask=live)" for i in range(len(scalars)))}
+
+@triton.jit
+def {rule.name}(row, g, p, {", ".join(INPUTS[2 : 1 + len(results)])}):
+{_lines(f"    s{i} = row.s[{i}]" for i in range(len(scalars)))}\
+{_lines(f"    {name} = {text}" for name, text in lines.items())}\
+    return {", ".join(results)}
+"""
+
+    def branches(self, call: Callable[[Rule], str]) -> str:
+        tests: dict[str, str] = {}
+        for name, rule in RULES.items():
+            text = call(rule)
+            tests[text] = (
+                f'{tests[text]} or RULE == "{name}"' if text in tests else f'RULE == "{name}"'
+            )
+        branches = (f"if {test}:\n        {text}\n" for text, test in tests.items())
+        return f'    {"    el".join(branches)}    else:\n        tl.static_assert(False, "no rule")'
+
+    def file(self) -> str:
+        def step(rule: Rule) -> str:
+            moments = ", ".join(INPUTS[2 : 2 + len(rule.moments)])
+            return f"u, {moments} = {rule.name}(row, g, p, {moments})"
+
+        loads = (f"        tl.load(source + {i}, mask=live, other=0)," for i in range(len(FIELDS)))
+        return f'''\
+"""The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
+
+{NOTE}
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .arithmetic import add_weighted, f64, lerp, power, sign
+
+GROUP_SETTINGS = tl.constexpr({len(FIELDS)})
+
+
+class Settings(NamedTuple):
+    """What the host wrote for the groups of some tensors, in float64."""
+
+{_lines(f"    {name}: tl.tensor" for name in FIELDS)}
+
+@triton.jit
+def load_settings(source, live):
+    """`source`: where the settings of each tensor's group begin."""
+    return Settings(
+{_lines(loads)}    )
+
+
+{(2 * chr(10)).join(map(self.rule, RULES.values()))}
+
+@triton.jit
+def store_scalars(h, step, s, live, RULE: tl.constexpr):
+    """What of the settings a rule's elements meet."""
+{self.branches(lambda rule: f"{rule.name}_scalars(h, step, s, live)")}
+
+
+@triton.jit
+def divisor(h, step, RULE: tl.constexpr):
+    """What the rate is divided by."""
+{self.branches(lambda rule: f"result = {bare(self.scalar(rule.trace.divisor))}")}
+    return result
+
+
+@triton.jit
+def direction(row, g, p, m, v, RULE: tl.constexpr):
+    """u and the new moments. `g` is scaled; `p` is 0 where replicas share u."""
+{self.branches(step)}
+    return u, m, v
+'''
+
+
+def _broken(line: str) -> str:
+    """As ruff format breaks a long call."""
+    call, _, inside = line.partition("(")
+    return line if len(line) <= 100 else f"{call}(\n        {inside[:-1]}\n    )"
+
+
+def _class(rule: str) -> str:
+    return f"{rule[0].upper()}{rule[1:]}Rule"
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def texts() -> dict[Path, str]:
+    return {HEADER: Cpp().file(), MODULE: Triton().file()}
+
+
+if __name__ == "__main__":
+    for path, text in texts().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,173 @@
+"""Arithmetic on many tensors at once, the update rules as it computes them, and what parameters
+stand for.
+
+Each operation rounds once, as the native kernels do, so the results have their bits wherever
+torch's arithmetic on a device is IEEE's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import wide_dtype
+from ..numbers import value_of
+from ..rules import RULES
+from ..trace import INPUTS, Scalar, walk
+from ..trace import Tensor as Traced
+
+_EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
+_COUNTER_BITS = 25  # float32 counts to 2^24
+
+
+class Many:
+    """Float32 tensors that go through the same arithmetic, in one multi-tensor call for each
+    operation."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+
+    def _apply(self, function: Callable[..., Sequence[Tensor]], other: Many | Tensor) -> Many:
+        return Many(function(self.tensors, other.tensors if isinstance(other, Many) else other))
+
+    def __add__(self, other: Many | Tensor) -> Many:
+        return self._apply(torch._foreach_add, other)
+
+    def __sub__(self, other: Many) -> Many:
+        return self._apply(torch._foreach_sub, other)
+
+    def __mul__(self, other: Many | Tensor) -> Many:
+        return self._apply(torch._foreach_mul, other)
+
+    def __truediv__(self, other: Many | Tensor) -> Many:
+        return self._apply(torch._foreach_div, other)
+
+    def sqrt(self) -> Many:
+        if (
+            self.tensors[0].device.type == "cpu"
+        ):  # torch's float32 root is not always the nearest number there
+            return Many([x.double().sqrt().float() for x in self.tensors])
+        return Many(torch._foreach_sqrt(self.tensors))
+
+    def sign(self) -> Many:
+        return Many(torch._foreach_sign(self.tensors))
+
+
+Number = Tensor | Many
+"""of all tensors, 0-d, or for each its own"""
+
+
+def where(condition: Number, a: Many, b: Many) -> Many:
+    count = len(a.tensors)
+    each = condition.tensors if isinstance(condition, Many) else [condition] * count
+    return Many(list(map(torch.where, each, a.tensors, b.tensors)))
+
+
+def _test(x: Number, function: Callable[[Tensor], Tensor]) -> Number:
+    return Many(list(map(function, x.tensors))) if isinstance(x, Many) else function(x)
+
+
+def lerp(a: Many, b: Many, weight: Number, rest: Number) -> Many:
+    """a + weight * (b - a) from the end that is nearer."""
+    way = b - a
+    return where(_test(weight, lambda w: w < 0.5), a + way * weight, b - way * rest)
+
+
+def add_weighted(total: Many, weight: Number, x: Many) -> Many:
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be
+    NaN: a decay or a momentum that is off, a replica that is not in the mean."""
+    return where(_test(weight, lambda w: w == 0), total, total + x * weight)
+
+
+def _choose(condition: Number, a: Many, b: Many) -> Many:
+    return where(_test(condition, lambda c: c != 0), a, b)
+
+
+_OPERATIONS: dict[str, Callable[..., Many]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "sqrt": Many.sqrt,
+    "sign": Many.sign,
+    "lerp": lerp,
+    "add_weighted": add_weighted,
+    "where": _choose,
+}
+Program = tuple[list[tuple[Callable[..., Many], list[int]]], list[int]]
+"""operations on earlier values, by their places, and the places of the results"""
+
+
+@functools.cache
+def _program(rule: str) -> Program:
+    """The places: scalars, inputs, then the operations in turn."""
+    traced, moments = RULES[rule].trace, len(RULES[rule].moments)
+    inputs = [Traced("input", (name,)) for name in INPUTS[: 2 + moments]]
+    known: list[Scalar | Traced] = [*traced.scalars, *inputs]
+    places = {node: place for place, node in enumerate(known)}
+    operations = []
+    results = (traced.direction, *traced.moments)
+    for node in (node for result in results for node in walk(result)):
+        if node not in places:
+            operations.append((_OPERATIONS[node.op], [places[arg] for arg in node.args]))  # type: ignore[index]
+            places[node] = len(places)
+    return operations, [places[result] for result in results]
+
+
+def direction(rule: str, scalars: Sequence[Number], inputs: Sequence[Many]) -> list[Many]:
+    """u, which all replicas share, and the new moments. `inputs`: the scaled gradient, the
+    parameter, which is read where decay is part of the gradient, and the moments."""
+    operations, results = _program(rule)
+    values: list[Number] = [*scalars, *inputs]
+    for function, places in operations:
+        values.append(function(*[values[place] for place in places]))
+    return [values[place] for place in results]  # type: ignore[misc]
+
+
+def in_double(scalar: Scalar, settings: Mapping[str, Tensor], step: Tensor) -> Tensor:
+    """`step`: of each tensor, wide. What depends on it has a number for each, all else is 0-d."""
+    if scalar.op == "number":
+        return torch.full((), scalar.args[0], dtype=step.dtype, device=step.device)  # type: ignore[arg-type]
+    if scalar.op == "setting":
+        return settings[scalar.args[0]]  # type: ignore[index]
+    if scalar.op == "step":
+        return step
+    args = [in_double(arg, settings, step) for arg in scalar.args]  # type: ignore[arg-type]
+    if scalar.op == "where":
+        return torch.where(args[0] != 0, args[1], args[2])
+    if scalar.op == "power":
+        return power(args[0] + 0 * step, step)
+    return getattr(torch, scalar.op)(*args)
+
+
+def weighted_sum(values: Sequence[Many], weights: Tensor) -> Many:
+    total = Many([torch.full_like(x, _EMPTY_SUM) for x in values[0].tensors])
+    for value, weight in zip(values, weights, strict=True):
+        total = add_weighted(total, weight, value)
+    return total
+
+
+def power(base: Tensor, exponent: Tensor) -> Tensor:
+    """base^exponent by squaring: multiplications alone, in the order of the native kernels."""
+    result, exponent = torch.ones_like(base), exponent.long()
+    for bit in range(_COUNTER_BITS):
+        result = torch.where((exponent >> bit & 1) == 1, result * base, result)
+        base = base * base
+    return result
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The global norm, wide.
+
+    A tensor's norm and the norm of the norms: no copy in a wider type is made.
+    """
+    wide = wide_dtype(tensors[0].device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide)))
+
+
+def values_of(params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> Many:
+    """What the parameters stand for, in float32: the master where there is one."""
+    return Many(list(map(value_of, params, masters)))

@@ -1,0 +1,166 @@
+"""What an update rule computes, as a tree of operations, found by calling the rule's function once.
+
+*Scalars* (hyperparameters and what follows from them) are computed once for a tensor and a step, in
+double, and rounded to float32 where *tensors* (gradient, parameter, moments) meet them. Tensors are
+float32, and every operation on them rounds once. So all backends get the same bits:
+reference/rules.py evaluates the tree, csrc/generate.py prints it in C++ and in Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number of a step, in double. `args`: scalars; of "number" its value, of "setting" its
+    name."""
+
+    op: str
+    args: tuple[Scalar | float | str, ...] = ()
+
+    def __add__(self, other: Scalar | float) -> Scalar:
+        return _scalar("add", self, other)
+
+    def __sub__(self, other: Scalar | float) -> Scalar:
+        return _scalar("sub", self, other)
+
+    def __rsub__(self, other: float) -> Scalar:
+        return _scalar("sub", other, self)
+
+    def __truediv__(self, other: Scalar | float) -> Scalar:
+        return _scalar("div", self, other)
+
+    def __rtruediv__(self, other: float) -> Scalar:
+        return _scalar("div", other, self)
+
+    def __pow__(self, other: Scalar) -> Scalar:
+        """To the number of the step, by multiplications alone."""
+        assert other.op == "step"
+        return Scalar("power", (self,))
+
+    def __le__(self, other: float) -> Scalar:
+        return _scalar("le", self, other)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Float32 elements. `args`: tensors and scalars; of "input" its name."""
+
+    op: str
+    args: tuple[Tensor | Scalar | str, ...] = ()
+
+    def __add__(self, other: Tensor | Scalar) -> Tensor:
+        return Tensor("add", (self, other))
+
+    def __sub__(self, other: Tensor) -> Tensor:
+        return Tensor("sub", (self, other))
+
+    def __mul__(self, other: Tensor | Scalar) -> Tensor:
+        return Tensor("mul", (self, other))
+
+    def __rmul__(self, other: Scalar) -> Tensor:
+        return Tensor("mul", (self, other))
+
+    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
+        return Tensor("div", (self, other))
+
+
+def _scalar(op: str, *args: Scalar | float) -> Scalar:
+    return Scalar(op, tuple(map(_number, args)))
+
+
+def _number(x: Scalar | float) -> Scalar:
+    return x if isinstance(x, Scalar) else Scalar("number", (float(x),))
+
+
+class Settings:
+    """`h` of a rule: `h.beta1` is that field of StepSettings, and `h.step` counts from 1."""
+
+    step = Scalar("step")
+
+    def __getattr__(self, name: str) -> Scalar:
+        return Scalar("setting", (name,))
+
+
+# What rules are written with, beside + - * /. The order of operands does not matter to the bits.
+
+
+def sqrt(x: Scalar) -> Scalar:
+    return Scalar("sqrt", (x,))
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root of each element, rounded to nearest."""
+    return Tensor("sqrt", (x,))
+
+
+def average(old: Tensor, new: Tensor, beta: Scalar) -> Tensor:
+    """beta * old + (1 - beta) * new, from the end that is nearer, as torch.lerp: exact at beta 0
+    and at beta 1."""
+    return Tensor("lerp", (old, new, 1 - beta, beta))
+
+
+def add_weighted(total: Tensor, weight: Scalar, x: Tensor) -> Tensor:
+    """total + weight * x; total at weight 0, where 0 times NaN or infinity would be NaN: a decay or
+    a momentum that is off."""
+    return Tensor("add_weighted", (total, weight, x))
+
+
+def sign(x: Tensor) -> Tensor:
+    """-1, 0 or 1; 0 for NaN."""
+    return Tensor("sign", (x,))
+
+
+def choose(condition: Scalar, a: Tensor, b: Tensor) -> Tensor:
+    """a if the condition is not 0, else b."""
+    return Tensor("where", (condition, a, b))
+
+
+def where(condition: Scalar, a: Scalar | float, b: Scalar | float) -> Scalar:
+    """The same of scalars."""
+    return _scalar("where", condition, a, b)
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+"""(h, g, p, m, v) -> (u, m, v), or without v: settings, gradient, parameter and moments; the
+direction, which a step goes against, and the new moments"""
+INPUTS = ("g", "p", "m", "v")
+
+
+class Trace(NamedTuple):
+    """A rule's function, called once."""
+
+    direction: Tensor
+    moments: tuple[Tensor, ...]
+    divisor: Scalar
+    """what the direction is divided by at its end: done in the rate, in double"""
+    scalars: tuple[Scalar, ...]
+    """those that meet a tensor"""
+    couples: bool
+    """the parameter is part of the direction or of the moments"""
+
+
+def trace(function: Function, num_moments: int) -> Trace:
+    inputs = [Tensor("input", (name,)) for name in INPUTS[: 2 + num_moments]]
+    u, *moments = function(Settings(), *inputs)
+    divisor = Scalar("number", (1.0,))
+    if u.op == "div":
+        divided, by = u.args
+        if isinstance(divided, Tensor) and isinstance(by, Scalar):
+            u, divisor = divided, by
+    nodes = [node for tree in (u, *moments) for node in walk(tree)]
+    scalars = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Scalar)))
+    return Trace(u, tuple(moments), divisor, scalars, Tensor("input", ("p",)) in nodes)
+
+
+def walk(node: Tensor) -> Iterator[Tensor | Scalar]:
+    """All tensors of a tree, arguments first, and the scalars that they meet."""
+    for arg in node.args:
+        if isinstance(arg, Tensor):
+            yield from walk(arg)
+        elif isinstance(arg, Scalar):
+            yield arg
+    yield node

@@ -1,0 +1,28 @@
+"""The rules in C++ and in Triton are what csrc/generate.py prints of hdet/kernels/rules.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hdet.kernels.rules import RULES
+
+GENERATE = Path(__file__).resolve().parents[2] / "csrc/generate.py"
+
+
+@pytest.mark.skipif(not GENERATE.exists(), reason="needs hdet's sources")
+def test_what_is_committed_is_what_is_printed() -> None:
+    spec = importlib.util.spec_from_file_location("hdet_generate", GENERATE)
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for path, text in generate.texts().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python csrc/generate.py"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_row_has_room_for_what_a_rule_needs(name: str) -> None:
+    """csrc/core/hyper.h: HyperRow::s."""
+    assert len(RULES[name].trace.scalars) <= 10

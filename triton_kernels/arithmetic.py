@@ -1,0 +1,82 @@
+"""What update rules and sums are made of, on blocks of elements: csrc/core/arithmetic.h in Triton,
+the same operations in the same order; and a tensor's row of hyperparameters."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class HyperRow(NamedTuple):
+    """What all replicas share, as csrc/core/hyper.h has it: numbers of 32 bits."""
+
+    gradient_scale: tl.tensor
+    step: tl.tensor  # uint32
+    s: tuple  # what the rule's elements meet
+
+
+HYPER_ROW = tl.constexpr(12)
+"""numbers of 4 bytes in a row"""
+
+
+@triton.jit
+def load_row(row):
+    s = ()
+    for i in tl.static_range(2, 12):
+        s = s + (tl.load(row + i),)
+    return HyperRow(tl.load(row), tl.load(row + 1).to(tl.uint32, bitcast=True), s)
+
+
+@triton.jit
+def f64(x: tl.constexpr):
+    return tl.full((), x, tl.float64)
+
+
+@triton.jit
+def power(base, exponent):
+    """base^exponent by squaring: multiplications alone, so that every backend gives the same bits.
+
+    `exponent`: uint32.
+    """
+    result = tl.full(base.shape, 1.0, tl.float64)
+    for _ in range(32):
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def lerp(a, b, weight, rest):
+    """a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and
+    at weight 1. rest: 1 - weight."""
+    near = weight < 0.5
+    return tl.where(near, a, b) + tl.where(near, weight, -rest) * (b - a)
+
+
+@triton.jit
+def add_weighted(total, weight, x):
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be
+    NaN: a decay or a momentum that is off, a replica that is not in the mean."""
+    return tl.where(weight == 0, total, total + weight * x)
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1; 0 for NaN."""
+    return (x > 0).to(tl.float32) - (x < 0).to(tl.float32)
+
+
+@triton.jit
+def take_step(step_size, decay, param, u):
+    """Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay)."""
+    return param * decay - step_size * u
+
+
+@triton.jit
+def empty_sum(BLOCK: tl.constexpr):
+    """Where a weighted sum starts: -0, the neutral element of addition, by its bits.
+
+    (As a number Triton takes it for +0.)
+    """
+    return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
