@@ -1,4 +1,4 @@
-"""Who is a replica, as arithmetic on rank numbers, without processes (docs/layouts.md has the same
+"""Who is a replica, as arithmetic on rank numbers, without processes (docs/ranks.md has the same
 tables for people)."""
 
 from __future__ import annotations

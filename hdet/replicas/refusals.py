@@ -18,7 +18,7 @@ from .mesh import dims
 from .topology import Replicas
 
 _HSDP = (
-    "fully_shard on a mesh ('dp_replicate', 'dp_shard') and Replicas.from_mesh(mesh) (docs/fsdp.md)"
+    "fully_shard on a mesh ('dp_replicate', 'dp_shard') and Replicas.from_mesh(mesh) (docs/layouts.md)"
 )
 _MEGATRON = (
     "is Megatron's wrapper: pass the torch optimizer inside, {}, with "
@@ -100,7 +100,7 @@ def check_sharding(
             raise ValueError(
                 f"{name} is a DTensor over a mesh {mesh}, so a replica is not one rank of "
                 "the world: say who is one, replicas=Replicas.from_mesh(mesh), with replicate=() "
-                "where the whole mesh is (docs/fsdp.md)"
+                "where the whole mesh is (docs/layouts.md)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Rank tables by hand, from rank = sum of coordinate * stride; docs/layouts.md shows the same."""
+"""Rank tables by hand, from rank = sum of coordinate * stride; docs/ranks.md shows the same."""
 
 from __future__ import annotations
 
