@@ -68,9 +68,9 @@ $(BIN)/docs.stamp: $(BIN)/hdet.stamp
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	touch $@
 
-# The site, into build/site; nothing is fetched but the extra's packages. A broken link, anchor or docstring reference ends it; so do long sentences.
+# The site, into build/site; nothing is fetched but the extra's packages. A broken link, anchor or docstring reference ends it; so do long sentences and words of docs/prose.py.
 docs: $(BIN)/docs.stamp
-	$(BIN)/python docs/sentences.py
+	$(BIN)/python docs/prose.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.

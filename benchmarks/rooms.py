@@ -85,7 +85,7 @@ def lines_of(room: str) -> int:
 
 def drawing() -> str:
     """A table in Markdown, the upper floors first."""
-    rows = ["| floor | rooms |", "|---|---|"]
+    rows = ["| floor | packages |", "|---|---|"]
     for number, rooms in reversed(list(enumerate(floors()))):
         rows.append(f"| {number} | {', '.join(f'`{room}`' for room in rooms)} |")
     return "\n".join(rows) + "\n"

@@ -1,5 +1,5 @@
-"""MkDocs' build looks at the README too: its links into docs/ must lead somewhere, anchors
-included."""
+"""What the site's build does beside MkDocs: the version in the header, figures such as 10 000 on one
+line, and a look at README's links into docs/, which must lead somewhere, anchors included."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parents[1]
+
+
+def on_config(config: Any) -> Any:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    version = re.findall(r'^version = "(.*)"', text, re.MULTILINE)
+    config["site_name"] = " ".join(["hdet", *version])
+    return config
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """With a space that does not break in the middle of a number; code is left alone."""
+    parts = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"(?<=\d) (?=\d{3}\b)", "\u00a0", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def on_post_build(config: Any) -> None:
