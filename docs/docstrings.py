@@ -20,14 +20,25 @@ def fenced(match: re.Match[str]) -> str:
 def apart(match: re.Match[str]) -> str:
     """``a, b: text`` of a list of arguments, as two entries: the reference looks each up by its
     name."""
-    indent, first, others = match[1], match[2], match[3].lstrip(", ").split(", ")
-    return "".join(f"{indent}{name}: see `{first}`.\n" for name in others) + f"{indent}{first}: "
+    indent, first, others = (
+        match[1],
+        match[2],
+        match[3].lstrip(", ").split(", "),
+    )
+    return (
+        "".join(f"{indent}{name}: see `{first}`.\n" for name in others)
+        + f"{indent}{first}: "
+    )
 
 
 def markdown(text: str) -> str:
     """Arguments of one text get an entry each, examples at a prompt become code blocks, ``::``
     before a block ``:``, and ``[knob][replica]`` is no link."""
-    parts = re.split(r"(```.*?```)", EXAMPLE.sub(fenced, SEVERAL.sub(apart, text)), flags=re.DOTALL)
+    parts = re.split(
+        r"(```.*?```)",
+        EXAMPLE.sub(fenced, SEVERAL.sub(apart, text)),
+        flags=re.DOTALL,
+    )
     plain = [
         re.sub(
             r"(?<![`\w\]])\[([^\[\]`]+)\]\[([^\[\]`]+)\]",

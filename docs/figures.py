@@ -50,7 +50,14 @@ def box(
             edgecolor=colour,
         )
     )
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
 
 
 def bare(axes: Axes, width: float, height: float) -> None:
@@ -87,7 +94,11 @@ def cycle(axes: Axes) -> None:
     steps, length = 12, 4
     for r, rho in enumerate(multipliers(4, 0.5)):
         xs = [i / 20 for i in range(20 * steps + 1)]
-        ys = [-0.25 * x + (1 - rho) * 0.45 * (x % length) * (-1) ** int(x // length) for x in xs]
+        ys = [
+            -0.25 * x
+            + (1 - rho) * 0.45 * (x % length) * (-1) ** int(x // length)
+            for x in xs
+        ]
         for c in range(steps // length):
             axes.plot(
                 xs[80 * c : 80 * c + 80],
@@ -96,10 +107,24 @@ def cycle(axes: Axes) -> None:
                 label=f"replica {r}" if c == 0 else None,
             )
     for c in range(steps // length + 1):
-        axes.plot(length * c, -0.25 * length * c, "o", color="black", markersize=5, zorder=3)
+        axes.plot(
+            length * c,
+            -0.25 * length * c,
+            "o",
+            color="black",
+            markersize=5,
+            zorder=3,
+        )
         axes.axvline(length * c, color=GREY, linewidth=0.6, linestyle=":")
     for c in range(steps // length):
-        axes.text(length * (c + 0.5), 0.75, f"cycle {c}", ha="center", color=GREY, fontsize=9)
+        axes.text(
+            length * (c + 0.5),
+            0.75,
+            f"cycle {c}",
+            ha="center",
+            color=GREY,
+            fontsize=9,
+        )
     axes.set(
         xlabel="optimizer steps (here T = 4)",
         ylabel="a weight",
@@ -155,7 +180,11 @@ def multiplier(axes: Axes) -> None:
 
 def schedule(part: float) -> float:
     """Warm-up to 1, then a cosine to 0."""
-    return part / 0.1 if part < 0.1 else 0.5 * (1 + math.cos(math.pi * (part - 0.1) / 0.9))
+    return (
+        part / 0.1
+        if part < 0.1
+        else 0.5 * (1 + math.cos(math.pi * (part - 0.1) / 0.9))
+    )
 
 
 def base_value(axes: Axes) -> None:
@@ -181,7 +210,13 @@ def base_value(axes: Axes) -> None:
 def correction(axes: Axes) -> None:
     parts = [i / 400 for i in range(401)]
     factors = [1.0 if p < 0.15 else 1.6 if p < 0.22 else 2.4 for p in parts]
-    axes.plot(parts, [schedule(p) for p in parts], color=GREY, linestyle="--", label="schedule")
+    axes.plot(
+        parts,
+        [schedule(p) for p in parts],
+        color=GREY,
+        linestyle="--",
+        label="schedule",
+    )
     axes.plot(
         parts,
         [schedule(p) * c for p, c in zip(parts, factors, strict=True)],
@@ -214,7 +249,9 @@ STARTS = {-4: "16 times too low", 0: "usual rate", 4: "16 times too high"}
 
 def before_and_after() -> Figure:
     """A grey and a blue dot for each workload: the gap of its fixed rate, and that of AutoLR."""
-    compared = auto.compared(auto_report.read(auto.RESULTS), auto_report.read(fixed_rates.RESULTS))
+    compared = auto.compared(
+        auto_report.read(auto.RESULTS), auto_report.read(fixed_rates.RESULTS)
+    )
     runs = [
         run
         for run in compared
@@ -222,16 +259,31 @@ def before_and_after() -> Figure:
         and run.record["steps"] == auto_report.LONG
         and run.record["level"] == "trial"
     ]
-    figure, row = plt.subplots(1, 3, figsize=(7.2, 2.9), layout="constrained", sharey=True)
+    figure, row = plt.subplots(
+        1, 3, figsize=(6.4, 2.9), layout="constrained", sharey=True
+    )
     for axes, (exponent, title) in zip(row, STARTS.items(), strict=True):
         these = [run for run in runs if run.record["exponent"] == exponent]
         these.sort(key=lambda run: (run.fixed, run.auto))
         for x, run in enumerate(these):
-            axes.plot([x, x], [run.fixed, run.auto], color=GREY, linewidth=0.6, alpha=0.6)
+            axes.plot(
+                [x, x],
+                [run.fixed, run.auto],
+                color=GREY,
+                linewidth=0.6,
+                alpha=0.6,
+            )
         fixed, moved = [run.fixed for run in these], [run.auto for run in these]
         axes.plot(fixed, "o", color=GREY, markersize=3.5, label="fixed rate")
-        axes.plot(moved, "o", color=COLOURS[0], markersize=3.5, label="with AutoLR")
-        axes.set(title=title, xlabel=f"{len(these)} workloads, sorted", xticks=[], ylim=(-3, 103))
+        axes.plot(
+            moved, "o", color=COLOURS[0], markersize=3.5, label="with AutoLR"
+        )
+        axes.set(
+            title=title,
+            xlabel=f"{len(these)} workloads, sorted",
+            xticks=[],
+            ylim=(-3, 103),
+        )
         axes.grid(axis="y", linewidth=0.4)
     row[0].set_ylabel("gap to the best run, %")
     row[0].legend(frameon=False, loc="upper left")
@@ -242,10 +294,14 @@ def rates() -> None:
     """docs/rates.png: the trial of README.md's first program."""
     names: dict[str, Any] = {}
     program = re.findall(
-        r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```",
+        README.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
     )[0]
     exec(program, names)  # noqa: S102 - running the program of the page is the point
-    names["auto"].interval.plot().figure.savefig(FOLDER.parent / "rates.png", dpi=150)
+    names["auto"].interval.plot().figure.savefig(
+        FOLDER.parent / "rates.png", dpi=150
+    )
     plt.close("all")
 
 
@@ -267,7 +323,9 @@ def main() -> None:
         draw(axes)
         figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
-    before_and_after().savefig(FOLDER / "before-after.svg", metadata={"Date": None})
+    before_and_after().savefig(
+        FOLDER / "before-after.svg", metadata={"Date": None}
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What the site's build does beside MkDocs: the version in the header, figures such as 10 000 on one
-line, and a look at README's links into docs/, which must lead somewhere, anchors included."""
+"""What the site's build does beside MkDocs: the version in the header, figures such
+as 10 000 on one line, and a look at README's links into docs/, which must lead
+somewhere, anchors included."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def on_config(config: Any) -> Any:
 def on_page_content(html: str, **kwargs: Any) -> str:
     """With a space that does not break in the middle of a number; code is left alone."""
     parts = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
-    parts[::2] = [re.sub(r"(?<=\d) (?=\d{3}\b)", "\u00a0", part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"(?<=\d) (?=\d{3}\b)", "\u00a0", part) for part in parts[::2]
+    ]
     return "".join(parts)
 
 
@@ -30,7 +33,8 @@ def on_post_build(config: Any) -> None:
     """Raises PluginError for a link of README.md whose file, page or anchor is not there."""
     site, broken = Path(config["site_dir"]), []
     for target in re.findall(
-        r"\]\((?!https?:)([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")
+        r"\]\((?!https?:)([^)]+)\)",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
     ):
         path, _, anchor = target.partition("#")
         page = (
@@ -40,8 +44,14 @@ def on_post_build(config: Any) -> None:
         )
         there = (ROOT / path).exists() and (page is None or page.exists())
         if not there or (
-            anchor and (page is None or f'id="{anchor}"' not in page.read_text(encoding="utf-8"))
+            anchor
+            and (
+                page is None
+                or f'id="{anchor}"' not in page.read_text(encoding="utf-8")
+            )
         ):
             broken.append(target)
     if broken:
-        raise PluginError(f"README.md links to what is not there: {', '.join(broken)}")
+        raise PluginError(
+            f"README.md links to what is not there: {', '.join(broken)}"
+        )

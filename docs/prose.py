@@ -2,9 +2,10 @@
 
     python docs/prose.py
 
-Reads README.md, CONTRIBUTING.md, CHANGELOG.md and the pages of docs/. Exit status 1 if a page's mean
-sentence has more than `LIMIT` words, or if one of `WORDS` stands on a page outside of code.
-(Neither vale nor proselint does this offline with a list of one's own.)
+Reads README.md, CONTRIBUTING.md, CHANGELOG.md and the pages of docs/. Exit
+status 1 if a page's mean sentence has more than `LIMIT` words, or if one of
+`WORDS` stands on a page outside of code. (Neither vale nor proselint does this
+offline with a list of one's own.)
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ WORDS = {
 
 
 def prose(text: str) -> str:
-    """Without code blocks, comments, images and links' targets; a piece of inline code is a word."""
+    """Without code blocks, comments, images and targets of links; inline code is
+    one word."""
     text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL)
-    fence = re.compile(r"^([^\S\n]*)(```|~~~)[^\n]*\n.*?^\1\2[^\S\n]*$", re.DOTALL | re.MULTILINE)
+    fence = re.compile(
+        r"^([^\S\n]*)(```|~~~)[^\n]*\n.*?^\1\2[^\S\n]*$",
+        re.DOTALL | re.MULTILINE,
+    )
     text = fence.sub("\n", text)
-    text = re.sub(r"(?<=\n\n)(    \S.*\n)+(?=\n)", "\n", text, flags=re.MULTILINE)  # indented
+    text = re.sub(
+        r"(?<=\n\n)(    \S.*\n)+(?=\n)", "\n", text, flags=re.MULTILINE
+    )  # indented
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", text)
     text = re.sub(r"``? ?.+?``?", "code", text)
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -49,10 +56,17 @@ def prose(text: str) -> str:
 
 def sentences(text: str) -> list[str]:
     """Those of paragraphs and list items: no tables, headings, admonitions."""
-    text = re.sub(r"^[^\S\n]*([|#<]|!!!|:::|--8<--).*$", "\n", prose(text), flags=re.MULTILINE)
+    text = re.sub(
+        r"^[^\S\n]*([|#<]|!!!|:::|--8<--).*$",
+        "\n",
+        prose(text),
+        flags=re.MULTILINE,
+    )
     text = re.sub(r"^\s*([-*]|\d+\.)\s+", "\n\n", text, flags=re.MULTILINE)
     parts = [
-        re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\w])", " ".join(block.split()))
+        re.split(
+            r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\w])", " ".join(block.split())
+        )
         for block in re.split(r"\n\s*\n", text)
     ]
     return [part for block in parts for part in block if re.search(r"\w", part)]
@@ -60,7 +74,10 @@ def sentences(text: str) -> list[str]:
 
 def mean_length(text: str) -> float:
     """Words a sentence; 0 without a sentence."""
-    lengths = [len(re.findall(r"[^\s]*\w[^\s]*", sentence)) for sentence in sentences(text)]
+    lengths = [
+        len(re.findall(r"[^\s]*\w[^\s]*", sentence))
+        for sentence in sentences(text)
+    ]
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
@@ -69,19 +86,31 @@ def unwanted(text: str) -> list[str]:
     found = []
     for word, instead in WORDS.items():
         if match := re.search(rf"\b{word}\b", prose(text), re.IGNORECASE):
-            found.append(f"{match[0]!r}" + (f": write {instead}" if instead else ": leave it out"))
+            found.append(
+                f"{match[0]!r}"
+                + (f": write {instead}" if instead else ": leave it out")
+            )
     return found
 
 
 def main() -> int:
     faults = 0
     names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-    for page in [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in [
+        *(ROOT / name for name in names),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]:
         text = page.read_text(encoding="utf-8")
         mean, words = mean_length(text), unwanted(text)
-        long = [f"sentences of {mean:.1f} words, limit {LIMIT:g}"] if mean > LIMIT else []
+        long = (
+            [f"sentences of {mean:.1f} words, limit {LIMIT:g}"]
+            if mean > LIMIT
+            else []
+        )
         faults += len(words) + len(long)
-        print(f"{page.relative_to(ROOT)!s:28} {mean:5.1f}  {'; '.join([*long, *words])}".rstrip())
+        print(
+            f"{page.relative_to(ROOT)!s:28} {mean:5.1f}  {'; '.join([*long, *words])}".rstrip()
+        )
     return int(faults > 0)
 
 

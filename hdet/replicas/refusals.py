@@ -18,7 +18,8 @@ from .mesh import dims
 from .topology import Replicas
 
 _HSDP = (
-    "fully_shard on a mesh ('dp_replicate', 'dp_shard') and Replicas.from_mesh(mesh) (docs/layouts.md)"
+    "fully_shard on a mesh ('dp_replicate', 'dp_shard') and Replicas.from_mesh(mesh) "
+    "(docs/layouts.md)"
 )
 _MEGATRON = (
     "is Megatron's wrapper: pass the torch optimizer inside, {}, with "
