@@ -250,7 +250,7 @@ STARTS = {-4: "16 times too low", 0: "usual rate", 4: "16 times too high"}
 def before_and_after() -> Figure:
     """A grey and a blue dot for each workload: the gap of its fixed rate, and that of AutoLR."""
     compared = auto.compared(
-        auto_report.read(auto.RESULTS), auto_report.read(fixed_rates.RESULTS)
+        auto.EXPERIMENT.read(), fixed_rates.EXPERIMENT.read()
     )
     runs = [
         run

@@ -11,6 +11,7 @@ not enough:
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -149,6 +150,56 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     missing = [part for message in messages for part in message.split(" … ") if part not in source]
     assert len(messages) > 30 and not missing, missing
+
+
+def said(path: Path) -> set[str]:
+    """What a module of hdet.trial says of a rate, between the values that it puts in: its reasons,
+    the lines of reports, and warnings. Texts of at least three words."""
+    tree, texts = ast.parse(path.read_text(encoding="utf-8")), set[str]()
+    speaking = {"interval", "__str__", "plan", "report", "name_outliers"}
+    for node in ast.walk(tree):
+        is_reason = isinstance(node, ast.Assign) and any(
+            name in ast.unparse(node.targets[0]) for name in ("given_up", "NOT_THE_RATE")
+        )
+        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+        speaks = isinstance(node, ast.FunctionDef) and node.name in speaking
+        if speaks or is_reason or is_warning:
+            docstring = ast.get_docstring(node, clean=False) if speaks else None
+            texts |= {
+                part.value.removeprefix("AutoLR:").strip(" :\n")
+                for part in ast.walk(node)
+                if isinstance(part, ast.Constant)
+                and isinstance(part.value, str)
+                and part.value != docstring
+            }
+    return {text for text in texts if len(re.findall(r"[a-z']+", text)) > 2}
+
+
+def test_the_page_of_reasons_has_every_reason() -> None:
+    page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    texts = set.union(*(said(path) for path in (ROOT / "hdet" / "trial").glob("*.py")))
+    missing = {text for text in texts if text not in page}
+    assert len(texts) > 15 and not missing, missing
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "hdet").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    shown = [part for quoted in re.findall(r"^\| .*?`([^`]+)` \|", page, re.MULTILINE)
+             for part in quoted.split("…")]  # fmt: skip
+    unknown = [part for part in shown if part.strip(" .()%") not in source]
+    assert not unknown, unknown
+
+
+def test_code_of_the_documents_has_at_most_80_columns() -> None:
+    """So that no argument is cut at the edge of a page. README is read elsewhere."""
+    long = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in PAGES[1:]
+        for language, code in re.findall(
+            r"^```([^\n]*)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        )
+        for line in code.splitlines()
+        if language != "text" and len(line) > 80  # "text" is what a command prints
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_the_readme_can_be_read_in_five_minutes() -> None:

@@ -17,7 +17,7 @@ from statistics import fmean
 from ..tables import grouped, percent, spaced, table, written
 from . import auto, first_tries, fixed_rates, ranks, seconds
 from .ablation import FRESH, LONG, OFTEN, ablation
-from .auto import NEAR, Compared, compared, drawn, of_length, summary
+from .auto import NEAR, Compared, compared, drawn, of_length
 from .experiment import Record
 from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TEST, WORKLOADS
 
@@ -41,21 +41,25 @@ def _level(runs: Sequence[Compared], level: str) -> list[Compared]:
 
 
 def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
-    """A line for each kind of run and level, with the fixed rates of the same runs."""
-    heads = ["runs", "", "gap to the best run, mean", f"within {NEAR} %", "within 2 %",
-             f"worse than the fixed rate by over {NEAR} %", "worst",
+    """A line for each kind of run: the fixed rates, without a closure (free), and with a trial."""
+    heads = ["", "runs", "gap: fixed rate", "free", "trial", "within 2 %: fixed rate", "free",
+             "trial", f"worse by over {NEAR} %: free", "trial", "worst",
              "interval holds a good rate"]  # fmt: skip
     rows = []
     for name, runs in kinds.items():
-        by_level = {level: _level(runs, level) for level in LEVELS}
-        most = max(by_level.values(), key=len)
-        if most:
-            gaps = summary([(run.fixed, run.fixed) for run in most])[:3]
-            rows.append([name, f"fixed rate, {len(most)} runs", *gaps, "", "", ""])
-        for level, these in by_level.items():
-            if these:
-                found = summary([(run.fixed, run.auto) for run in these])
-                rows.append(["", f"AutoLR, {level}", *found, sum(run.holds for run in these)])
+        free, trial = (_level(runs, level) for level in LEVELS)
+        if most := max(free, trial, key=len):
+            gaps = [
+                [run.fixed for run in most],
+                *([run.auto for run in of] for of in (free, trial)),
+            ]
+            harms = [[run.auto - run.fixed for run in of] for of in (free, trial)]
+            rows.append([
+                name, len(most), *(percent(fmean(of)) if of else "" for of in gaps),
+                *(sum(gap <= 2 for gap in of) if of else "" for of in gaps),
+                *(sum(harm > NEAR for harm in of) if of else "" for of in harms),
+                percent(max(0.0, *harms[0], *harms[1])), sum(run.holds for run in trial),
+            ])  # fmt: skip
     return table(heads, rows)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -105,8 +105,10 @@ model.
 
 def tables(records: Sequence[Record]) -> str:
     """Markdown: for each problem a row for each cycle and way of scoring."""
-    parts = ["# The horizon\n", CAPTION]
-    for problem, lines in sorted(grouped(records, "problem").items()):
+    problems = dict(sorted(grouped(records, "problem").items()))
+    parts = ["# The horizon\n", CAPTION, "Votes from the best rate, higher : lower:\n"]
+    parts.append(_votes_from_the_best(problems))
+    for problem, lines in problems.items():
         starts = sorted(grouped(lines, "exponent"))
         rows = []
         for (interval, method), cycle in sorted(grouped(lines, "interval", "method").items()):
@@ -120,13 +122,30 @@ def tables(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
+def _votes_from_the_best(problems: Mapping[str, Sequence[Record]]) -> str:
+    """A row for each cycle; for each problem how often the averaged and the last weights said
+    higher and lower."""
+    lines = [line for own in problems.values() for line in own if line["exponent"] == 0]
+    found = grouped(lines, "interval", "problem", "method")
+    columns = [(problem, method) for problem in problems for method in (AVERAGED, LAST)]
+    rows = [
+        [f"{100 * cycle:g} % of the run", *(_votes(found.get((cycle, *of), [])) for of in columns)]
+        for cycle in sorted({line["interval"] for line in lines if line["interval"]})
+    ]
+    return table(["cycle", *(f"{problem}: {method}" for problem, method in columns)], rows)
+
+
 def _cells(lines: Sequence[Record]) -> list[str]:
-    """Loss, rate, and how often a higher and a lower one was significantly better."""
+    """Loss, rate, and votes."""
+    went_to = fmean(line["exponent"] + math.log2(line["correction"]) for line in lines)
+    return [mean(list(map(hero.score, lines))), f"2^{went_to:+.1f}", _votes(lines)]
+
+
+def _votes(lines: Sequence[Record]) -> str:
+    """How often a higher and a lower rate was significantly better, of all votes."""
     votes = [t for line in lines for t in line["votes"]]
     higher, lower = sum(t < -SIGNIFICANT for t in votes), sum(t > SIGNIFICANT for t in votes)
-    went_to = fmean(line["exponent"] + math.log2(line["correction"]) for line in lines)
-    said = f"{higher} : {lower} of {len(votes)}" if votes else ""
-    return [mean(list(map(hero.score, lines))), f"2^{went_to:+.1f}", said]
+    return f"{higher} : {lower} of {len(votes)}" if votes else ""
 
 
 EXPERIMENT = Experiment(

