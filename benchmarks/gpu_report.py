@@ -26,11 +26,10 @@ PAGE = "docs/evidence/gpu.md"
 
 
 def operations(records: Sequence[dict[str, Any]]) -> str:
-    """Those that were timed beside torch or a peer, or a copy; of single steps see `formats`."""
+    """Those of GPT-2 124M that were timed beside torch or a copy; of single steps see `formats`."""
     rows = [
         [
             r["operation"],
-            r["shapes"],
             f"{r['alone_ms']:.3f}" if "alone_ms" in r else "",
             f"{r['hdet_ms']:.3f}",
             f"{r['torch_ms']:.3f}",
@@ -38,12 +37,13 @@ def operations(records: Sequence[dict[str, Any]]) -> str:
             f"{r['of_copy']:.2f}" if "of_copy" in r and "cache" not in r else "",
         ]
         for r in records
-        if "hdet_ms" in r and not re.search("^adamw|rank one|displacement", r["operation"])
+        if "hdet_ms" in r
+        and ("GPT-2" in r["shapes"] or "muon" in r["operation"])
+        and not re.search("^adamw|rank one|displacement", r["operation"])
     ]
     return table(
         [
             "operation",
-            "tensors",
             "kernels alone, ms",
             "hdet, ms",
             "torch or peer, ms",

@@ -30,7 +30,7 @@ def test_the_page_shows_what_the_command_prints(
 
 
 def test_the_page_has_its_tables() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 1
 
 
 def test_json_has_the_numbers_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
