@@ -185,6 +185,15 @@ class Schedule:
                 row[:] = [row[i] * factors[index] for i, index in enumerate(knob.indices)]
         return peaks
 
+    def peak_rates(self) -> list[tuple[int, float]]:
+        """(parameter group, its schedule's peak with the correction in force), of each rate."""
+        return [
+            (index, knob.scale.corrected(peak, knob.correction))
+            for knob, row in zip(self.knobs, self.peaks(), strict=True)
+            if knob.key == "lr"
+            for index, peak in zip(knob.indices, row, strict=True)
+        ]
+
     def _highest_factors(self) -> list[float] | None:
         """Of a LambdaLR the highest factor for each parameter group: its rates may lie far from the
         group's at all times (Noam's do). Of other schedulers None: the group has the peak.

@@ -73,8 +73,8 @@ class _Outer(Averager):
         """a of each parameter, in the wire's dtype; empty before the first cycle."""
         self._sgd: torch.optim.Optimizer
         """Steps them."""
-        self._sent: list[Part] = []
-        self._buckets = Buckets(lambda: self._sent, task.bucket_bytes, in_place=True)
+        self._sent = sent = list[Part]()  # always this list, so that buckets need not hold self
+        self._buckets = Buckets(lambda: sent, task.bucket_bytes, in_place=True)
 
     def _forget(self) -> None:
         self.idle, self._origins = True, []
@@ -135,9 +135,9 @@ class _Outer(Averager):
         values = [_exact_value(part) for part in parts[: self._n_parameters]]
         displacements = [v.to(a.dtype) for v, a in zip(values, self._origins, strict=True)]
         torch._foreach_sub_(displacements, self._origins)
-        self._sent = [*map(Part, displacements), *parts[self._n_parameters :]]
+        self._sent[:] = [*map(Part, displacements), *parts[self._n_parameters :]]
         self._buckets.average(self.task.replicas, weights)
-        self._sent = []
+        self._sent.clear()
         return displacements
 
     def _have_begun_alike(self) -> bool:

@@ -103,12 +103,13 @@ class _SpreadOut(Averager):
         """Of the cycle's steps, the last after which a fragment was sent."""
         self._due = [-(-(f + 1) * task.sync_interval // fragments) for f in range(fragments)]
         """The step after which each fragment is sent."""
-        self._spans = _spans(local_parts(task.tensors), fragments)
+        self._parts = [task.parts]
+        """Of each fragment. Not a method, for buckets must not hold self."""
+        if fragments > 1:
+            spans = _spans(local_parts(task.tensors), fragments)
+            self._parts = [functools.partial(_parts_of, task, own) for own in spans]
         room = max(1024, task.bucket_bytes // fragments)
-        self._fragments = [
-            Buckets(functools.partial(self._parts_of, f), room, in_place=not delay)
-            for f in range(fragments)
-        ]
+        self._fragments = [Buckets(parts, room, in_place=not delay) for parts in self._parts]
         self._group: Any = None
         if delay:
             # On a shared communicator the next steps' gradients would queue behind the average.
@@ -116,13 +117,6 @@ class _SpreadOut(Averager):
             self._group = own_group(columns, task.replicas.ranks)
         self._travelling: list[_Travelling] = []
         """Of the only fragment, where there is a delay."""
-
-    def _parts_of(self, fragment: int) -> list[Part]:
-        """The first and the last of its tensors are perhaps not whole."""
-        parts = self.task.parts()
-        if len(self._due) == 1:
-            return parts
-        return [_cut(parts[i], first, last) for i, first, last in self._spans[fragment]]
 
     def _forget(self) -> None:
         for one in self._travelling:
@@ -163,7 +157,7 @@ class _SpreadOut(Averager):
     @torch.no_grad()
     def _average_within_cycle(self, f: int) -> list[str]:
         """Over the replicas on which the fragment is finite: weights are not known yet."""
-        values = [part.value for part in self._parts_of(f)]
+        values = [part.value for part in self._parts[f]()]
         device = local_parts(self.task.tensors[:1])[0].device
         own = (1.0 - all_finite(values)).reshape(1).to(device)
         broken = [bad != 0 for bad in self.task.replicas.sum_rows(own).flatten().tolist()]
@@ -205,6 +199,12 @@ class _SpreadOut(Averager):
 
 _Span = tuple[int, int, int]
 """Number of a tensor, first and last + 1 of its elements."""
+
+
+def _parts_of(task: Task, spans: Sequence[_Span]) -> list[Part]:
+    """A fragment: the first and the last of its tensors are perhaps not whole."""
+    parts = task.parts()
+    return [_cut(parts[i], first, last) for i, first, last in spans]
 
 
 def _cut(part: Part, first: int, last: int) -> Part:

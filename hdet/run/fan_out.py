@@ -65,7 +65,7 @@ class FanOut:
         self._is_first_step = True  # of a cycle, or after an average
         self._passes = False  # is the optimizer's step its own: within one, or `aside`?
         self._moves = False  # does any knob have another value in a step?
-        self._wait_for_state: Callable[[], None] = lambda: None  # ends the waiting
+        self._wait_for_state: Callable[[], None] = _do_nothing  # ends the waiting
         self._rates = [knob for knob in self.knobs if knob.key == "lr"]
         self._are_rates_bounded = self.is_fused and any(k.scale.bounded for k in self._rates)
         self._in_step = [
@@ -254,6 +254,7 @@ class FanOut:
         """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in
         turn it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
+        self._on_cycle_start = _do_nothing  # the parts of the run hold this object in turn
         self._check.remove()
         self._wait_for_state()
         optimizer: Any = self.optimizer
@@ -264,6 +265,10 @@ class FanOut:
             del optimizer.step
             if inner != optimizer.step:  # it was the instance's own
                 optimizer.step = inner
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

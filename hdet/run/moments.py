@@ -57,8 +57,10 @@ class Moments:
         """Is it to be found out at each average whether the state is equal on all replicas?"""
         self.differ = False
         """What the last comparison has found."""
-        self._buckets = Buckets(
-            lambda: [Part(entry.value) for entry in self._tensors()], bucket_bytes, in_place=True
+        self._buckets = Buckets(  # without self: a cycle would keep the state in memory
+            lambda: [Part(entry.value) for entry in _tensors(optimizer)],
+            bucket_bytes,
+            in_place=True,
         )
         self._first_numbers = [(one, GroupNumbers(one)) for one in optimizers_in(optimizer)]
 
@@ -141,10 +143,7 @@ class Moments:
         """What an average writes for this parameter."""
         if not self.are_averaged:
             return []
-        return [entry.value for entry in self._tensors() if entry.parameter is parameter]
-
-    def _tensors(self) -> list[_Entry]:
-        return [entry for entry in _entries(self._optimizer) if not entry.is_number]
+        return [e.value for e in _tensors(self._optimizer) if e.parameter is parameter]
 
 
 class _Entry(NamedTuple):
@@ -200,6 +199,10 @@ def _entries(optimizer: Optimizer) -> list[_Entry]:
         for g, group in enumerate(() if is_known(one) else one.param_groups):
             _collect(entries, f"group {g}", None, group, keys_of_own(group))
     return list(entries.values())
+
+
+def _tensors(optimizer: Optimizer) -> list[_Entry]:
+    return [entry for entry in _entries(optimizer) if not entry.is_number]
 
 
 def _collect(

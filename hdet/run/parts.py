@@ -169,7 +169,9 @@ class Parts:
     # -- what looks at the run ---------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Measurements and a search are given the run, and may refuse it."""
+        """Measurements and a search are given the run, and may refuse it.
+
+        They belong to the controller, which the engine has: they are not given what holds that."""
         sets = self.replicas.sets(self.trained)
         masters = [masters_of(self.optimizer, self.trained, place) for place in range(len(sets))]
         self.panel.watch(Watched(self.optimizer, sets, masters, self.engine.clock))
@@ -183,21 +185,11 @@ class Parts:
         shares, refreshes = self.sync.gradients == "shared", self.sync.refresh is not None
         self.search.attach(
             Searched(
-                self.search.model, self.optimizer, self.replicas, self._peak_rates, shares,
+                self.search.model, self.optimizer, self.replicas, self.schedule.peak_rates, shares,
                 self.fan_out.aside, refreshes,
             )
         )  # fmt: skip
         self.search.done = self.search.done or self.engine.step > 0  # the first steps are over
-
-    def _peak_rates(self) -> list[tuple[int, float]]:
-        """(parameter group, its schedule's peak with the correction that was decided)."""
-        peaks = zip(self.knobs, self.schedule.peaks(), self.engine.corrections, strict=True)
-        return [
-            (index, knob.scale.corrected(peak, correction))
-            for knob, own, correction in peaks
-            if knob.key == "lr"
-            for index, peak in zip(knob.indices, own, strict=True)
-        ]
 
     def _models(self) -> list[nn.Module]:
         """Those that are known to hold the parameters."""

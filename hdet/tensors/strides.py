@@ -44,14 +44,17 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """A parameter's state with all that is like the parameter in its memory's order, also in
     lists."""
     order = memory_order(param)
+    if order is None:
+        return dict(state)
+    return {key: _laid_like(value, param.shape, order) for key, value in state.items()}
 
-    def change(value: Any) -> Any:
-        if isinstance(value, list):
-            return [change(item) for item in value]
-        is_like = isinstance(value, Tensor) and value.shape == param.shape
-        return laid(value, order) if is_like else value
 
-    return dict(state) if order is None else {key: change(value) for key, value in state.items()}
+def _laid_like(value: Any, shape: torch.Size, order: Order) -> Any:
+    # Not a function inside of laid_state: one that calls itself holds itself, and with it the
+    # parameter, until the garbage collector runs.
+    if isinstance(value, list):
+        return [_laid_like(item, shape, order) for item in value]
+    return laid(value, order) if isinstance(value, Tensor) and value.shape == shape else value
 
 
 def alike(tensor: Tensor, like: Tensor) -> bool:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+import hdet
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
 from hdet.kernels import numbers as numbers_in_torch
@@ -39,6 +40,7 @@ from tests.kernels import (
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.problem import check, one_nan
 from tests.kernels.table import CASES, STORAGE, Case
+from tests.optim import test_freed
 
 
 def clones(column: Sequence[Tensor | None] | None) -> list[Any]:
@@ -351,3 +353,8 @@ def tiles_of(places, found):
     row, column = triton_symmetric.lower_tile(tl.load(places + i))
     tl.store(found + 2 * i, row)
     tl.store(found + 2 * i + 1, column)
+
+
+def test_tensors_are_freed_with_the_optimizer() -> None:
+    options = {"float32 masters": {"master_weights": "fp32"}}
+    test_freed.check(hdet.FusedAdamW, "triton", options)

@@ -72,21 +72,18 @@ class TorchStepPlan:
         self.device = t.params[0][0].device
         self.wide = wide_dtype(self.device)
         groups, replicas = t.num_groups, t.num_replicas
-        self.table = torch.zeros(
-            count_settings(groups, replicas), dtype=self.wide, device=self.device
-        )
-        self.of_call, of_groups, rho = self.table.split(
+        table = torch.zeros(count_settings(groups, replicas), dtype=self.wide, device=self.device)
+        self.of_call, of_groups, rho = table.split(
             [CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas]
         )
         self.of_groups, self.rho = (
             of_groups.view(groups, GROUP_SETTINGS),
             rho.view(groups, replicas),
         )
+        # Holds the table and not the plan, or parameters would live until garbage is collected.
         self._settings = SettingsTable(
             tensors,
-            lambda numbers, _: self.table.copy_(
-                torch.tensor(numbers, dtype=self.wide, device="cpu")
-            ),
+            lambda numbers, _: table.copy_(torch.tensor(numbers, dtype=table.dtype, device="cpu")),
         )
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=self.device)

@@ -1,0 +1,139 @@
+"""`close()` and `del` free a run at once: its model, its optimizer and what they keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+
+from ..distributed import run_ranks
+from ..freed import left_alive, tensors_of
+from ..harness import TwoReplicas, batch, loss_of, losses_of, model, one_cycle, probe
+
+
+def train(
+    controller: Callable[[nn.Module], hdet.Controller] | None = None,
+    *,
+    make: Any = torch.optim.AdamW,
+    lr: float = 1e-5,
+    steps: int = 60,
+    first: int = 0,
+    sync: hdet.Sync | None = None,
+    knobs: Callable[[nn.Module], list[Any]] | None = None,
+    divergence: hdet.Divergence | None = None,
+    replicas: hdet.Replicas | None = None,
+) -> dict[str, Any]:
+    """Trains, closes, and returns what is to be freed, by name."""
+    net = model()
+    optimizer = make(net.parameters(), lr=lr)
+    scheduler = one_cycle(lr, 1000)(optimizer)
+    ensemble = hdet.Ensemble(
+        optimizer,
+        scheduler,
+        controller=controller and controller(net),
+        knobs=knobs and knobs(net),
+        sync=sync or hdet.Sync(5),
+        divergence=divergence,
+        replicas=replicas,
+    )
+    for step in range(steps):
+        data = batch(first + step)
+        with ensemble.explore():
+            loss = loss_of(net, data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss, closure=_Losses(net, data))
+    ensemble.report()
+    ensemble.close()
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
+    return {**tensors_of(net, optimizer), **parts}
+
+
+class _Losses:
+    def __init__(self, net: nn.Module, data: Any) -> None:
+        self.net, self.data = net, data
+
+    def __call__(self) -> torch.Tensor:
+        return losses_of(self.net, self.data)
+
+
+def held_out(net: nn.Module) -> hdet.AutoLR:
+    return hdet.AutoLR(net, val_batches=(losses_of, [batch(10_000)]))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "no controller": {},
+    "fused": {"make": hdet.FusedAdamW},
+    "before the first step": {"controller": hdet.AutoLR, "steps": 0},
+    "in a trial": {"controller": hdet.AutoLR, "steps": 40},
+    "after a trial": {"controller": hdet.AutoLR},
+    "after a trial that lowers the rate": {"controller": hdet.AutoLR, "lr": 30.0, "steps": 120},
+    "best weights": {"controller": held_out},
+    "published": {"controller": lambda net: hdet.SoftmaxController(), "replicas": TwoReplicas()},
+    "probe": {"controller": lambda net: probe(net), "replicas": TwoReplicas()},
+    "shadow": {"controller": lambda net: hdet.Shadow(hdet.AutoLR(net))},
+    "many knobs": {"knobs": lambda net: [hdet.LearningRate(0.1), hdet.WeightDecay(0.1)]},
+    "snapshots": {"divergence": hdet.Divergence(rollback="device")},
+    "local gradients": {"sync": hdet.Sync(5, gradients="local", moments="average")},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_freed(name: str) -> None:
+    assert left_alive(lambda: train(**CASES[name])) == []
+
+
+def test_co_resident_replicas_are_freed() -> None:
+    def trained() -> dict[str, Any]:
+        net = model()
+        replicas = hdet.CoresidentReplicas(net, 2)
+        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
+        ensemble = hdet.Ensemble(optimizer, total_steps=100, replicas=replicas)
+        for step in range(20):
+            for k in range(2):
+                with replicas.use(k):
+                    loss = loss_of(net, batch(2 * step + k))
+                    loss.backward()
+                    ensemble.observe(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step()
+        found = {**tensors_of(net, optimizer), "model": net, "optimizer": optimizer}
+        ensemble.close()
+        return found
+
+    assert left_alive(trained) == []
+
+
+WAYS = {
+    "plain": hdet.converge.Plain(),
+    "exact": hdet.converge.ExactLocal(),
+    "overlapped": hdet.converge.Overlapped(2),
+    "streaming": hdet.converge.Streaming(2),
+    "outer": hdet.converge.Outer(),
+    "compressed": hdet.converge.Compressed("int8"),
+}
+
+
+def _left_on_a_rank(rank: int, world_size: int) -> dict[str, list[str]]:
+    return {name: left_alive(functools.partial(_train, name, 1000 * rank)) for name in WAYS}
+
+
+def _train(name: str, first: int) -> dict[str, Any]:
+    if name == "exact":  # equal data, for gradients are shared
+        sync, first = hdet.Sync(5, converge=WAYS[name]), 0
+    else:
+        sync = hdet.Sync(5, converge=WAYS[name], gradients="local", moments="keep")
+    return train(make=hdet.FusedLion, sync=sync, first=first, steps=12)
+
+
+def test_a_run_of_several_processes_is_freed() -> None:
+    for left in run_ranks(_left_on_a_rank, 2):
+        assert left == {name: [] for name in WAYS}
