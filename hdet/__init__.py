@@ -28,7 +28,7 @@ _HOMES = {
         "core.plan": "Decision Plan",
         "core.replay": "replay",
         "ensemble": "Ensemble ReplicasDiverged",
-        "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights "
+        "knobs": "Betas ClipNorm Dropout GroupValue LabelSmoothing LearningRate LossWeights "
         "Scalar Temperature WeightDecay",
         "replicas.noise": "warm_noise_",
         "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from .knobs import Betas as Betas
     from .knobs import ClipNorm as ClipNorm
     from .knobs import Dropout as Dropout
-    from .knobs import Eps as Eps
     from .knobs import GroupValue as GroupValue
     from .knobs import LabelSmoothing as LabelSmoothing
     from .knobs import LearningRate as LearningRate

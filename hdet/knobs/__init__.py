@@ -4,10 +4,10 @@ lives (docs/knobs.md)."""
 from .bound import Bound, Knob
 from .groups import GroupKnob, bind_all, check_disjoint
 from .of_model import Dropout, LabelSmoothing, LossWeights, Scalar, Temperature
-from .of_optimizer import Betas, ClipNorm, Eps, GroupValue, LearningRate, WeightDecay
+from .of_optimizer import Betas, ClipNorm, GroupValue, LearningRate, WeightDecay
 
 __all__ = [
-    "Betas", "Bound", "ClipNorm", "Dropout", "Eps", "GroupKnob", "GroupValue", "Knob",
+    "Betas", "Bound", "ClipNorm", "Dropout", "GroupKnob", "GroupValue", "Knob",
     "LabelSmoothing", "LearningRate", "LossWeights", "Scalar", "Temperature",
     "WeightDecay", "bind_all", "check_disjoint",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from .cells import attribute_cell
 from .groups import GroupKnob, ProductKnob
 from .of_model import Scalar
 
-__all__ = ["Betas", "ClipNorm", "Eps", "GroupValue", "LearningRate", "WeightDecay"]
+__all__ = ["Betas", "ClipNorm", "GroupValue", "LearningRate", "WeightDecay"]
 
 Groups = str | Sequence[int | str] | None
 """None: all groups as one knob.
@@ -223,25 +223,10 @@ class Betas(_OfGroups):
         ]
 
 
-@dataclass(frozen=True)
-class Eps(_OfGroups):
-    """Adam's eps, on a log scale. Moments do not depend on it. Names: ``"eps"``."""
-
-    spread: float = 0.5
-    groups: Groups = None
-    bounds: Bounds = None
-
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
-        """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps
-        that is 0 or outside of the bounds."""
-        return self._bind(optimizer, "eps", valid_on_train_loss=True)
-
-
 _NAMED = {
     "lr": "LearningRate",
     "weight_decay": "WeightDecay",
     "betas": "Betas",
-    "eps": "Eps",
     "max_grad_norm": "ClipNorm",
 }
 """Entries that have a knob of their own, which knows what follows from exploring them."""
@@ -252,7 +237,7 @@ _MEMORIES = ("momentum", "alpha", "rho", "beta")
 @dataclass(frozen=True)
 class GroupValue(_OfGroups):
     """A number above 0 that the optimizer reads from its parameter groups in each step, such as
-    SGD's ``momentum`` or RMSprop's ``alpha``.
+    SGD's ``momentum`` or Adam's ``eps``.
 
     Args:
         key: of the group; also the knob's name, ``"<key>/<group>"`` where ``groups`` lists groups

@@ -71,11 +71,6 @@ def check_arguments(
         )
     for name, value in others.items():
         kind, example = _KINDS[name]
-        if isinstance(value, type):
-            raise TypeError(
-                f"{name} must be an object, got the class {value.__name__}: write "
-                f"{value.__name__}(...)"
-            )
         if value is not None and not isinstance(value, kind):
             raise TypeError(
                 f"{name} must be an hdet.{kind.__name__}, such as hdet.{example}, got {value!r}"

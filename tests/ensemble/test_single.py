@@ -192,7 +192,7 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"log": 3}, "log must be callable"),
     ({"replicas": "x"}, "replicas must be"),
     ({"controller": hdet.SoftmaxController},
-     r"controller must be an object, got the class Soft.*: write SoftmaxController\(\.\.\.\)"),
+     r"controller must be an hdet.Controller, such as hdet.AutoLR.*got <class .*Softmax"),
     ({"controller": "AutoLR"}, r"must be an hdet.Controller, such as hdet.AutoLR\(model\)"),
     ({"controller": SOFTMAX, **WARM}, "warm-up"),
     ({"controller": hdet.SoftmaxController(decay=None, freeze_after=0.5)},

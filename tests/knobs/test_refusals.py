@@ -16,7 +16,6 @@ from hdet import (
     Betas,
     ClipNorm,
     Dropout,
-    Eps,
     GroupValue,
     LabelSmoothing,
     LearningRate,
@@ -37,13 +36,14 @@ def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
 
 
 X = partial(Scalar, "x")
+eps = partial(GroupValue, "eps", valid_on_train_loss=True, moments_diverge=False)
 VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
 LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)
 KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     # name: (knob, what it says of itself)
     "silent": (lambda net: Silent(), set()), "lr": (lambda net: LearningRate(), {VALID}),
     "weight_decay": (lambda net: WeightDecay(), set()),
-    "beta2": (lambda net: Betas(which=[1]), {VALID, DIVERGE}), "eps": (lambda net: Eps(), {VALID}),
+    "beta2": (lambda net: Betas(which=[1]), {VALID, DIVERGE}), "eps": (lambda net: eps(), {VALID}),
     "eps2": (lambda net: GroupValue("eps2"), {DIVERGE}),
     "valid eps2": (lambda net: GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
     "clip_norm": (lambda net: ClipNorm(), {VALID, DIVERGE}),
@@ -154,7 +154,7 @@ def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
     with pytest.raises(ValueError, match="with gradients='shared' they are equal on all replicas"):
-        ensemble(Net(), [LearningRate(), Eps(), WeightDecay()], moments="average")
+        ensemble(Net(), [LearningRate(), eps(), WeightDecay()], moments="average")
 
 
 @pytest.mark.parametrize(("make", "coupled"), [
@@ -175,7 +175,7 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
 
 
 @pytest.mark.parametrize("knob", [
-    WeightDecay(), Betas(), Eps(), ClipNorm(), ClipNorm(1.0),
+    WeightDecay(), Betas(), eps(), ClipNorm(), ClipNorm(1.0),
     X(value=1.0),
 ])  # fmt: skip
 def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob) -> None:
@@ -199,7 +199,7 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     with pytest.raises(ValueError, match=says):
         ensemble(net, several(4), **regresses, **given)
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), **given)
-    knobs = [LearningRate(0.2), Eps(0.0)]  # nor can one without a spread be told
+    knobs = [LearningRate(0.2), eps(0.0)]  # nor can one without a spread be told
     with pytest.raises(ValueError, match="the knob 'eps' has spread 0.*leave it out"):
         ensemble(net, knobs, **regresses)
     ensemble(net, knobs, controller=hdet.SoftmaxController(decay=None))
@@ -255,7 +255,7 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: Betas(which=[2]), "which must list 0"),
     (lambda: GroupValue("lr"), "use hdet.LearningRate"),
     (lambda: GroupValue("betas"), "use hdet.Betas"),
-    (lambda: Eps(groups="all"), "groups must be None, 'each'"),
+    (lambda: eps(groups="all"), "groups must be None, 'each'"),
 ])  # fmt: skip
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -276,7 +276,7 @@ TRAINED.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
     ([ClipNorm()], "AdamW has max_grad_norm None"),
     ([LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
     ([WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
-    ([Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
+    ([eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
     ([X(value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
     ([WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
     ([WeightDecay(groups=["drop"])],
@@ -300,7 +300,7 @@ def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("knob", "message"), [
     (Betas(), "SGD have no 'betas', only lr, "),
-    (Eps(), "SGD have no 'eps', only lr, "),
+    (eps(), "SGD have no 'eps', only lr, "),
     (GroupValue("rho"), "have no 'rho'"), (GroupValue("nesterov"), "begin above 0"),
     (GroupValue("dampening"), "begin above 0"),
     (WeightDecay(), "no parameter group has a weight_decay to.*begin above 0 .*trainers is 0"),
@@ -318,7 +318,7 @@ def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
     says = "decay='floor' takes the place of a rate's schedule.*'eps'"
     with pytest.raises(ValueError, match=says):
         controller = hdet.SoftmaxController(decay="floor")
-        ensemble(net, [Eps()], optimizer=optimizer, controller=controller, total_steps=100)
+        ensemble(net, [eps()], optimizer=optimizer, controller=controller, total_steps=100)
 
 
 @pytest.mark.parametrize(("knob", "count", "message"), [

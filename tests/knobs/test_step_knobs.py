@@ -39,7 +39,12 @@ def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind,
     """In groups; and weights are those of an optimizer that was given these values."""
     net, twin = Net(), Net()
     optimizer, other = adamw(net, kind), adamw(twin, kind)
-    knobs = [hdet.LearningRate(0.3), hdet.WeightDecay(0.5), hdet.Betas(0.4), hdet.Eps(0.9)]
+    knobs = [
+        hdet.LearningRate(0.3),
+        hdet.WeightDecay(0.5),
+        hdet.Betas(0.4),
+        hdet.GroupValue("eps", 0.9),
+    ]
     run = ensemble(net, knobs, optimizer=optimizer, index=index, moments="average")
     before, rho = settings_of(optimizer), run.multipliers
     assert set(rho) == {"lr", "weight_decay", "beta1", "beta2", "eps"}
