@@ -76,6 +76,24 @@ class Bound:
 
     indices: Sequence[int] = ()
     """[cell]: its parameter group, if it is in one."""
+    scheduled: list[Any]
+    """[cell]: the untouched schedule's values."""
+    left: list[Any]
+    """[cell]: the base values, as they were left there."""
+    highest: Any = -math.inf
+    """Of the first cell of `scheduled`, in the steps since the controller was last asked; -inf
+    before the first."""
+    correction = 1.0
+    base: float | None = None
+    """Off the schedule, the base value in the place of schedule times correction."""
+    rho = 1.0
+    """This replica's multiplier in the running cycle."""
+    is_lent = False
+    """Do the cells hold a replica's value now?"""
+    is_neutral = True
+    """Are the base values the schedule's own? Then there is nothing to show and to write."""
+    is_plain = True
+    """Are the schedule's values Python's numbers, which `read` may be compared with?"""
 
     def __init__(
         self,
@@ -96,24 +114,6 @@ class Bound:
         self.valid_on_train_loss, self.acts = valid_on_train_loss, acts
         self.affects_eval_loss, self.on_gradients = affects_eval_loss, on_gradients
         self.moments_diverge = moments_diverge or on_gradients
-        self.scheduled: list[Any] = []
-        """[cell]: the untouched schedule's values."""
-        self.left: list[Any] = []
-        """[cell]: the base values, as they were left there."""
-        self.highest: Any = -math.inf
-        """Of the first cell of `scheduled`, in the steps since the controller was last asked; -inf
-        before the first."""
-        self.correction = 1.0
-        self.base: float | None = None
-        """Off the schedule, the base value in the place of schedule times correction."""
-        self.rho = 1.0
-        """This replica's multiplier in the running cycle."""
-        self.is_lent = False
-        """Do the cells hold a replica's value now?"""
-        self.is_neutral = True
-        """Are the base values the schedule's own? Then there is nothing to show and to write."""
-        self.is_plain = True
-        """Are the schedule's values Python's numbers, which `read` may be compared with?"""
         self.take_schedule()
         self.is_neutral = not self.scale.bounded
         for value in self.scheduled:

@@ -21,11 +21,8 @@ from .rerun import RerunCheck
 
 class CoresidentReplicas(Replicas):
     """``num_replicas`` replicas of an unmodified model in this process, for people with one GPU or
-    none.
-
-    Micro-batch k of a gradient-accumulation step runs at the weights of replica k; one fused step
-    moves all of them, each at its own rate, and an `Ensemble` averages and controls them as it does
-    across processes::
+    none: micro-batch k of a gradient-accumulation step runs at the weights of replica k, and one
+    fused step moves all of them, each at its own rate::
 
         optimizer = hdet.FusedAdamW(model.parameters(), lr=3e-4)
         replicas = hdet.CoresidentReplicas(model, num_replicas=4)
@@ -41,28 +38,19 @@ class CoresidentReplicas(Replicas):
             ensemble.step()
 
     Replica 0 is the model itself: its parameters, names, state_dict and what `use` leaves behind.
-    Replica k > 0 has parameters of its own, which `use` puts into the modules without copying, tied
-    ones wherever they occur. The gradients of all replicas are added up in the ``.grad`` of the
-    model's own parameters, so clipping, scaling and `zero_grad` are those of plain gradient
-    accumulation. Memory: K sets of parameters, one gradient, one set of moments. Compiled models
-    are not compiled again.
+    Replica k > 0 has parameters of its own, which `use` puts into the modules without copying.
+    The gradients of all are added up in the ``.grad`` of the model's own parameters. Memory: K sets
+    of parameters, one gradient, one set of moments.
 
     - Until the first optimizer step all replicas follow the model: weights loaded or initialised
       outside of `use` are everyone's.
-    - Frozen parameters, and those that the optimizer does not have, are shared, and so are buffers.
-      Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
+    - Frozen parameters, those that the optimizer does not have, and buffers are shared.
     - ``backward`` belongs inside of the same `use`, because activation checkpointing runs modules
-      again with the weights that are in place then. Elsewhere that is a ValueError, as soon as a
-      module with parameters of its own is called. (A reentrant checkpoint of the first layers does
-      not know its replica: inside of another replica's `use` nothing is raised, and gradients are
-      wrong. Pass ``use_reentrant=False``.)
-    - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k >
-      0 have none of their own.
-    - Move or cast the model before: the other replicas' parameters do not follow `model.to()`
-      (refused by name).
-    - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a
-      checkpoint of model and optimizer has all of them; load it after the Ensemble is made. A state
-      without other replicas makes all of them equal to the model.
+      again with the weights that are in place then; elsewhere that is a ValueError. A reentrant
+      checkpoint of the first layers does not know its replica: pass ``use_reentrant=False``.
+    - Clip, scale and zero gradients outside of `use`. Move or cast the model before.
+    - The optimizer's state holds the other replicas; load it after the Ensemble is made. A state
+      without them makes all equal to the model.
 
     Args:
         model: a module on its device, not wrapped for data parallelism; what is to be frozen is

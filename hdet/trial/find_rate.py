@@ -72,18 +72,10 @@ def find_rate(
         taken = list(islice(batches, STEPS + SCORES))
     if len(taken) < STEPS + SCORES:
         raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
-    groups = optimizer.param_groups
-    own = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
-    if not max(own):
-        raise ValueError(
-            "every parameter group has learning rate 0: set the rate that you would use"
-        )
-    factor, replicas = 1.0, replicas or Replicas.of_shards([p for g in groups for p in g["params"]])
-    run = Searched(
-        model, optimizer, replicas or Replicas.default(),
-        lambda: [(number, factor * peak) for number, peak in enumerate(own)],
-        aside=partial(without_hooks, optimizer),
-    )  # fmt: skip
+    own, parameters = _peaks(optimizer), [p for g in optimizer.param_groups for p in g["params"]]
+    factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
+    peaks = lambda: [(number, factor * peak) for number, peak in enumerate(own)]
+    run = Searched(model, optimizer, replicas, peaks, aside=partial(without_hooks, optimizer))
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
     search.total_steps = max(total_steps, SHORTEST)  # a trial, however short the run is
     search.attach(run)
@@ -96,3 +88,14 @@ def find_rate(
         search.close()
     assert search.interval is not None
     return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+
+
+def _peaks(optimizer: Optimizer) -> list[float]:
+    """By group. Raises ValueError if all are 0."""
+    groups = optimizer.param_groups
+    peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
+    if not max(peaks):
+        raise ValueError(
+            "every parameter group has learning rate 0: set the rate that you would use"
+        )
+    return peaks
