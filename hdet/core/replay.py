@@ -26,36 +26,29 @@ def record_of(outcome: CycleOutcome) -> dict[str, Any]:
     }
 
 
-def replay(
-    controller: Controller,
-    records: Iterable[Mapping[str, Any]],
-    state: Mapping[str, Any] | None = None,
-) -> Iterator[str]:
+def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Decide once more, offline, what was decided in a run; yields a sentence for each difference.
 
     Args:
-        controller: made as the run's was, and started (`Controller.start`) with ``ensemble.run``.
-        records: the history records of a run's cycles in their order, also read from JSON. Or
-            ``record["record"]`` of each, which has nothing of an `AutoLR`'s trial.
-        state: of the controller, where the run was resumed before the first of them.
+        controller: made as the run's was, started (`Controller.start`) with ``ensemble.run``, and
+            with its state loaded where the run was resumed before the first record.
+        records: the history records of a run's cycles in their order, also read from JSON.
 
     Example::
 
         for difference in hdet.replay(hdet.SoftmaxController(decay=None), records):
             print(difference)
     """
-    if state is not None:
-        controller.load_state_dict(state)
     for n, line in enumerate(records):
-        record = line.get("record", line)
-        if n == 0 and (state is not None or record["begin"]):
+        record = line["record"]
+        if n == 0 and record["begin"]:
             controller.restart()
         where = f"cycle {record['cycle']}"
         yield from _difference(f"{where}: plan", asdict(controller.plan()), record["plan"])
-        if line.get("trial") is not None and controller.search is not None:
+        if line["trial"] is not None and controller.search is not None:
             again = controller.search.decided_again(line["trial"])
             yield from _difference(f"{where}: what the trial says", *again)
-        if controller.search is not None and "searching" in line:
+        if controller.search is not None:
             controller.search.done = not line["searching"]
         if record["rolled_back"]:
             controller.restart()

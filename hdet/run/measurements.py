@@ -48,7 +48,6 @@ class Panel:
         for name, measurement in self._all.items():
             if name not in self._engine.plan.measures:
                 measurement.release()
-        self.reset()
 
     def reset(self) -> None:
         """A cycle begins, or replicas were averaged ahead of time."""
