@@ -211,7 +211,7 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
                 backward(net)
             run.optimizer.step()
             run.step()
-        return [note for note in run.history["notes"] if "explore()" in note]
+        return [note for note in run.history[-1]["notes"] if "explore()" in note]
 
     with pytest.warns(UserWarning, match="replicas did not differ in dropout"):
         assert len(cycle(explore=False)) == 1
