@@ -74,10 +74,8 @@ docs: $(BIN)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
-# RESULTS=folder gets copies of what is written, each figure from the moment it is measured.
+# At most 9 minutes with the build. RESULTS=folder has each figure from the moment it is measured; without, benchmarks/results/gpu.
 gpu:
-	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu: the torch of $(PYTHON) finds no GPU here; nothing was run. PYTHON=... names another one"; exit 1; }
-	HDET_CUDA=1 $(PYTHON) -m benchmarks.build
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(if $(RESULTS),--results "$(RESULTS)")
 
 lint: $(BIN)/hdet.stamp

@@ -35,8 +35,8 @@ import hdet
 from examples.bytes.data import Corpus, load_corpus, sample_batch
 from examples.bytes.model import GPT, GPTConfig, cross_entropy
 
-from .compare import gpt2
 from .harness import alternate, alternate_on_cuda, emit
+from .kernels import gpt2
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -63,8 +63,7 @@ def peers() -> dict[str, Make]:
 def made(
     make: Make, device: str, dtype: torch.dtype = torch.float32, width: int = 256
 ) -> tuple[list[Parameter], torch.optim.Optimizer]:
-    shapes = gpt2(width, layers=4)
-    shapes[0] = (5000, width)
+    shapes = gpt2(width, layers=4, tokens=5000)
     params = [Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)

@@ -1,11 +1,10 @@
 """What was measured on a GPU, from the files in the repository: the tables of docs/evidence/gpu.md.
 
-    python -m benchmarks.gpu_report [--results FOLDER] [--write]
+    python -m benchmarks.gpu_report [--results FOLDER] [--device NAME] [--write]
 
-one_gpu.jsonl and triton.jsonl are of November 27, by benchmarks/one_gpu.py; ncu.csv has columns of
-ncu's (docs/profiling.md) from the same run. h100.json is what `make gpu` wrote before that,
-variants.jsonl is from both runs, and products.jsonl from benchmarks/products.py. `--write` puts the
-tables into the page, each between two comments that have its name.
+figures.jsonl has the lines of benchmarks.kernels and benchmarks.muon, to which `make gpu` appends;
+of two lines of the same figure the last is shown. ncu.csv has columns of ncu's (docs/profiling.md).
+`--write` puts the tables into the page, each between two comments that have its name.
 """
 
 from __future__ import annotations
@@ -19,98 +18,72 @@ from pathlib import Path
 from typing import Any
 
 from .compiled import KNOWN
-from .tables import table, written
+from .kernels import FORMATS, GPT2, HOST
+from .tables import crossed, table, written
 
 RESULTS = "benchmarks/results/gpu"
 PAGE = "docs/evidence/gpu.md"
+Lines = Sequence[dict[str, Any]]
 
 
-def operations(records: Sequence[dict[str, Any]]) -> str:
-    """Those of GPT-2 124M that were timed beside torch or a copy; of single steps see `formats`."""
+def last(lines: Lines) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """By operation, shapes and backend."""
+    return {(x["operation"], x["shapes"], x["backend"]): x for x in lines if "operation" in x}
+
+
+def operations(lines: Lines) -> str:
+    """Those of GPT-2 124M that were timed beside torch; of single steps see `formats`."""
     rows = [
         [
-            r["operation"],
-            f"{r['alone_ms']:.3f}" if "alone_ms" in r else "",
-            f"{r['hdet_ms']:.3f}",
-            f"{r['torch_ms']:.3f}",
-            f"{r['ratio']:.3f}",
-            f"{r['of_copy']:.2f}" if "of_copy" in r and "cache" not in r else "",
+            operation,
+            f"{x['alone_ms']:.3f}" if "alone_ms" in x else "",
+            *(f"{x[name]:.3f}" for name in ("hdet_ms", "torch_ms", "ratio")),
+            f"{x['of_copy']:.2f}" if x.get("of_copy") and "cache" not in x else "",
         ]
-        for r in records
-        if "hdet_ms" in r
-        and ("GPT-2" in r["shapes"] or "muon" in r["operation"])
-        and not re.search("^adamw|rank one|displacement", r["operation"])
+        for (operation, shapes, _), x in last(lines).items()
+        if "torch_ms" in x
+        and (operation.startswith("muon") or shapes == GPT2)
+        and not operation.startswith("adamw")
     ]
-    return table(
-        [
-            "operation",
-            "kernels alone, ms",
-            "hdet, ms",
-            "torch or peer, ms",
-            "hdet / it",
-            "of a copy's bandwidth",
-        ],
-        rows,
-    )
+    heads = ["operation", "kernels alone, ms", "hdet, ms", "torch or peer, ms", "hdet / it",
+             "of a copy's bandwidth"]  # fmt: skip
+    return table(heads, rows)
 
 
-def formats(lines: Sequence[dict[str, Any]]) -> str:
+def formats(lines: Lines) -> str:
     """A step of AdamW on GPT-2 124M, by number format and backend."""
-    these = [x for x in lines if x["section"] == "formats"]
-    peer = next(x for x in these if x["name"].startswith("torch"))
-    rows = [[f"`{peer['name']}`", f"{peer['ms']:.2f}", "", "", ""]]
-    for name in dict.fromkeys(x["name"] for x in these if "backend" in x):
-        cells = {x["backend"]: x for x in these if x["name"] == name}
+    found = last(lines)
+    peer = found["adamw, float32", GPT2, "cuda"]["torch_ms"]
+    rows: list[list[str]] = [["`torch.optim.AdamW(fused=True)`", f"{peer:.2f}", "", "", ""]]
+    for name in FORMATS:
         rows.append([name])
         for backend in ("cuda", "triton"):
-            rows[-1] += [f"{cells[backend]['ms']:.2f}", f"{cells[backend]['of_copy']:.2f}"]
+            x = found[f"adamw, {name}", GPT2, backend]
+            rows[-1] += [f"{x['alone_ms']:.2f}", f"{x['of_copy']:.2f}"]
     heads = ["numbers", "CUDA, ms", "of a copy's bandwidth", "Triton, ms", "of a copy's bandwidth"]
     return table(heads, rows)
 
 
-def newton_schulz(lines: Sequence[dict[str, Any]]) -> str:
+def newton_schulz(lines: Lines) -> str:
     """Milliseconds and errors of directions, by way."""
-    these = [x for x in lines if x["section"] == "newton-schulz"]
-    sizes = list(dict.fromkeys(tuple(x["size"]) for x in these))
-    rows = []
-    for way in dict.fromkeys(x["way"] for x in these):
-        of = {tuple(x["size"]): x for x in these if x["way"] == way}
-        rows.append([way])
-        for size in sizes:
-            error = of[size]["error"]
-            rows[-1].append(f"{of[size]['ms']:.2f}" + ("" if error is None else f" ({error:.4f})"))
-    return table(["way", *(f"{b} of {m} x {n}" for b, m, n in sizes)], rows)
+
+    def cell(way: str, shapes: str) -> str:
+        x = found[way, shapes]
+        return f"{x['alone_ms']:.2f}" + ("" if x["error"] is None else f" ({x['error']:.4f})")
+
+    found = {cell[:2]: x for cell, x in last(lines).items() if cell[0].startswith("newton-schulz")}
+    ways = {way.split(", ", 1)[1]: way for way, _ in found}
+    return crossed("way", ways, {shapes: shapes for _, shapes in found}, cell)
 
 
-def triton_ways(lines: Sequence[dict[str, Any]]) -> str:
-    """The same kernels with and without hints, and with chunks of several lengths."""
-    names = list(dict.fromkeys(x["name"] for x in lines))
-    cells = {(x["way"], x["name"]): x for x in lines}
-    return table(
-        ["Triton, ms", *names],
-        [
-            [way, *(f"{cells[way, name]['ms']:.3f}" for name in names)]
-            for way in dict.fromkeys(x["way"] for x in lines)
-        ],
-    )
-
-
-def host(records: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        [
-            r["gradients"],
-            f"{r['host_us']:.0f}",
-            f"{r['calls_us']:.0f}",
-            f"{r['torch_us']:.0f}",
-            f"{r['ratio']:.2f}",
-        ]
-        for r in records
-        if "calls_us" in r
-    ]
-    return table(
-        ["gradients", "hdet, us", "of which torch's own part, us", "torch, us", "hdet / torch"],
-        rows,
-    )
+def host(lines: Lines) -> str:
+    found, rows = last(lines), []
+    for case, meaning in HOST.items():
+        x = found[f"host time of a step, {case}", "300 x 1", "cuda"]
+        us = (f"{x[name]:.0f}" for name in ("host_us", "calls_us", "torch_us"))
+        rows.append([meaning, *us, f"{x['ratio']:.2f}"])
+    heads = ["gradients", "hdet, us", "of which torch's own part, us", "torch, us", "hdet / torch"]
+    return table(heads, rows)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -147,44 +120,15 @@ def counters(rows: Sequence[dict[str, str]]) -> str:
     return table(["AdamW", "registers", "us", "of the memory's peak", "of issue slots"], cells)
 
 
-def variants(lines: Sequence[dict[str, Any]], copy: float) -> str:
-    rows = [
-        [x["formats"], x["variant"], f"{x['ms']:.3f}", f"{1e9 * x['gb_s'] / copy:.2f}"]
-        for x in lines
-    ]
-    return table(["numbers", "variant", "ms", "of a copy's bandwidth"], rows)
-
-
-def products(lines: Sequence[dict[str, Any]]) -> str:
-    """torch's whole products, and the kernel that computes half of them in tiles of several kinds.
-
-    Milliseconds.
-    """
-    keys = ("way", "tile", "depth", "warps", "stages")
-    return table(
-        [*keys, *lines[0]["ms"]],
-        [
-            [*(str(x.get(key, "")) for key in keys), *(f"{ms:.3f}" for ms in x["ms"].values())]
-            for x in lines
-        ],
-    )
-
-
-def report(folder: Path) -> dict[str, str]:
+def report(folder: Path, device: str = "NVIDIA H100 80GB HBM3") -> dict[str, str]:
     """Tables by name."""
-    kept = json.loads((folder / "h100.json").read_text(encoding="utf-8"))
-    records = kept["records"]
-    latest = _lines(folder / "one_gpu.jsonl")
-    copy = 1e9 * max(r["copy_gb_s"] for r in records if "copy_gb_s" in r)
+    lines = [x for x in _lines(folder / "figures.jsonl") if x["device"] == device]
     return {
-        "Formats": formats(latest),
-        "Orthogonalise": newton_schulz(latest),
-        "Triton": triton_ways(_lines(folder / "triton.jsonl")),
-        "Operations": operations(records),
-        "Host": host(records),
+        "Formats": formats(lines),
+        "Orthogonalise": newton_schulz(lines),
+        "Operations": operations(lines),
+        "Host": host(lines),
         "Counters": counters(_counted(folder / "ncu.csv")),
-        "Variants": variants(_lines(folder / "variants.jsonl"), copy),
-        "Products": products(_lines(folder / "products.jsonl")),
     }
 
 
@@ -193,9 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", default=RESULTS, metavar="FOLDER", type=Path)
+    parser.add_argument("--device", default="NVIDIA H100 80GB HBM3")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    tables = report(options.results)
+    tables = report(options.results, options.device)
     if options.write:
         page = Path(PAGE)
         page.write_text(written(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -1,37 +1,76 @@
-"""A step of FusedMuon on a transformer's blocks, beside torch.optim.Muon and AdamW, and how near
-both directions are to float64's. JSON lines.
+"""A step of FusedMuon on a transformer's blocks, beside torch.optim.Muon and AdamW; how near
+directions are to float64's; and ways of computing them. JSON lines.
 
-python -m benchmarks.muon [--width 384] [--blocks 12] [--tokens 0] [--device cpu|cuda] [--threads N]
-[--out FILE]
+python -m benchmarks.muon [directions step ways products] [--width 384] [--blocks 12] [--tokens 0]
+    [--device cpu|cuda] [--threads N] [--quick] [--json FILE]
 
-torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU, where bfloat16
-is slower, and in bfloat16 elsewhere. So "ns_dtype" of a record is hdet's. The biases, the norms,
-and the embeddings go through AdamW, torch's with fused=True. "newton_schulz_ms" is the part of
-hdet's step that products take, "whole_products_ms" the same with torch's products in the place of
-those that compute half of a symmetric one.
+step         torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU,
+             where bfloat16 is slower, and in bfloat16 elsewhere ("ns_dtype"). The biases, the
+             norms, and the embeddings go through AdamW, torch's with fused=True. "newton_schulz_ms"
+             is the part of hdet's step that products take, "whole_products_ms" the same with
+             torch's products in the place of those that compute half of a symmetric one. On CUDA
+             "kernels_ms" and "launches" are the profiler's
+directions   relative distances |O - exact| / |exact|, Frobenius; "steep": singular values fall by
+             six orders of magnitude
+ways         Newton-Schulz in two numbers, and on the Gram matrix, begun anew after so many steps
+             (Zhang, Amsel, Chen and Dao 2026); without the host on CUDA
+products     on CUDA: halves of symmetric products of GPT-2 124M in tiles of several kinds, beside
+             torch's whole ones
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.optim._muon import _zeropower_via_newtonschulz as torchs_directions
 
 from hdet import FusedMuon
 from hdet.optim import newton_schulz
+from hdet.optim.newton_schulz import Iteration, SymmetricProduct, iterate, symmetric_product
 
-from .compare import Options, Shapes, free, gpt2, launches
-from .harness import alternate, alternate_on_cuda, emit
+from .kernels import Machine, Shapes, gpt2, graph_of, machine_of, owned, parser
 
 USUAL = (3.4445, -4.7750, 2.0315)
-OPERATION = "muon and adamw, a step"
-SIZE = {"width": 768, "blocks": 12, "tokens": 50257}
-"""of what `make gpu` times: GPT-2 124M"""
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def exact(x: Tensor) -> Tensor:
+    """The direction in float64, from singular values."""
+    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
+    s = values / values.norm()
+    for _ in range(5):
+        s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
+    return (left * s) @ right
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float(f"{float((found.double() - expected).norm() / expected.norm()):.3g}")
+
+
+def how(dtype: torch.dtype) -> Iteration:
+    return Iteration(USUAL, 5, 1e-7, dtype)
+
+
+# -- sections --------------------------------------------------------------------------------------
+
+
+def directions(machine: Machine, width: int, blocks: int, tokens: int) -> None:
+    for kind in ("normal", "steep"):
+        x = torch.randn(width, 4 * width, device=machine.device)
+        if kind == "steep":
+            x = x * torch.logspace(0, -6, 4 * width, device=machine.device)
+        made = {"torch": torchs_directions(x, USUAL, 5, 1e-7)}
+        for dtype in (torch.float32, BF16):
+            (made[f"hdet {dtype}"],) = newton_schulz.orthogonalise([x], how(dtype))
+        expected = exact(x)
+        distances = {name: off(found, expected) for name, found in made.items()}
+        machine.say(operation="direction", shapes=kind, width=width, off=distances)
 
 
 def model(width: int, blocks: int, tokens: int) -> tuple[Shapes, Shapes]:
@@ -41,165 +80,174 @@ def model(width: int, blocks: int, tokens: int) -> tuple[Shapes, Shapes]:
     return [s for s in shapes[2:] if len(s) == 2], [*tables, *(s for s in shapes if len(s) == 1)]
 
 
-def owned(shapes: Shapes, gradients: list[Tensor], device: str) -> list[Parameter]:
-    params = [Parameter(torch.randn(shape, device=device)) for shape in shapes]
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
-    return params
+def step(machine: Machine, width: int, blocks: int, tokens: int) -> None:
+    for dtype in (torch.float32, BF16) if not machine.is_gpu else (BF16,):
+        kinds = model(width, blocks, tokens)
+        gradients = [machine.randn(shapes) for shapes in kinds]
 
+        def params(kinds: Any = kinds, gradients: Any = gradients) -> list[list[Any]]:
+            pairs = zip(kinds, gradients, strict=True)
+            return [owned(machine.randn(shapes), of) for shapes, of in pairs]
 
-def optimizer(matrices: list[Parameter], rest: list[Parameter], **options: Any) -> FusedMuon:
-    return FusedMuon(
-        [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}], **options
-    )
-
-
-def step(
-    options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch.dtype | None
-) -> dict[str, Any]:
-    matrices, rest = model(width, blocks, tokens)
-    of_matrices, of_rest = options.randn(matrices), options.randn(rest)
-    made = [
-        (owned(matrices, of_matrices, options.device), owned(rest, of_rest, options.device))
-        for _ in range(2)
-    ]
-    ours = optimizer(*made[0], ns_dtype=ns_dtype, backend=options.backend)
-    theirs = [torch.optim.Muon(made[1][0]), torch.optim.AdamW(made[1][1], fused=True)]
-    dtype = ns_dtype or (torch.float32 if options.device == "cpu" else torch.bfloat16)
-    how = newton_schulz.Iteration(USUAL, 5, 1e-7, dtype)
-    alike = [
-        [x for x in of_matrices if tuple(sorted(x.shape)) == sides]
-        for sides in sorted({tuple(sorted(s)) for s in matrices})
-    ]
-
-    def in_torch() -> None:
-        for one in theirs:
-            one.step()
-
-    def products(backend: str) -> None:
-        for batch in alike:
-            newton_schulz.orthogonalise(batch, how, backend)
-
-    candidates: dict[str, Callable[[], object]] = {
-        "hdet": ours.step,
-        "torch": in_torch,
-        "newton_schulz": lambda: products(options.backend),
-        "whole_products": lambda: products("torch"),
-    }
-    repeats = min(options.repeats, 7)
-    seconds = (
-        alternate_on_cuda(candidates, repeats)
-        if options.device == "cuda"
-        else alternate(candidates, repeats, warmup=1)
-    )
-    ratio = statistics.median(
-        one / other for one, other in zip(seconds["hdet"], seconds["torch"], strict=True)
-    )
-    return {
-        "benchmark": "muon",
-        "operation": OPERATION,
-        "shapes": f"{blocks} x {width}, {tokens} tokens",
-        "backend": options.backend,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "width": width,
-        "blocks": blocks,
-        "tokens": tokens,
-        "parameters_of_matrices": sum(torch.Size(shape).numel() for shape in matrices),
-        "ns_dtype": str(dtype),
-        **{
-            f"{name}_ms": round(1e3 * statistics.median(values), 3)
-            for name, values in seconds.items()
-        },
-        "ratio": round(ratio, 3),
-    }
-
-
-def run(options: Options) -> list[dict[str, Any]]:
-    """What `make gpu` prints."""
-    if options.counting:
-        matrices, rest = model(64, 12, 0)
-        params = [
-            owned(shapes, options.randn(shapes), options.device) for shapes in (matrices, rest)
+        matrices, rest = params()
+        groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+        ours = FusedMuon(groups, ns_dtype=dtype, backend=machine.backend)
+        matrices, rest = params()
+        theirs = [torch.optim.Muon(matrices), torch.optim.AdamW(rest, fused=True)]
+        alike = [
+            [x for x in gradients[0] if tuple(sorted(x.shape)) == sides]
+            for sides in sorted({tuple(sorted(s)) for s in kinds[0]})
         ]
-        counted = launches(optimizer(*params, backend=options.backend).step)
-        records = [
-            {
-                "benchmark": "launches",
-                "operation": OPERATION,
-                "backend": options.backend,
-                "launches": counted,
-            }
-        ]
-    else:
-        records = [step(options, **SIZE, ns_dtype=None)]
-    for record in records:
-        emit(record)
-    free()
-    return records
 
+        def products(backend: str, alike: Any = alike, dtype: torch.dtype = dtype) -> None:
+            for batch in alike:
+                newton_schulz.orthogonalise(batch, how(dtype), backend)
 
-def exact(x: Tensor) -> Tensor:
-    """The direction in float64, from singular values."""
-    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
-    s = values / values.square().sum().sqrt()
-    for _ in range(5):
-        s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
-    return left @ torch.diag(s) @ right
-
-
-def accuracy(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Relative distance |O - exact| / |exact| of directions, Frobenius.
-
-    "steep": singular values fall by six orders of magnitude.
-    """
-    from torch.optim._muon import _zeropower_via_newtonschulz as torchs
-
-    width = arguments.width
-    x = torch.randn(width, 4 * width, device=arguments.device)
-    if kind == "steep":
-        x = x * torch.logspace(0, -6, 4 * width, device=arguments.device)
-    expected = exact(x)
-    made = {"torch": torchs(x, USUAL, 5, 1e-7)}
-    for dtype in (torch.float32, torch.bfloat16):
-        (made[f"hdet {dtype}"],) = newton_schulz.orthogonalise(
-            [x], newton_schulz.Iteration(USUAL, 5, 1e-7, dtype)
+        candidates: dict[str, Callable[[], object]] = {
+            "hdet": ours.step,
+            "torch": lambda theirs=theirs: [one.step() for one in theirs],  # type: ignore[misc]
+            "newton_schulz": partial(products, machine.backend),
+            "whole_products": partial(products, "torch"),
+        }
+        seconds = machine.seconds(candidates)
+        machine.say(
+            operation="muon and adamw, a step",
+            shapes=f"{blocks} x {width}, {tokens} tokens",
+            parameters_of_matrices=sum(torch.Size(shape).numel() for shape in kinds[0]),
+            ns_dtype=str(dtype),
+            **{f"{name}_ms": _ms(values) for name, values in seconds.items()},
+            ratio=round(float(np.median(np.divide(seconds["hdet"], seconds["torch"]))), 3),
+            **(profiled(ours.step) if machine.is_gpu else {}),
         )
-    off = {
-        name: float((o.double() - expected).norm() / expected.norm()) for name, o in made.items()
-    }
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * float(np.median(seconds)), 4)
+
+
+def profiled(call: Callable[[], object]) -> dict[str, Any]:
+    """Kernels of one call, and the longest of them, as the profiler counts them. It slows what
+    follows."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    parts: dict[str, list[float]] = {}
+    for event in profile.events():
+        is_kernel = event.device_type == torch.profiler.DeviceType.CUDA
+        if is_kernel and not event.name.startswith(("Optimizer", "Memcpy", "Memset")):
+            parts.setdefault(event.name[:60], []).append(event.time_range.elapsed_us() / 1e3)
+    rows = [(name, len(times), round(sum(times), 3)) for name, times in parts.items()]
     return {
-        "benchmark": "muon",
-        "operation": "direction",
-        "matrix": kind,
-        "width": width,
-        "off": {k: float(f"{v:.2g}") for k, v in off.items()},
+        "launches": sum(count for _, count, _ in rows),
+        "kernels_ms": round(sum(ms for *_, ms in rows), 2),
+        "longest": sorted(rows, key=lambda row: -row[2])[:14],
     }
+
+
+def gram(x: Tensor, how: Iteration, product: SymmetricProduct, cuts: Sequence[int]) -> Tensor:
+    """Newton-Schulz on the Gram matrix X X^T, begun anew after each of ``cuts`` steps."""
+    a, b, c = how.coefficients
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = x / norms.clamp(min=how.eps).to(x.dtype)
+    eye = torch.eye(x.shape[-2], device=x.device, dtype=x.dtype)
+    for steps in cuts:
+        r, q = product(x, x, None, 1.0, 0.0), None
+        for left in reversed(range(steps)):
+            z = product(r, r, r, c, b)
+            q = z + a * eye if q is None else product(q, z, q, 1.0, a)
+            if left:
+                rz = product(r, z, r, 1.0, a)
+                r = product(z, rz, rz, 1.0, a)
+        assert q is not None
+        x = torch.bmm(q, x)
+    return x
+
+
+WAYS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "bf16": (BF16, ()), "fp16": (FP16, ()), "gram, fp16, 2 + 3": (FP16, (2, 3)),
+    "gram, fp16, 2 + 2 + 1": (FP16, (2, 2, 1)),
+}  # fmt: skip
+
+
+def ways(machine: Machine, width: int, blocks: int, tokens: int) -> None:
+    """``error``: of the directions, beside an exact iteration."""
+    sizes = [(24, 768, 3072), (12, 768, 2304), (12, 768, 768), (8, 4096, 11008)]
+    for size in sizes if machine.is_gpu else [(2, 32, 128)]:
+        x = torch.randn(size, device=machine.device)
+        expected = exact(x[0]) if size[1] < 4096 else None
+        for name, (dtype, cuts) in WAYS.items():
+            y = x.to(dtype)
+            product = symmetric_product(y, "auto")
+            more = (cuts,) if cuts else ()
+            run = partial(gram if cuts else iterate, y, how(dtype), product, *more)
+            error = None if expected is None else off(run()[0], expected)
+            call = graph_of(run).replay if machine.is_gpu else run
+            machine.say(
+                operation=f"newton-schulz, {name}",
+                shapes=f"{size[0]} of {size[1]} x {size[2]}",
+                alone_ms=_ms(machine.seconds({"it": call})["it"]),
+                error=error,
+            )
+
+
+KINDS = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 4)]
+"""rows of a tile, depth, warps, stages"""
+
+
+def operands() -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(name, what is multiplied with its transpose, what is added)."""
+    side = 768
+    for count, length in ((24, 3072), (12, 2304), (12, 768)):
+        x = torch.randn(count, side, length, device="cuda", dtype=BF16) / length**0.5
+        yield f"X X^T, {count} of {side} x {length}", x, None
+    for count in (24, 12):
+        x = torch.randn(count, side, side, device="cuda", dtype=BF16) / side**0.5
+        gram = torch.bmm(x, x.mT)
+        yield f"polynomial, {count} of {side} x {side}", gram, gram
+
+
+def products(machine: Machine, width: int, blocks: int, tokens: int) -> None:
+    if not machine.is_gpu:
+        return
+    from hdet.kernels.triton import symmetric_products
+
+    def in_torch(x: Tensor, added: Tensor | None) -> Tensor:
+        if added is None:
+            return torch.bmm(x, x.mT)
+        return torch.baddbmm(added, x, x.mT, beta=0.5, alpha=1.5)
+
+    def ours(x: Tensor, added: Tensor | None) -> Tensor:
+        return symmetric_products.product(x, x, added, 1.5, 0.5)
+
+    def say(way: Callable[[Tensor, Tensor | None], Tensor], **kind: Any) -> None:
+        calls = {name: partial(way, x, added) for name, x, added in operands()}
+        ms = {name: _ms(machine.seconds({"it": call})["it"]) for name, call in calls.items()}
+        machine.say(section="products", **kind, ms=ms)
+
+    say(in_torch, way="torch")
+    for tile, depth, warps, stages in KINDS:
+        options = {"num_warps": warps, "num_stages": stages}
+        with mock.patch.multiple(symmetric_products, BLOCK=tile, DEPTH=depth, _OPTIONS=options):
+            say(ours, way="pointers", tile=tile, depth=depth, warps=warps, stages=stages)
+
+
+SECTIONS = {"directions": directions, "step": step, "ways": ways, "products": products}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("sections", nargs="*", metavar="SECTION", help="without, the first two")
+    made.add_argument("--width", type=int, default=384)
+    made.add_argument("--blocks", type=int, default=12)
+    made.add_argument("--tokens", type=int, default=0, help="rows of the table of tokens")
+    options = made.parse_args(arguments)
+    torch.manual_seed(0)
+    for name in options.sections or ("directions", "step"):
+        machine = machine_of(options)
+        SECTIONS[name](machine, options.width, options.blocks, options.tokens)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=0, help="rows of the table of tokens")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", help="a file to append the lines to")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(0)
-    for kind in ("normal", "steep"):
-        emit(accuracy(given, kind), given.out)
-    for dtype in (None, torch.bfloat16) if given.device == "cpu" else (None,):
-        emit(
-            step(
-                Options(given.device, "auto", quick=False),
-                given.width,
-                given.blocks,
-                given.tokens,
-                dtype,
-            ),
-            given.out,
-        )
+    main()

@@ -21,15 +21,8 @@ import torch.distributed as dist
 
 import hdet
 
-FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float32": (torch.float32, {}),
-    "masters": (torch.bfloat16, {"master_weights": "fp32"}),
-    "split": (torch.bfloat16, {"master_weights": "split"}),
-    "8bit": (torch.float32, {"moment_dtype": "8bit"}),
-    "8bit-split": (torch.bfloat16, {"moment_dtype": "8bit", "master_weights": "split"}),
-    "bf16": (torch.bfloat16, {"moment_dtype": torch.bfloat16, "stochastic_rounding": True}),
-}
-"""(dtype of parameters and gradients, options of FusedAdamW), as benchmarks/step.py times them"""
+from .kernels import FORMATS
+
 WIDTH = {"gpt2": 768, "small": 64}
 
 
@@ -111,8 +104,9 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    for name in FORMATS if arguments.formats == "all" else [arguments.formats]:
-        dtype, options = FORMATS[name]
+    usual = [name for name, of in FORMATS.items() if not (of.wide or of.shifted)]
+    for name in usual if arguments.formats == "all" else [arguments.formats]:
+        dtype, options = FORMATS[name].dtype, FORMATS[name].options
         model = blocks(WIDTH[arguments.shapes]).to(arguments.device, dtype)
         profile(
             prepare(arguments.mode, model, arguments.replicas, options), arguments.calls, on_gpu

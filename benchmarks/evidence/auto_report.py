@@ -1,9 +1,9 @@
-"""The tables of AutoLR's evidence, from the lines in the repository.
+"""The tables of the evidence and of docs/results.md, from the lines in the repository.
 
     python -m benchmarks.evidence.auto_report [--write]
 
-``--write`` puts them into docs/evidence/autolr.md and docs/results.md, each between two comments
-that have its name.
+``--write`` puts them into docs/evidence/autolr.md, docs/evidence/replicas.md and docs/results.md,
+each between two comments that have its name.
 """
 
 from __future__ import annotations
@@ -13,15 +13,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from ..tables import grouped, percent, spaced, table, written
-from . import auto, first_tries, fixed_rates, ranks, seconds
+from . import (
+    auto,
+    first_tries,
+    fixed_rates,
+    hero,
+    horizon,
+    outer,
+    paper,
+    ranks,
+    scoreboard,
+    seconds,
+    several,
+)  # fmt: skip
 from .ablation import FRESH, LONG, OFTEN, ablation
 from .auto import NEAR, Compared, compared, drawn, of_length
 from .experiment import Record
 from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TEST, WORKLOADS
 
-PAGES = ("docs/evidence/autolr.md", "docs/results.md")
+PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
+OTHERS: dict[str, Any] = {
+    "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
+    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
+}  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
 STARTS = {
@@ -199,11 +216,16 @@ def report() -> dict[str, str]:
         "Test set": counted({"test set": test}) + "\n" + harmed(test),
         "Examples that are seen many times": repeated(records),
         "Conditions": ablation(records, fixed),
-        "First tries": first_tries.table(first_tries.EXPERIMENT.read()),
         "By workload": by_workload(long),
-        "More ranks": ranks.table(ranks.EXPERIMENT.read()),
-        "Time": seconds.table(seconds.EXPERIMENT.read()),
         "Workloads": workloads(),
+        **{
+            name: module.EXPERIMENT.table(module.EXPERIMENT.read())
+            for name, module in OTHERS.items()
+        },
+        **{
+            f"Other methods: {problem}": found
+            for problem, found in hero.overviews(hero.EXPERIMENT.read()).items()
+        },
     }
 
 

@@ -20,7 +20,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ..tables import crossed, grouped, mean, table
+from ..tables import grouped, mean, table
 from . import peers, replicated
 from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
@@ -186,14 +186,6 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
 
 # -- tables ----------------------------------------------------------------------------------------
 
-CAPTION = """
-The rate that a run starts from is 2^start times the best one of the method (hdet-softmax: of
-OneCycle, which it steers), which was found on other seeds. Losses are held-out, in nats, means over
-seeds ± one standard error. A run that crashed, or ended above it, counts as an untrained model. LR
-sensitivity is E[min(l, l0)] - l* over starts even in ln(rate), l0 the untrained model's loss, l*
-the lowest mean of any method; beside it, with the method's own lowest as l*.
-"""
-
 
 class Curve:
     """A method on a problem, from several starts."""
@@ -233,28 +225,28 @@ class Curve:
         ]
 
 
-def tables(records: Sequence[Record]) -> str:
-    """Markdown: for each problem what every method loses, and loss by start."""
-    parts = ["# Final validation loss against the starting rate\n", CAPTION]
+def overview(records: Sequence[Record]) -> str:
+    """What every method loses on one problem. Losses are held-out, in nats, means over seeds ± one
+    standard error. A run that crashed, or ended above it, counts as an untrained model.
+
+    "With its own l*": LR sensitivity with the method's own lowest mean as l*.
+    """
+    by_method = grouped(records, "method")
+    curves = {name: Curve(by_method[name]) for name in METHODS if name in by_method}
+    lowest = min(curve.means[curve.best] for curve in curves.values())
+    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity",
+             "with its own l*", "crashed or learned nothing", "extra copies"]  # fmt: skip
+    return table(heads, ([name, *curve.row(lowest)] for name, curve in curves.items()))
+
+
+def overviews(records: Sequence[Record]) -> dict[str, str]:
+    """By problem."""
     shown = [record for record in records if record["benchmark"] == "hero"]
-    for problem, lines in sorted(grouped(shown, "problem").items()):
-        by_method = grouped(lines, "method")
-        curves = {name: Curve(by_method[name]) for name in METHODS if name in by_method}
-        lowest = min(curve.means[curve.best] for curve in curves.values())
-        heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity",
-                 "with its own l*", "crashed or learned nothing", "extra copies"]  # fmt: skip
-        starts = {f"2^{e}": e for e in sorted({r["exponent"] for r in lines})}
-        parts += [
-            f"## {problem} (untrained: {fmean(r['untrained'] for r in lines):.3f})\n",
-            table(heads, ([name, *curve.row(lowest)] for name, curve in curves.items())),
-            crossed(
-                "method",
-                curves,
-                starts,
-                lambda curve, e: f"{curve.means[e]:.3f}" if e in curve.means else "",
-            ),
-        ]
-    return "\n".join(parts)
+    return {problem: overview(lines) for problem, lines in grouped(shown, "problem").items()}
+
+
+def tables(records: Sequence[Record]) -> str:
+    return "\n".join(f"{problem}:\n\n{one}" for problem, one in overviews(records).items())
 
 
 EXPERIMENT = Experiment(

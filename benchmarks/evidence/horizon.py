@@ -12,10 +12,8 @@ is as in benchmarks.evidence.hero, which has found the best rates.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -23,7 +21,7 @@ from torch import nn
 import hdet
 from hdet.controllers.probe_rule import END
 
-from ..tables import grouped, mean, table
+from ..tables import crossed, grouped
 from . import hero
 from .experiment import Column, Experiment, Record, Task
 from .peers import wsd
@@ -32,7 +30,7 @@ from .replicated import probe, replicated
 from .training import Parts, train
 
 AVERAGED, LAST, FIXED = "averaged", "last", "fixed"
-NAMES = {AVERAGED: "cycle-averaged weights", LAST: "last weights (greedy)", FIXED: "fixed schedule"}
+NAMES = {AVERAGED: "averaged weights", LAST: "last weights", FIXED: "fixed schedule"}
 SIGNIFICANT = 2.0
 
 
@@ -92,60 +90,25 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
             yield {**task, "rate": best * 2.0 ** task["exponent"], "steps": steps}
 
 
-# -- tables ----------------------------------------------------------------------------------------
+def table(records: Sequence[Record]) -> str:
+    """Votes from the best rate: of the cycles near the schedule's peak, where votes count, those in
+    which |t| > 2 said higher, and lower. Neither should win."""
+    votes = {
+        cell: [t for line in lines for t in line["votes"]]
+        for cell, lines in grouped(records, "interval", "problem", "method", "exponent").items()
+        if cell[3] == 0 and cell[2] != FIXED
+    }
+    cycles = {f"{100 * interval:g} % of the run": interval for interval, *_ in sorted(votes)}
+    columns = {f"{problem}: {method}": (problem, method) for _, problem, method, _ in sorted(votes)}
 
-CAPTION = """
-Held-out loss at the end in nats, mean over seeds ± one standard error, and where the rate went: 2^x
-times the best fixed rate, mean of x. *Higher : lower*: of the cycles near the schedule's peak,
-where votes count, those in which |t| > 2 said so. From the best rate neither should win. Starts are
-2^start times the best fixed rate. A run that crashed, or ended above it, counts as an untrained
-model.
-"""
+    def cell(interval: float, of: tuple[str, str]) -> str:
+        found = votes.get((interval, *of, 0))
+        if found is None:
+            return ""
+        higher, lower = sum(t < -SIGNIFICANT for t in found), sum(t > SIGNIFICANT for t in found)
+        return f"{higher} : {lower} of {len(found)}"
 
-
-def tables(records: Sequence[Record]) -> str:
-    """Markdown: for each problem a row for each cycle and way of scoring."""
-    problems = dict(sorted(grouped(records, "problem").items()))
-    parts = ["# The horizon\n", CAPTION, "Votes from the best rate, higher : lower:\n"]
-    parts.append(_votes_from_the_best(problems))
-    for problem, lines in problems.items():
-        starts = sorted(grouped(lines, "exponent"))
-        rows = []
-        for (interval, method), cycle in sorted(grouped(lines, "interval", "method").items()):
-            own = grouped(cycle, "exponent")
-            cells = [cell for e in starts for cell in (_cells(own[e]) if e in own else [""] * 3)]
-            rows.append([NAMES[method], f"{100 * interval:g} %" if interval else "-", *cells])
-        heads = ["scored at", "cycle"]
-        for e in starts:
-            heads += [f"loss from 2^{e}", "rate went to", "higher : lower"]
-        parts += [f"## {problem}\n", table(heads, rows)]
-    return "\n".join(parts)
-
-
-def _votes_from_the_best(problems: Mapping[str, Sequence[Record]]) -> str:
-    """A row for each cycle; for each problem how often the averaged and the last weights said
-    higher and lower."""
-    lines = [line for own in problems.values() for line in own if line["exponent"] == 0]
-    found = grouped(lines, "interval", "problem", "method")
-    columns = [(problem, method) for problem in problems for method in (AVERAGED, LAST)]
-    rows = [
-        [f"{100 * cycle:g} % of the run", *(_votes(found.get((cycle, *of), [])) for of in columns)]
-        for cycle in sorted({line["interval"] for line in lines if line["interval"]})
-    ]
-    return table(["cycle", *(f"{problem}: {method}" for problem, method in columns)], rows)
-
-
-def _cells(lines: Sequence[Record]) -> list[str]:
-    """Loss, rate, and votes."""
-    went_to = fmean(line["exponent"] + math.log2(line["correction"]) for line in lines)
-    return [mean(list(map(hero.score, lines))), f"2^{went_to:+.1f}", _votes(lines)]
-
-
-def _votes(lines: Sequence[Record]) -> str:
-    """How often a higher and a lower rate was significantly better, of all votes."""
-    votes = [t for line in lines for t in line["votes"]]
-    higher, lower = sum(t < -SIGNIFICANT for t in votes), sum(t > SIGNIFICANT for t in votes)
-    return f"{higher} : {lower} of {len(votes)}" if votes else ""
+    return crossed("cycle", cycles, dict(sorted(columns.items())), cell)
 
 
 EXPERIMENT = Experiment(
@@ -156,7 +119,7 @@ EXPERIMENT = Experiment(
         Column("interval", (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1), [0.05, 0.1]),
         Column("exponent", (-4, 0, 4), [-4, 4]),
     ),
-    tables,
+    table,
     seeds=3,
     same=("problem", "method", "interval", "seed", "steps", "rate"),
 )  # fmt: skip
@@ -164,7 +127,7 @@ EXPERIMENT = Experiment(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = EXPERIMENT.parsed(arguments)
-    print(tables(EXPERIMENT.complete(tasks(options), options)), end="")
+    print(table(EXPERIMENT.complete(tasks(options), options)), end="")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean
@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core.spread import assignment, multipliers
 
-from ..tables import crossed, grouped, mean, table
+from ..tables import crossed, grouped
 from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
 from .problems.recsys import interactions
@@ -262,71 +262,20 @@ def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
             yield _task("paper", method, factor, best * factor, task["seed"], options)
 
 
-# -- tables ----------------------------------------------------------------------------------------
-
-CAPTION = """
-Rates are multiples of the baseline's best one, which was found on other seeds. The paper's low and
-high rates are 9 times apart. Losses are in nats, means over seeds ± one standard error. A run has
-crashed, or learned nothing, if a loss is not finite, or if over its last tenth the training loss is
-above that of the best constant prediction for the same interactions; where it is not finite it is
-left out of the means.
-"""
-ORDER = """
-A group's rate against the geometric mean of the four, in %, halfway through the run (means over
-seeds ± one standard error; then floors interfere): the lowest has decayed fastest. Only where a
-controller steers the groups.
-"""
-
-
-def tables(records: Sequence[Record]) -> str:
-    """Markdown: training loss, held-out loss and crashes by configuration and rate; then the
-    groups' rates."""
+def table(records: Sequence[Record]) -> str:
+    """Runs that crashed or learned nothing, by configuration and multiple of the best rate."""
     shown = [record for record in records if record["benchmark"] == "paper"]
-    factors = {times(factor): factor for factor in sorted(grouped(shown, "factor"))}
     methods = {method: grouped(own, "factor") for method, own in grouped(shown, "method").items()}
-    parts = ["# The paper's configurations on a recommender\n", CAPTION]
-    cells: dict[str, Callable[[list[Record]], str]] = {
-        "Crashed, or learned nothing": lambda own: (
-            f"{sum(line['crashed'] for line in own)} of {len(own)}"
-        ),
-        "Final training loss": lambda own: _mean([line["train"] for line in own]),
-        "Held-out loss": lambda own: _mean([line["validation"] for line in own]),
+    factors = {
+        f"{Fraction(factor).limit_denominator(100)} x": factor
+        for factor in sorted(grouped(shown, "factor"))
     }
-    for title, cell in cells.items():
-        of = lambda own, factor, cell=cell: cell(own[factor]) if factor in own else ""
-        parts += [f"{title}:\n", crossed("configuration", methods, factors, of)]
-    steered = [
-        line
-        for line in shown
-        if line.get("bases") and len({f"{x:.9g}" for x in line["bases"][1].values()}) > 1
-    ]
-    return "\n".join(parts + ([ORDER, _order(steered)] if steered else []))
 
+    def cell(own: dict[float, list[Record]], factor: float) -> str:
+        lines = own.get(factor, [])
+        return f"{sum(line['crashed'] for line in lines)} of {len(lines)}" if lines else ""
 
-def times(factor: float) -> str:
-    return f"{Fraction(factor).limit_denominator(100)} x"
-
-
-def _order(records: Sequence[Record]) -> str:
-    """Methods in the order in which the benchmark ran them."""
-    groups = {group: group.removeprefix("lr/") for group in records[0]["bases"][1]}
-    rows = []
-    for method, own in grouped(records, "method").items():
-        for factor, lines in sorted(grouped(own, "factor").items()):
-            ahead: dict[str, list[float]] = {group: [] for group in groups}
-            for line in lines:
-                logs = {group: math.log(line["bases"][1][group]) for group in groups}
-                for group, log in logs.items():
-                    ahead[group].append(100 * math.expm1(log - fmean(logs.values())))
-            fastest = sorted(groups, key=lambda group: fmean(ahead[group]))
-            cells = (_mean(ahead[group], digits=1) for group in groups)
-            rows.append([method, times(factor), *cells, ", ".join(groups[g] for g in fastest)])
-    return table(["configuration", "rate", *groups.values(), "fastest first"], rows)
-
-
-def _mean(values: Sequence[float | None], digits: int = 4) -> str:
-    known = [value for value in values if value is not None]
-    return mean(known, digits) if len(known) > 1 else f"{known[0]:.{digits}f}" if known else "-"
+    return crossed("configuration", methods, factors, cell)
 
 
 EXPERIMENT = Experiment(
@@ -335,7 +284,7 @@ EXPERIMENT = Experiment(
         Column("factor", (1 / 9, 1.0, 8.0, 2.0, 4.0, 16.0, 32.0), [1.0, 16.0]),
         Column("method", list(METHODS), ["baseline"], METHODS),
     ),
-    tables,
+    table,
     seeds=10,
     same=("benchmark", "method", "seed", "steps", "rate"),
 )  # fmt: skip
@@ -344,7 +293,7 @@ EXPERIMENT = Experiment(
 def main(arguments: Sequence[str] | None = None) -> None:
     options = EXPERIMENT.parsed(arguments)
     best = best_rate(EXPERIMENT.complete(search(options), options))
-    print(tables(EXPERIMENT.complete(grid(options, best), options)), end="")
+    print(table(EXPERIMENT.complete(grid(options, best), options)), end="")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """One default of each method on every workload, started where a user would start it: who learns the
-most, and who is there first?
+most?
 
     python -m benchmarks.evidence.scoreboard [--workloads vit-digits ...] [--methods autolr ...]
-                                             [--steps 10000] [--seeds 1] [--jobs 2] [--quick]
-                                             [--json FILE]
+        [--steps 10000] [--seeds 1] [--jobs 2] [--quick] [--json FILE]
 
 No method has a setting for a workload, and all begin at the rate that their framework or their
-README has as its default. The tables have what is missing of (untrained - best) at the end, and a
-performance profile as in AlgoPerf: on which part of the workloads a method has learned `TARGET` of
-what the best one did within so many times the steps of the fastest. A run is validated at `POINTS`
-even places.
+README has as its default. The table has what is missing of (untrained - best) at the end.
 """
 
 from __future__ import annotations
@@ -50,10 +46,6 @@ CALIBRATED = 2e-3
 """NadamW's: of the fixed rates of AdamW that have been run for 10 000 steps on cnn-digits,
 recommender-clicks, gru-bytes and mlp-friedman, the one that is never more than 0.8 % behind the
 best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9 %."""
-TARGET = 0.98
-POINTS = 40
-WITHIN = (1.0, 1.1, 1.25, 1.5, 2.0, math.inf)
-
 Build = Callable[[Problem, nn.Module, int], Parts]
 Make = Callable[[Problem, nn.Module], Optimizer]
 
@@ -150,65 +142,30 @@ ENTRIES: dict[str, Build] = {
 
 
 def run(method: str, workload: str, seed: int, steps: int) -> Record:
-    points: list[list[float]] = []
-
-    def watch(step: int, validate: Callable[[], float]) -> None:
-        if step * POINTS % steps < POINTS:
-            points.append([step, validate()])
-
     problem = replace(WORKLOADS[workload].problem, steps=steps)
     build = lambda problem, model, rate, seed: ENTRIES[method](problem, model, seed)
-    outcome = train(problem, build, 0.0, seed, watch)
-    return {
-        "validation": outcome["validation"],
-        "points": [[step, loss] for step, loss in points if math.isfinite(loss)],
-        "untrained": fixed_rates.untrained(workload, seed),
-        "rates": outcome["rates"],
-    }
+    outcome = train(problem, build, 0.0, seed)
+    return {**outcome, "untrained": fixed_rates.untrained(workload, seed)}
 
 
 def table(records: Sequence[Record]) -> str:
-    """What is missing of the best, by workload; then who is within how much of the fastest."""
+    """What is missing of the best, in percent of what that one learns, by workload."""
     methods = [name for name in ENTRIES if any(r["method"] == name for r in records)]
     missing: dict[str, list[float]] = {method: [] for method in methods}
-    slower: dict[str, list[float]] = {method: [] for method in methods}
     rows = []
     in_order = sorted(records, key=lambda record: methods.index(record["method"]))
     for (workload, _), lot in grouped(in_order, "workload", "seed").items():
         untrained = lot[0]["untrained"]
         ends = [fixed_rates.reached(record["validation"], untrained) for record in lot]
         best = min(ends)
-        times = [_reaches(record, untrained - TARGET * (untrained - best)) for record in lot]
-        row = [workload]
-        for record, end, time in zip(lot, ends, times, strict=True):
-            # if nobody has learned anything, all lack everything
-            lack = 100 * (end - best) / (untrained - best) if best < untrained else 100.0
+        # if nobody has learned anything, all lack everything
+        lacks = [100 * (e - best) / (untrained - best) if best < untrained else 100 for e in ends]
+        for record, lack in zip(lot, lacks, strict=True):
             missing[record["method"]].append(lack)
-            slower[record["method"]].append(time / min(times))
-            row.append(f"{lack:.1f}")
-        rows.append(row)
+        rows.append([workload, *(f"{lack:.1f}" for lack in lacks)])
     for name, of in (("mean", fmean), ("worst", max)):
         rows.append([f"*{name}*", *(f"**{of(missing[method]):.1f}**" for method in methods)])
-    parts = [
-        [
-            method,
-            *(f"{fmean(math.isfinite(x) and x <= most for x in times):.2f}" for most in WITHIN),
-        ]
-        for method, times in slower.items()
-    ]
-    limits = ["in the run" if math.isinf(x) else f"{x:g}" for x in WITHIN]
-    return (
-        markdown(["workload", *methods], rows)
-        + f"\nPart of the workloads on which {100 * TARGET:.0f} % of what the best has learned is "
-        + "there within so many times the fastest's steps:\n\n"
-        + markdown(["method", *limits], parts)
-    )
-
-
-def _reaches(record: Record, target: float) -> float:
-    """The first step at which the target is met."""
-    last = [] if record["validation"] is None else [[record["steps"], record["validation"]]]
-    return next((step for step, loss in [*record["points"], *last] if loss <= target), math.inf)
+    return markdown(["workload", *methods], rows)
 
 
 EXPERIMENT = Experiment(

@@ -1,15 +1,10 @@
-"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and
-counted, the fit, whether the cost model counts what the code does, and what is kept where a run
-is cut off. No figure is judged here."""
+"""The machinery of benchmarks.layouts, converge and controller: what is averaged and counted, the
+fit, and whether the cost model counts what the code does. No figure is judged here."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +12,11 @@ import pytest
 import torch
 
 import hdet
-from benchmarks import controller, converge, gpu, harness, layouts
+from benchmarks import controller, converge, harness, layouts
 from benchmarks.scaling import cost
 from benchmarks.scaling.cost import Job, Link
 
-from ..alive import alive
 from ..distributed import run_ranks
-from ..limits import HANG_S
 
 WIDTH = 16
 
@@ -196,73 +189,3 @@ def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert [line["statistics_bytes"] for line in lines] == [16 * 13 * 8] * 2 + [
         16 * 3 * 8
     ] * 2  # with the mark of the schedule's values
-
-
-# -- what make gpu leaves behind where the machine or a test does not last -------------------------
-
-
-def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> None:
-    path, seen = tmp_path / "records.jsonl", []
-
-    class Benchmark:
-        __name__ = "benchmark"
-
-        @staticmethod
-        def run(options: Any) -> None:
-            for number in range(3):
-                print(json.dumps({"number": number}), flush=True)
-                seen.append([json.loads(line)["number"] for line in path.read_text().splitlines()])
-            raise ValueError("too late for the others")
-
-    records = gpu.Records(path)
-    reason = gpu.run_benchmark(
-        Benchmark, gpu.compare.Options("cpu", "auto", True, False), 60.0, records
-    )
-    assert reason == "ValueError: too late for the others"
-    assert seen == [[0], [0, 1], [0, 1, 2]] and [
-        record["number"] for record in records.records
-    ] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("killable", [True, False], ids=["killed", "in the driver"])
-def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
-    killable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, kill, groups = tmp_path / "tests.log", os.killpg, []
-
-    def killpg(group: int, number: int) -> None:
-        groups.append(group)
-        if killable:
-            kill(group, number)
-
-    monkeypatch.setattr(gpu.os, "killpg", killpg)
-    monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
-    with log.open("ab") as file:
-        hangs = (
-            "sleep 600 & echo $!; wait" if killable else "trap '' INT; sleep 600 & echo $!; wait"
-        )
-        assert gpu.run_bounded(["sh", "-c", hangs], file, 1.0) == 1
-    text = log.read_text()
-    assert "stopped: no time was left" in text and ("was left behind" in text) != killable
-    if not killable:
-        kill(groups[0], signal.SIGKILL)
-    (worker,) = map(int, re.findall(r"^\d+", text))
-    deadline = time.monotonic() + HANG_S
-    while alive(worker):  # an orphan is somebody else's to reap
-        assert time.monotonic() < deadline, "the worker lives on"
-        time.sleep(0.01)
-
-
-def test_what_counts_time_runs_after_the_others_and_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = []
-    monkeypatch.setattr(
-        gpu,
-        "run_pytest",
-        lambda arguments, budget, log: (runs.append(arguments), (0, "3 passed"))[1],
-    )
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
-    assert gpu.run_tests("cuda", gpu.Budget(1), tmp_path / "tests.log")["counts"] == {"passed": 6}
-    assert [arguments[0] for arguments in runs] == ["gpu and not alone", "gpu and alone"]
-    assert ["-n" in arguments for arguments in runs] == [True, False]

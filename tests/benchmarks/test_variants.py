@@ -25,12 +25,11 @@ def test_a_line_that_is_gone_is_named() -> None:
         variants.edited([(variants.CODED, "another", "")])
 
 
-@pytest.mark.parametrize("name", profiled.FORMATS)
 @pytest.mark.parametrize("mode", ["step", "converge"])
-def test_every_format_can_be_profiled(name: str, mode: str) -> None:
-    dtype, options = profiled.FORMATS[name]
-    model = profiled.blocks(64).to("cpu", dtype)
-    call = profiled.prepare(mode, model, 2, options)
+def test_a_format_can_be_profiled(mode: str) -> None:
+    of = profiled.FORMATS["8 bits, split"]
+    model = profiled.blocks(16).to("cpu", of.dtype)
+    call = profiled.prepare(mode, model, 2, of.options)
     call()
     before = [p.detach().clone() for p in model.parameters()]
     call()

@@ -67,7 +67,8 @@ def test_a_workload_can_be_trained(name: str) -> None:
     # an expert that no position chooses has none
     gradients = [p.grad for p in trained if p.grad is not None]
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert sum(bool(gradient.any()) for gradient in gradients) > len(trained) / 2
+    # half of what begins at 0 has gradients of 0: adapters, word vectors
+    assert sum(bool(gradient.any()) for gradient in gradients) >= len(trained) / 2
 
 
 @pytest.mark.parametrize(
