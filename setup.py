@@ -1,11 +1,13 @@
 """Builds hdet._C with CMake. Metadata is in pyproject.toml.
 
 Environment:
-  HDET_CUDA        0 skips the CUDA kernels; 1 makes a missing nvcc an error; unset compiles them
-  where nvcc is found HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those
-  of the GPUs present, else 80;90;100) HDET_WERROR      1 treats compiler warnings as errors
+  HDET_CUDA        0 skips the CUDA kernels; 1 makes it an error where they cannot be compiled;
+                   unset compiles them where there is an nvcc of 12.0 or later that works
+  HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those of the GPUs
+                   present, else 75;80;90;100)
+  HDET_WERROR      1 treats compiler warnings as errors
   CUDA_HOME        the CUDA toolkit to use (also CUDA_PATH); else nvcc from PATH, else
-  /usr/local/cuda
+                   /usr/local/cuda
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHS = ["80", "90", "100"]
-OLDEST_ARCH = 80
+DEFAULT_ARCHS = ["75", "80", "90", "100"]
+OLDEST_ARCH = 75
+OLDEST_NVCC = (12, 0)
 
 
 def find_nvcc() -> str | None:
@@ -36,6 +39,16 @@ def find_nvcc() -> str | None:
         *([] if homes else ["/usr/local/cuda/bin"]),
     ]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def version_of(nvcc: str) -> tuple[int, int]:
+    """(0, 0) for one that does not say."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return 0, 0
+    found = re.search(r"release (\d+)\.(\d+)", said.stdout)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def supported_archs(nvcc: str) -> list[str]:
@@ -86,6 +99,16 @@ def choose_archs(nvcc: str) -> list[str]:
     )
 
 
+def without_cuda(note: str) -> list[str]:
+    """CMake's options; the note is what users are told of the reason."""
+    print(f"hdet: no CUDA kernels: {note}", flush=True)
+    return ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
+
+
+def insists_on_cuda() -> bool:
+    return os.environ.get("HDET_CUDA") == "1"
+
+
 def cuda_options() -> list[str]:
     """CMake's options for the CUDA kernels, from the environment and the machine."""
     wish = os.environ.get("HDET_CUDA", "")
@@ -94,22 +117,22 @@ def cuda_options() -> list[str]:
             f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or "
             "leave it unset"
         )
-    nvcc = None if wish == "0" else find_nvcc()
-    if wish == "1" and nvcc is None:
-        raise SystemExit(
-            "hdet: HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
-            "/usr/local/cuda.\n"
-            "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet builds "
-            "without CUDA kernels."
-        )
+    if wish == "0":
+        return without_cuda("hdet was built with HDET_CUDA=0")
+    nvcc = find_nvcc()
     if nvcc is None:
-        note = (
-            "hdet was built with HDET_CUDA=0"
-            if wish == "0"
-            else "nvcc was not found when hdet was built"
-        )
-        print(f"hdet: no CUDA kernels: {note}", flush=True)
-        return ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
+        if insists_on_cuda():
+            raise SystemExit(
+                "hdet: HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
+                "/usr/local/cuda.\n"
+                "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet "
+                "builds without CUDA kernels."
+            )
+        return without_cuda("nvcc was not found when hdet was built")
+    version = version_of(nvcc)
+    if version < OLDEST_NVCC and not insists_on_cuda():
+        said = ".".join(map(str, version)) if any(version) else "of an unknown version"
+        return without_cuda(f"nvcc was {said} when hdet was built, which is older than 12.0")
     archs = ";".join(choose_archs(nvcc))
     print(f"hdet: CUDA kernels for {archs} with {nvcc} (HDET_CUDA=0 skips them)", flush=True)
     return [
@@ -135,45 +158,21 @@ def find_tool(name: str) -> str:
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake in build/cmake-<python>-<options> and puts the module where setuptools expects
+    """Runs CMake in build/cmake-<options> and puts the module where setuptools expects
     it."""
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
-
-        options = [
-            f"-DHDET_VERSION={self.distribution.get_version()}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DHDET_WERROR={'ON' if os.environ.get('HDET_WERROR') == '1' else 'OFF'}",
-            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-            *cuda_options(),
-        ]
-        tag = hashlib.sha256(
-            "\n".join(
-                [*options, os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]
-            ).encode()
-        ).hexdigest()[:8]
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{tag}"
-        # pip's isolated environments have a new path every time. A copy of the headers keeps one
-        # path, and with it the objects.
-        include = build / f"pybind11-{pybind11.__version__}"
-        if not include.exists():
-            shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
-            os.rename(f"{include}.new", include)
-        cmake, ninja = find_tool("cmake"), find_tool("ninja")
-        self._run(
-            cmake,
-            "-S",
-            ROOT,
-            "-B",
-            build,
-            "-G",
-            "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={ninja}",
-            f"-DHDET_PYBIND11_INCLUDE={include}",
-            *options,
-        )
-        self._run(cmake, "--build", build, *([f"-j{self.parallel}"] if self.parallel else []))
+        options = cuda_options()
+        build = self._configure(options)
+        if build is None and "-DHDET_CUDA=ON" in options and not insists_on_cuda():
+            build = self._configure(
+                without_cuda("nvcc and the C++ compiler did not work together when hdet was built")
+            )
+        if build is None:
+            raise SystemExit(_FAILED.format("cmake could not configure"))
+        jobs = [f"-j{self.parallel}"] if self.parallel else []
+        if _run(find_tool("cmake"), "--build", build, *jobs) != 0:
+            raise SystemExit(_FAILED.format("the native module did not build"))
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replaced, not overwritten: a process that has the old module mapped keeps it.
@@ -181,14 +180,43 @@ class CMakeBuild(build_ext):
         shutil.copyfile(build / target.name, fresh)
         os.replace(fresh, target)
 
-    def _run(self, *command: object) -> None:
-        result = subprocess.run([str(part) for part in command], check=False)
-        if result.returncode != 0:
-            raise SystemExit(
-                f"hdet: the native module did not build ({Path(str(command[0])).name} exit code "
-                f"{result.returncode}); the compiler's message is above. If it concerns CUDA, "
-                "HDET_CUDA=0 skips the CUDA kernels."
-            )
+    def _configure(self, cuda: list[str]) -> Path | None:
+        """The folder in which CMake can build with these options; None: it cannot."""
+        import pybind11
+
+        options = [
+            f"-DHDET_VERSION={self.distribution.get_version()}",
+            f"-DHDET_WERROR={'ON' if os.environ.get('HDET_WERROR') == '1' else 'OFF'}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            *cuda,
+        ]
+        compilers = [os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]
+        tag = hashlib.sha256("\n".join([*options, *compilers]).encode()).hexdigest()[:8]
+        build = ROOT / "build" / f"cmake-{tag}"
+        # The kernels do not know Python: another one builds on the same objects.
+        cache = build / "CMakeCache.txt"
+        if cache.exists() and f"={sys.executable}\n" not in cache.read_text(encoding="utf-8"):
+            cache.unlink()
+        # pip's isolated environments have a new path every time. A copy of the headers keeps one
+        # path, and with it the objects.
+        include = build / f"pybind11-{pybind11.__version__}"
+        if not include.exists():
+            shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
+            os.rename(f"{include}.new", include)
+        options += [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
+            f"-DHDET_PYBIND11_INCLUDE={include}",
+        ]
+        code = _run(find_tool("cmake"), "-S", ROOT, "-B", build, "-G", "Ninja", *options)
+        return build if code == 0 else None
+
+
+_FAILED = "hdet: {}; the message is above. If it concerns CUDA, HDET_CUDA=0 skips the CUDA kernels."
+
+
+def _run(*command: object) -> int:
+    return subprocess.run([str(part) for part in command], check=False).returncode
 
 
 if __name__ == "__main__":  # not when a test imports the functions above

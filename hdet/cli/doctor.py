@@ -25,7 +25,24 @@ def run(_: argparse.Namespace) -> int:
         except Exception as error:  # noqa: BLE001 - one broken part must not hide the others
             reason = " ".join(str(error).split())
             print(f"  {'unknown':<18}{type(error).__name__}: {reason}")
+    print(_steps())
     return 0
+
+
+def _steps() -> str:
+    """What an optimizer gets with backend="auto", on what this machine trains on."""
+    import torch
+
+    from hdet.kernels.selection import automatic
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        name, why = automatic(device)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"steps run on {device.type}: unknown, {type(error).__name__}: {error}"
+    words = {"cpu": "hdet's C++ kernels", "cuda": "hdet's CUDA kernels"}
+    how = words.get(name, f"the {name} backend")
+    return f"steps run on {device.type} by {how}{why and f': {why}'}"
 
 
 def _versions() -> Lines:
@@ -43,12 +60,14 @@ def _build() -> Lines:
 
     try:
         from hdet import _C
+        from hdet.kernels.selection import cuda_version
     except ImportError as error:
         remedy = "reinstall hdet with a C++ compiler, pip install -e ."
         yield "native module", f"missing ({error}): {remedy}"
         return
     info = _C.build_info()
-    compiled = f"{info['cuda_compiler']}, for {info['cuda_archs']}"
+    runtime = ".".join(map(str, cuda_version(info["cuda_compiler"])))
+    compiled = f"for {info['cuda_archs']}, with CUDA {runtime}, which is in the module"
     yield "compiler", info["compiler"]
     yield "instruction sets", ", ".join(info["isa"])
     yield "OpenMP", "yes" if info["openmp"] else "no: kernels use one thread"
@@ -63,12 +82,16 @@ def _backends() -> Lines:
 def _devices() -> Lines:
     import torch
 
+    from hdet.kernels.selection import driver_version
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     wanted = os.environ.get("OMP_NUM_THREADS", "not set")
     yield "CPU cores", f"{cores} for this process, {os.cpu_count()} in the machine"
     yield "torch's threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS {wanted})"
     yield "torch's CUDA", torch.version.cuda or "none: this torch was built without CUDA"
     yield "GPUs", torch.cuda.device_count()
+    if torch.cuda.is_available() and torch.version.hip is None:
+        yield "CUDA driver", "for CUDA " + ".".join(map(str, driver_version()))
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         capability = f"compute capability {gpu.major}.{gpu.minor}"

@@ -2,9 +2,8 @@
 (the reference).
 
 A backend asked for by name that is missing raises and says why. "auto" takes the native backend of
-the tensors' device. There is one exception: CUDA tensors under an hdet that was built without CUDA
-run on Triton, or without that on the torch backend, with one warning that names the reason. Tensors
-on any other kind of device need backend="torch".
+the tensors' device; where that cannot run Triton, or else torch, with one warning that says which,
+why, and what would help.
 
 Operations are prepared once for a set of tensors and then called: a plan holds addresses and is
 valid until one changes.
@@ -12,14 +11,12 @@ valid until one changes.
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks, native
+from . import checks
 from .interface import (
     AveragePlan,
     Backend,
@@ -30,8 +27,10 @@ from .interface import (
     StepTensors,
 )
 from .rules import StepSettings
+from .selection import USABLE, available, check_name, select, state
 
 __all__ = [
+    "USABLE",
     "AveragePlan",
     "Backend",
     "CopyPlan",
@@ -45,121 +44,9 @@ __all__ = [
     "check_name",
     "copy_plan",
     "select",
+    "state",
     "step_plan",
 ]
-
-_BACKENDS = {
-    "cpu": "native.plans.CpuBackend",
-    "cuda": "native.cuda.CudaBackend",
-    "triton": "triton.TritonBackend",
-    "torch": "reference.TorchBackend",
-}
-USABLE = "usable"
-
-
-def _cuda_state(device: torch.device | None) -> str:
-    if native.missing is not None:
-        return native.missing
-    info = native._C.build_info()
-    if not info["cuda"]:
-        return (
-            f"hdet has no CUDA kernels: {info['cuda_note']}. Install the CUDA toolkit and "
-            "reinstall with HDET_CUDA=1"
-        )
-    if not torch.backends.cuda.is_built():
-        return "this torch was built without CUDA"
-    if not torch.cuda.is_available():
-        return "torch finds no usable CUDA device or driver"
-    oldest = min(int(arch.split("-")[0].rstrip("af")) for arch in info["cuda_archs"].split())
-    major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < oldest:
-        return (
-            f"the device has compute capability {major}.{minor}, hdet was built for "
-            f"{info['cuda_archs']}: reinstall with HDET_CUDA_ARCHS"
-        )
-    return USABLE
-
-
-def _triton_state(_: torch.device | None) -> str:
-    try:
-        import triton
-    except ImportError as error:
-        return f"Triton cannot be imported: {error}. Install it with pip install hdet[triton]"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
-        return f"Triton {triton.__version__} is too old: install 3.6 or later"
-    if triton.knobs.runtime.interpret or torch.cuda.is_available():
-        return USABLE
-    return (
-        "torch finds no usable CUDA device or driver. Without one Triton's interpreter runs "
-        "(TRITON_INTERPRET=1, on CPU tensors, slowly)"
-    )
-
-
-_STATES: dict[str, Callable[[torch.device | None], str]] = {
-    "cpu": lambda _: native.missing or USABLE,
-    "cuda": _cuda_state,
-    "triton": _triton_state,
-    "torch": lambda _: USABLE,
-}
-"""For tensors on a device, None the current one.
-
-To ask may import Triton or start CUDA: select asks its own only.
-"""
-
-
-def available() -> dict[str, str]:
-    """For each backend "usable", or the reason why it is not."""
-    return {name: state(None) for name, state in _STATES.items()}
-
-
-def check_name(backend: str) -> None:
-    """Raises ValueError for a name that no backend has."""
-    if backend != "auto" and backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose auto, {', '.join(_BACKENDS)}")
-
-
-_warned = False
-
-
-def _automatic(device: torch.device) -> str:
-    global _warned
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f'hdet has no native kernels for the device type {device.type}; backend="torch" works '
-            "there"
-        )
-    if device.type == "cuda" and native.missing is None and not native._C.cuda:
-        instead = "triton" if _STATES["triton"](device) == USABLE else "torch"
-        if not _warned:
-            _warned = True
-            warnings.warn(
-                f"tensors on CUDA use the {instead} backend: {_STATES['cuda'](device)}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return instead
-    return device.type
-
-
-def select(backend: str, device: torch.device) -> Backend:
-    """The backend of that name for tensors on that device.
-
-    Raises ValueError for an unknown name or a backend that does not work on the device,
-    RuntimeError for one that is not usable.
-    """
-    check_name(backend)
-    name = _automatic(device) if backend == "auto" else backend
-    if name in ("cpu", "cuda") and name != device.type:
-        raise ValueError(
-            f'backend="{name}" does not work on tensors on {device}; use backend="auto"'
-        )
-    reason = _STATES[name](device)
-    if reason != USABLE:
-        raise RuntimeError(
-            f'backend="{name}" is not usable: {reason}. backend="torch" works without it'
-        )
-    module, _, member = _BACKENDS[name].rpartition(".")
-    return getattr(importlib.import_module(f".{module}", __name__), member)()
 
 
 def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:

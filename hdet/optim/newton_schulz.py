@@ -141,17 +141,12 @@ def _cut(steps: int, most: int) -> list[int]:
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:
     """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it
     is asked for), else torch's."""
-    if backend == "triton" or (
-        x.is_cuda and x.dtype != torch.float32 and backend != "torch" and _has_triton()
-    ):
+    suits = x.is_cuda and x.dtype != torch.float32 and backend != "torch"
+    if backend == "triton" or (suits and kernels.state("triton", x.device) == kernels.USABLE):
         from hdet.kernels.triton import symmetric_products
 
         return symmetric_products.product
     return _whole
-
-
-def _has_triton() -> bool:
-    return kernels.available()["triton"] == kernels.USABLE
 
 
 def _whole(left: Tensor, right: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:

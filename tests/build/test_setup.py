@@ -10,6 +10,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -38,8 +39,9 @@ def script(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def nvcc_in(folder: Path) -> str:
-    return script(folder / "nvcc", *(f"compute_{arch}" for arch in ARCHS.split()))
+def nvcc_in(folder: Path, version: str = "12.8") -> str:
+    says = f"Cuda compilation tools, release {version}, V{version}.61"
+    return script(folder / "nvcc", *(f"compute_{arch}" for arch in ARCHS.split()), f"'{says}'")
 
 
 def test_without_nvcc_the_reason_is_recorded(bare: Path) -> None:
@@ -62,13 +64,14 @@ def test_nvcc_is_found_on_path_and_in_cuda_home_first(
 def test_architectures(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = nvcc_in(bare)
     choose = setup_module().choose_archs
-    assert choose(nvcc) == ["80", "90", "100"]
+    assert choose(nvcc) == ["75", "80", "90", "100"]
     script(bare / "nvidia-smi", "9.0", "8.9", "9.0")
     assert choose(nvcc) == ["89", "90"]
-    script(bare / "nvidia-smi", "7.5")  # older than the kernels support
-    assert choose(nvcc) == ["80", "90", "100"]
-    script(bare / "nvidia-smi", "12.0")  # newer than this nvcc knows
-    assert choose(nvcc) == ["80", "90", "100"]
+    script(bare / "nvidia-smi", "7.5")
+    assert choose(nvcc) == ["75"]
+    for other in ("7.0", "12.0"):  # older than the kernels support, newer than this nvcc knows
+        script(bare / "nvidia-smi", other)
+        assert choose(nvcc) == ["75", "80", "90", "100"]
     monkeypatch.setenv("HDET_CUDA_ARCHS", "86;89-real, 90")
     assert choose(nvcc) == ["86", "89-real", "90"]
     monkeypatch.setenv("HDET_CUDA_ARCHS", "80;130")
@@ -80,7 +83,7 @@ def test_cuda_can_be_skipped_and_wrong_values_are_refused(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc_in(bare)
-    assert setup_module().cuda_options()[:2] == ["-DHDET_CUDA=ON", "-DHDET_CUDA_ARCHS=80;90;100"]
+    assert setup_module().cuda_options()[:2] == ["-DHDET_CUDA=ON", "-DHDET_CUDA_ARCHS=75;80;90;100"]
     monkeypatch.setenv("HDET_CUDA", "0")
     assert setup_module().cuda_options() == [
         "-DHDET_CUDA=OFF",
@@ -89,6 +92,17 @@ def test_cuda_can_be_skipped_and_wrong_values_are_refused(
     monkeypatch.setenv("HDET_CUDA", "yes")
     with pytest.raises(SystemExit, match="HDET_CUDA=yes is not understood; use 0"):
         setup_module().cuda_options()
+
+
+@pytest.mark.parametrize(("version", "said"), [("11.5", "11.5"), ("none", "of an unknown version")])
+def test_an_old_nvcc_is_left_alone_unless_cuda_is_required(
+    bare: Path, version: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = nvcc_in(bare, version)
+    note = f"nvcc was {said} when hdet was built, which is older than 12.0"
+    assert setup_module().cuda_options() == ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
+    monkeypatch.setenv("HDET_CUDA", "1")
+    assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in setup_module().cuda_options()
 
 
 @pytest.fixture
@@ -123,8 +137,7 @@ def leave(checkout: Path, name: str) -> Path:
     for path in (checkout / "csrc").rglob("*.cpp"):
         if path.name != name:
             path.write_text("")
-    (source,) = (checkout / "csrc").rglob(name)
-    return source
+    return next((checkout / "csrc").rglob(name), checkout)
 
 
 def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -146,6 +159,20 @@ def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -
         in result.stderr
     )
     assert not list(checkout.glob("hdet/_C*.so"))
+
+
+@pytest.mark.parametrize("wish", ["", "1"])
+def test_an_nvcc_that_compiles_nothing_ends_the_build_only_where_cuda_is_required(
+    checkout: Path, wish: str
+) -> None:
+    """As where it refuses the C++ compiler. The build that goes on is that of no source at all."""
+    leave(checkout, "none")
+    nvcc_in(checkout / "toolkit" / "bin")
+    result = build(checkout, HDET_CUDA=wish, CUDA_HOME=str(checkout / "toolkit"))
+    note = "no CUDA kernels: nvcc and the C++ compiler did not work together"
+    assert (note in result.stdout) == (wish == "")
+    assert ("cmake could not configure" in result.stderr) == (wish == "1")
+    assert list(checkout.glob("hdet/_C*.so")) == ([] if wish == "1" else [ANY])
 
 
 def test_broken_source_fails_the_build_with_the_compilers_message(checkout: Path) -> None:

@@ -76,6 +76,29 @@ def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -
     for line, state in zip(backends, hdet.kernels.available().values(), strict=True):
         assert line.endswith(state if state == hdet.kernels.USABLE else f"not usable: {state}")
     assert "gloo" in out and "compiler" in out and "matplotlib" in out
+    assert out.splitlines()[-1].startswith("steps run on ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "said"),
+    [
+        ("cpu", None, "steps run on cpu by hdet's C++ kernels"),
+        ("cpu", "no module", "steps run on cpu by the torch backend: no module"),
+        ("mps", None, "steps run on mps by the torch backend: hdet has no kernels of its own"),
+    ],
+)
+def test_doctor_ends_with_what_steps_run_on(
+    kind: str,
+    missing: str | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(hdet.kernels.native, "missing", missing)
+    main(["doctor"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
 def test_doctor_survives_what_it_finds(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+import hdet
 from hdet import _C, kernels
-from hdet.kernels import native
+from hdet.kernels import native, selection
 
 from ..limits import HANG_S
 
@@ -52,7 +54,9 @@ def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missi
 
 
 def test_auto_is_the_native_backend_of_the_device() -> None:
-    assert kernels.select("auto", torch.device("cpu")).name == "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.select("auto", torch.device("cpu")).name == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_auto_is_the_native_backend_of_the_device() -> None:
     [
         ("metal", "cpu", "backend='metal' is unknown; choose auto, cpu, cuda, triton, torch"),
         ("cuda", "cpu", 'backend="cuda" does not work on tensors on cpu'),
-        ("auto", "meta", 'no native kernels for the device type meta; backend="torch"'),
+        ("cpu", "meta", 'backend="cpu" does not work on tensors on meta'),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(backend: str, device: str, message: str) -> None:
@@ -72,60 +76,173 @@ def test_what_cannot_be_chosen_is_refused(backend: str, device: str, message: st
         )
 
 
-def test_a_missing_module_is_reported_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "missing", "hdet's native module cannot be imported: no such file")
-    assert kernels.available()["cpu"] == native.missing
-    for name in ("auto", "cpu"):
-        with pytest.raises(
-            RuntimeError,
-            match='backend="cpu" is not usable: .* no such file. backend="torch" works',
-        ):
-            kernels.select(name, torch.device("cpu"))
-    assert kernels.select("torch", torch.device("cpu")).name == "torch"
+# -- what "auto" takes on machines that are not here -----------------------------------------------
 
 
-def _built(*, cuda: bool, **info: str) -> SimpleNamespace:
-    """Stands in for the native module."""
-    return SimpleNamespace(cuda=cuda, build_info=lambda: {"cuda": cuda, **info})
+@dataclass(frozen=True)
+class Module:
+    """Stands in for the native one."""
+
+    archs: str = ""
+    note: str = ""
+    toolkit: str = "12.8"
+    openmp: bool = True
+
+    def build_info(self) -> dict[str, Any]:
+        cuda, compiler = bool(self.archs), f"NVIDIA {self.toolkit}.93"
+        return {
+            "cuda": cuda,
+            "cuda_archs": self.archs,
+            "cuda_note": self.note,
+            "cuda_compiler": compiler,
+        }
 
 
-_WITHOUT_CUDA = _built(cuda=False, cuda_note="nvcc was not found when hdet was built")
-_WITH_CUDA = _built(cuda=True, cuda_archs="80 90")
+NEWEST = Module("75 80 90 100")
+NO_CUDA = Module(note="nvcc was not found when hdet was built")
 
 
-def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
+@dataclass(frozen=True)
+class Machine:
+    """A GPU's capability and driver, and what is installed beside it; no capability: no GPU."""
+
+    module: Module = NEWEST
+    capability: tuple[int, int] | None = (9, 0)
+    driver: tuple[int, int] = (12, 8)
+    hip: str | None = None
+    triton: bool = True
+    compiler: bool = True
+    missing: str | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        number = 1000 * self.driver[0] + 10 * self.driver[1]
+        monkeypatch.setattr(selection, "_warned", set())
+        monkeypatch.setattr(selection, "_has_c_compiler", lambda: self.compiler)
+        monkeypatch.setattr(native, "missing", self.missing)
+        monkeypatch.setattr(native, "_C", self.module)
+        monkeypatch.setattr(torch.version, "hip", self.hip)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: number, raising=False)
+        if not self.triton:
+            monkeypatch.setitem(sys.modules, "triton", None)
+        elif self.capability is not None:
+            triton = pytest.importorskip("triton", reason="there are wheels for Linux")
+            monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+T4, A100, H100, B200, RTX_5090 = (7, 5), (8, 0), (9, 0), (10, 0), (12, 0)
+OF_80 = Module("80 90 100")
+
+NATIVE = {
+    "the module's own architecture": Machine(),
+    "a newer minor version": Machine(Module("80-real"), (8, 9)),
+    "T4": Machine(capability=T4),
+    "by PTX": Machine(Module("80-real 100"), RTX_5090),
+    "by PTX alone": Machine(Module("90-virtual"), B200),
+    "this very architecture": Machine(Module("90a"), H100),
+    "its family": Machine(Module("100f"), (10, 3)),
+    "an older driver of the toolkit's major version": Machine(driver=(12, 2)),
+}
+OTHERS: dict[str, tuple[Machine, str, str]] = {
+    "no module": (
+        Machine(missing="the native module cannot be imported"),
+        "triton",
+        "the native module cannot be imported",
+    ),
+    "no CUDA kernels": (Machine(NO_CUDA), "triton", "nvcc was not found.*HDET_CUDA=1"),
+    "neither Triton": (
+        Machine(NO_CUDA, triton=False),
+        "torch",
+        "nvcc was not found.*Triton cannot be imported.*pip install hdet.triton.",
+    ),
+    "nor a compiler for it": (Machine(NO_CUDA, compiler=False), "torch", "needs a C compiler"),
+    "T4, built for newer ones": (
+        Machine(OF_80, T4),
+        "torch",
+        'capability 7.5, hdet was built for 80 90 100.*HDET_CUDA_ARCHS="75".*Triton needs.* 8.0',
+    ),
+    "old driver": (
+        Machine(Module("90", toolkit="13.0"), driver=(12, 8)),
+        "triton",
+        "driver is one of CUDA 12.8, hdet was built with CUDA 13.0: update the driver",
+    ),
+    "PTX for an older driver": (
+        Machine(Module("80"), driver=(12, 2)),
+        "triton",
+        "compute capability 9.0, hdet was built for 80",
+    ),
+    "-real": (Machine(Module("80-real")), "triton", "built for 80-real"),
+    "a newer minor version than the device": (
+        Machine(Module("86-real"), A100),
+        "triton",
+        "built for 86-real",
+    ),
+    "90a": (Machine(Module("90a"), B200), "triton", "built for 90a"),
+    "another family": (Machine(Module("100f"), RTX_5090), "triton", "built for 100f"),
+    "AMD": (Machine(hip="6.4"), "triton", "do not run on AMD"),
+    "AMD without Triton": (Machine(hip="6.4", triton=False), "torch", "do not run on AMD"),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_gpu_that_the_module_has_code_for_gets_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
-    monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setitem(sys.modules, "triton", None)  # is missing
-    with pytest.warns(
-        RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"
-    ):
-        assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
+    NATIVE[name].install(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
-    with pytest.raises(RuntimeError, match='backend="cuda" is not usable: .* nvcc was not found'):
-        kernels.select("cuda", torch.device("cuda", 0))
+        assert selection.automatic(torch.device("cuda", 0)) == ("cuda", "")
 
 
-def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_gpu_gets_another_backend_with_one_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton = pytest.importorskip(
-        "triton", reason="Triton is not installed; there are wheels for Linux"
-    )
-    monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
-    monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    with pytest.warns(
-        RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"
-    ):
-        assert kernels.select("auto", torch.device("cuda", 0)).name == "triton"
+    machine, expected, why = OTHERS[name]
+    machine.install(monkeypatch)
+    device = torch.device("cuda", 0)
+    with pytest.warns(RuntimeWarning, match=f"cuda use the {expected} backend: .*{why}"):
+        assert kernels.select("auto", device).name == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.select("auto", device).name == expected
+    with pytest.raises(RuntimeError, match='backend="cuda" is not usable: .*"torch" works'):
+        kernels.select("cuda", device)
 
 
-def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_devices_of_other_kinds_get_torchs_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_warned", set())
+    with pytest.warns(RuntimeWarning, match=f"no kernels of its own for {kind}"):
+        assert kernels.select("auto", torch.device(kind)).name == "torch"
+
+
+def test_a_cpu_without_the_module_gets_torchs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "hdet's native module cannot be imported: no such file"
+    Machine(missing=missing, capability=None).install(monkeypatch)
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    with pytest.warns(RuntimeWarning, match="cpu use the torch backend: .* no such file"):
+        hdet.FusedSGD([param], lr=0.5).step()
+    assert torch.equal(param.detach(), torch.full((3,), 0.5))
+    assert kernels.available()["cpu"] == native.missing
+    with pytest.raises(RuntimeError, match='backend="cpu" is not usable: .* no such file'):
+        kernels.select("cpu", torch.device("cpu"))
+
+
+def test_one_thread_for_want_of_openmp_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, whose compiler has none."""
+    Machine(Module(openmp=False), None).install(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with pytest.warns(RuntimeWarning, match="cpu use the cpu backend: .*without OpenMP"):
+        kernels.select("auto", torch.device("cpu"))
+
+
+def test_only_what_may_be_taken_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look at the others would import Triton and start CUDA."""
 
     def asked() -> bool:
@@ -134,25 +251,23 @@ def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", asked)
     monkeypatch.setattr(torch.backends.cuda, "is_built", asked)
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("cpu", "torch"):
-        assert kernels.select(name, torch.device("cpu")).name == name
-    monkeypatch.setattr(native, "_C", _WITH_CUDA)
+    for name in ("auto", "cpu", "torch"):
+        expected = "cpu" if name == "auto" else name
+        assert kernels.select(name, torch.device("cpu")).name == expected
+    monkeypatch.setattr(native, "_C", Module("90"))
     with pytest.raises(AssertionError, match="another backend"):
         kernels.available()
 
 
 def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_C", _WITH_CUDA)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Machine(OF_80).install(monkeypatch)
+    second = torch.device("cuda", 1)
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_capability",
-        lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0),
+        torch.cuda, "get_device_capability", lambda device=None: T4 if device == second else H100
     )
     assert kernels.available()["cuda"] == kernels.USABLE
-    with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90"):
-        kernels.select("cuda", torch.device("cuda", 1))
+    with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90 100"):
+        kernels.select("cuda", second)
 
 
 OTHER_BUILDS = """
