@@ -87,8 +87,7 @@ class Ensemble:
         self.parameters, self.replicas, self.knobs = parts.tensors, parts.replicas, parts.knobs
         self.schedule, self.engine, self.run = parts.schedule, parts.engine, parts.run
         self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
-        self.records, self._fan_out = parts.records, parts.fan_out
-        self._agreement = parts.agreement
+        self.records, self._fan_out, self._agreement = parts.records, parts.fan_out, parts.agreement
         parts.attach()
         self.cycles.begin()
 
@@ -100,14 +99,13 @@ class Ensemble:
         weight: torch.Tensor | float = 1.0,
         replica: int | None = None,
     ) -> None:
-        """Add a loss of this replica to the running cycle. Never waits for the device.
+        """Add a loss of this replica to the running cycle. Never waits for the device. Raises
+        ValueError for what is no scalar, and for a negative weight.
 
         Args:
             loss: of a micro-batch, a scalar.
             weight: of it, such as its tokens, >= 0.
             replica: whose it is; None: this process's, or that of the co-resident one in ``use``.
-
-        Raises ValueError for what is no scalar, and for a negative weight.
         """
         self.weights.local[self.replicas.place(replica)].loss_meter.add(loss, weight)
 
@@ -231,8 +229,8 @@ class Ensemble:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of this process's cycles, as ``log`` gets them, but for what `hdet.replay`
-        reads (``record``). The last one is ``history[-1]``."""
+        """The records of this process's cycles, as ``log`` gets them, without what `hdet.replay`
+        reads (``record``)."""
         return self.records.history
 
     @property
@@ -264,11 +262,7 @@ class Ensemble:
 
     def report(self) -> str:
         """What the controller is going to do, or what it has measured: some short lines."""
-        controller = self.engine.controller
-        if controller is None:
-            return "no controller: nothing moves the values of the schedule"
-        moved = ", ".join(f"{name} {by:.4g}" for name, by in self.corrections.items())
-        return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
+        return self.records.report()
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, not to be written to, where

@@ -58,6 +58,15 @@ class Records:
         if self.log is not None:
             self.log(record, self.engine.step)
 
+    def report(self) -> str:
+        """See `hdet.Ensemble.report`."""
+        engine, controller = self.engine, self.engine.controller
+        if controller is None:
+            return "no controller: nothing moves the values of the schedule"
+        pairs = zip(engine.knobs, engine.corrections, strict=True)
+        moved = ", ".join(f"{knob.name} {by:.4g}" for knob, by in pairs)
+        return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
+
     def tell_note(self, note: str) -> None:
         """At once, what the next record will have among its notes."""
         is_first = not dist.is_initialized() or dist.get_rank() == 0
