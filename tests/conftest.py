@@ -28,13 +28,15 @@ with suppress(ImportError):  # make gpu runs where it may be missing
 
 LONGEST = [
     "kernels/test_shim.py",
-    "examples/test_bytes.py",
     "triton/test_interpreter.py",
     "triton/test_compiled.py",
     "kernels/test_step.py",
-    "cli/test_report.py",
-    "layouts/test_parallel.py",
+    "trial/test_no_trace.py",
+    "trial/test_arms.py",
+    "examples/test_bytes.py",
+    "trial/test_layouts.py",
     "checkpoint/test_resume.py",
+    "cli/test_report.py",
 ]
 """A quarter of a minute and more each, the longest first.
 

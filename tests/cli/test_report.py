@@ -206,7 +206,7 @@ values = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 fuzz = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -87,10 +87,10 @@ SHOWN = [name for name in MAKES if "shadow" not in name and "taken back" not in 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_run_is_bitwise_the_one_without_it(name: str) -> None:
     make, settings = MAKES[name]
-    plain: dict[str, Any] = {"total": 120, **settings}
+    plain: dict[str, Any] = {"total": 60, **settings}
     ours = run(lambda model: hdet.Shadow(make(model)), **plain)
     alone = run(lambda model: None, **plain)
-    assert [float(ours.step()) for _ in range(120)] == [float(alone.step()) for _ in range(120)]
+    assert [float(ours.step()) for _ in range(60)] == [float(alone.step()) for _ in range(60)]
     assert all(map(torch.equal, ours.all_weights(), alone.all_weights()))
     assert ours.ensemble.values() == alone.ensemble.values()
     assert ours.ensemble.corrections == {"lr": 1.0} and len(ours.records) == len(alone.records)

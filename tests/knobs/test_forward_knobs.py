@@ -197,6 +197,9 @@ def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> N
             with pytest.raises(ValueError, match="inside `with ensemble.explore"):
                 call()
     run.step()
+    run.close()
+    with run.explore():  # of an Ensemble that is closed
+        assert net.drop.p == 0.2
 
 
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:

@@ -49,7 +49,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         raise
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_replicas_of_any_layout(layout: Layout) -> None:
     """They are equal, closed under what is shared, minimal, with peers at the same place; or the
