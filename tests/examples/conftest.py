@@ -38,9 +38,8 @@ def run_example() -> Callable[..., str]:
 
     def run(module: str, processes: int, *arguments: object) -> str:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        start = torchrun if processes > 1 else []
         done = subprocess.run(
-            [sys.executable, *start, "-m", module, *map(str, arguments)], capture_output=True,
+            [sys.executable, *torchrun, "-m", module, *map(str, arguments)], capture_output=True,
             text=True, timeout=HANG_S, cwd=ROOT, env=ENVIRONMENT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]

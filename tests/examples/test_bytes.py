@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -186,8 +188,12 @@ def test_what_does_not_fit_changes_nothing(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_drop_in_runs(text_folder: Path, run_example: Callable[..., str]) -> None:
+def test_the_drop_in_runs(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One process: no replicas, but every line of the loop."""
-    settings = ["--steps", 4, "--sync-interval", 2, "--data", text_folder]
-    said = run_example("examples.drop_in", 1, *settings)
+    settings = ["drop_in", "--steps", "4", "--sync-interval", "2", "--data", str(text_folder)]
+    monkeypatch.setattr(sys, "argv", settings)
+    runpy.run_module("examples.drop_in", run_name="__main__")
+    said = capsys.readouterr().out
     assert 5 < float(said.split("validation loss")[1].split()[0]) < 6  # ln 256 is 5.55

@@ -34,6 +34,7 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     for key in ("values", "scheduled", "corrections"):
         found[f"hdet/{key}/lr"] = record[key]["lr"]
     alone = ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")
+    alone += ("trial_steps",)
     found |= {f"hdet/{key}": record[key] for key in alone}
     return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
@@ -41,7 +42,7 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
 def test_a_records_numbers_have_its_own_keys() -> None:
     for record in records(lambda record, step: None):
         found = hdet.logging.scalars(record)
-        assert found == expected(record) and len(found) == 15
+        assert found == expected(record) and len(found) == 16
         assert all(isinstance(value, float) for value in found.values())
     others = {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}
     assert hdet.logging.scalars(others, "mine") == {"mine/probe/0": 0.5}
