@@ -92,28 +92,14 @@ def rise_and_fall(o: Any) -> torchs.SequentialLR:
     return torchs.SequentialLR(o, [rises, torchs.CosineAnnealingLR(o, 100, 1e-5)], [10])
 
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "OneCycleLR": one_cycle,
-    "LambdaLR": lambda o: torchs.LambdaLR(o, lambda step: 0.97 ** min(step, 500)),
-    "StepLR": lambda o: torchs.StepLR(o, 3),
-    "MultiStepLR": lambda o: torchs.MultiStepLR(o, [4, 9]),
-    "CosineAnnealingLR": lambda o: torchs.CosineAnnealingLR(o, TOTAL),
-    "CosineAnnealingWarmRestarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 4, 2),
-    "LinearLR": lambda o: torchs.LinearLR(o, 0.1, total_iters=20),
-    "PolynomialLR": lambda o: torchs.PolynomialLR(o, 30),
-    "ExponentialLR": lambda o: torchs.ExponentialLR(o, 0.97),
-    "SequentialLR": lambda o: torchs.SequentialLR(
-        o, [torchs.LinearLR(o, 0.1, total_iters=5), torchs.CosineAnnealingLR(o, 30)], [5]
-    ),
-    "ChainedScheduler": lambda o: torchs.ChainedScheduler(
-        [torchs.ConstantLR(o, 0.1, total_iters=9), torchs.ExponentialLR(o, 0.97)]
-    ),
-}
+# What is inside of a scheduler's state is the scheduler's: one of each shape is enough.
+COSINE = lambda o: torchs.CosineAnnealingLR(o, TOTAL)
+STEP = lambda o: torchs.StepLR(o, 3)
+CHAINED = lambda o: torchs.ChainedScheduler([STEP(o), torchs.ExponentialLR(o, 0.97)])
 NONE = lambda net: None
 SOFTMAX = lambda net: hdet.SoftmaxController(decay=None)
 AUTO = lambda net: hdet.AutoLR(net, budget=0.99)
-COSINE, EACH = SCHEDULERS["CosineAnnealingLR"], [hdet.LearningRate(0.3, groups="each")]
-FIRST = [hdet.LearningRate(0.3, groups=[0])]
+EACH, FIRST = ([hdet.LearningRate(0.3, groups=groups)] for groups in ("each", [0]))
 RUNS: dict[str, Callable[[], Run]] = {
     "none": lambda: Run(NONE, COSINE),
     "softmax": lambda: Run(SOFTMAX, COSINE),
@@ -124,9 +110,10 @@ RUNS: dict[str, Callable[[], Run]] = {
     "auto, then softmax": lambda: Run(
         lambda net: hdet.SequentialController(AUTO(net), SOFTMAX(net)), COSINE, total=240
     ),
-    **{name: functools.partial(Run, SOFTMAX, build) for name, build in SCHEDULERS.items()},
+    "SequentialLR": lambda: Run(SOFTMAX, rise_and_fall),
+    "ChainedScheduler": lambda: Run(SOFTMAX, CHAINED),
     "constant rates": lambda: Run(SOFTMAX),
-    "two rates": lambda: Run(SOFTMAX, SCHEDULERS["StepLR"], knobs=EACH),
+    "two rates": lambda: Run(SOFTMAX, STEP, knobs=EACH),
     "OneCycleAutoLR": lambda: Run(SOFTMAX, auto=True),
 }
 # Torch's linear OneCycleLR goes below 0 in the step after its last. Groups without a knob go on
