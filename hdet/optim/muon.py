@@ -24,25 +24,11 @@ from .matrices import Matrix, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .owners import MatrixPlan
-from .split_params import split_groups
+from .split_params import KEYS, split_groups
 from .state import Layout, kept_masters
 from .step_plans import Hyper, Member, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
-_KEYS = {
-    True: (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-        "adjust_lr_fn",
-    ),
-    False: ("lr", "betas", "eps", "weight_decay"),
-}
-"""what a group must have, by its `use_muon`"""
 
 
 class FusedMuon(FusedOptimizer):
@@ -58,7 +44,8 @@ class FusedMuon(FusedOptimizer):
 
     A parameter belongs to a group that says ``use_muon: True`` or ``False``. A group that does not
     say is split by the argument `use_muon` into two, named "muon" and "adamw", so that
-    `hdet.LearningRate(groups=["muon", "adamw"])` explores the two rates.
+    `hdet.LearningRate(groups=["muon", "adamw"])` explores the two rates. Matrices without names,
+    and nothing else, are all Muon's, as with torch.optim.Muon.
 
     Args:
         params: parameters, (name, parameter) pairs as of model.named_parameters(), or groups of
@@ -71,7 +58,8 @@ class FusedMuon(FusedOptimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
         use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which
             have to be given then, see `hdet.optim.hidden_matrix`. Parameters of more than two
-            dimensions are stacks of matrices, (E, m, n): experts, not convolutions.
+            dimensions are stacks of matrices, (E, m, n): experts, not convolutions. Settings of a
+            group that it splits, such as lr and weight_decay, are those of both kinds.
         ns_dtype: of Newton-Schulz, torch.float32 or torch.bfloat16. None: float32 on a CPU,
             bfloat16 elsewhere; torch's is bfloat16.
         decay_at: as FusedAdamW, of both kinds.
@@ -157,7 +145,7 @@ class FusedMuon(FusedOptimizer):
             "weight_decay": adamw_weight_decay,
         }
         self._kinds: dict[bool, dict[str, Any]] = {
-            True: dict(zip(_KEYS[True], values, strict=True)),
+            True: dict(zip(KEYS[True], values, strict=True)),
             False: adamw,
         }
         for use, kind in self._kinds.items():
@@ -167,8 +155,10 @@ class FusedMuon(FusedOptimizer):
     # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, which says use_muon; the other settings are those of the constructor where
-        it does not say them."""
+        """Adds a group, which says use_muon, if it is not one of matrices among such; the other
+        settings are those of the constructor where it does not say them."""
+        if "use_muon" not in param_group and all(group["use_muon"] for group in self.param_groups):
+            [param_group] = split_groups([param_group], None)
         use = param_group.get("use_muon")
         if not isinstance(use, bool):
             raise ValueError(
@@ -219,7 +209,7 @@ class FusedMuon(FusedOptimizer):
             use = group.setdefault(
                 "use_muon", "ns_steps" in group
             )  # torch's optimizers do not say it
-            if absent := [key for key in _KEYS[bool(use)] if key not in group]:
+            if absent := [key for key in KEYS[bool(use)] if key not in group]:
                 raise ValueError(
                     f"{name} lacks {', '.join(absent)}: it is not that of "
                     f"torch.optim.{'Muon' if use else 'AdamW'}"

@@ -10,6 +10,21 @@ from torch.optim.optimizer import ParamsT
 
 UseMuon = Callable[[str, Tensor], bool]
 
+KEYS = {
+    True: (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+        "adjust_lr_fn",
+    ),
+    False: ("lr", "betas", "eps", "weight_decay"),
+}
+"""what a group must have, by its `use_muon`"""
+
 _TABLES = ("wte", "wpe")
 _HEADS = ("head", "lm_head", "classifier", "score", "unembed", "unembedding")
 _WRAPPERS = ("module", "model", "_orig_mod")
@@ -78,17 +93,16 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
         return [group]
     given = group["params"]
     entries = [given] if isinstance(given, Tensor) else list(given)
-    chosen = [
-        _is_matrix(entry, f"parameter {i} of group {number}", use_muon)
-        for i, entry in enumerate(entries)
-    ]
+    named = [_named(e, f"parameter {i} of group {number}") for i, e in enumerate(entries)]
+    if use_muon is None and _are_plain_matrices(entries):
+        chosen = [True] * len(entries)
+    else:
+        rule = use_muon or _by_name
+        chosen = [bool(rule(*pair)) for pair in named]
     kinds = [use for use in (True, False) if use in chosen]
     settings = {key: value for key, value in group.items() if key not in ("params", "name")}
-    if len(kinds) > 1 and settings:
-        raise ValueError(
-            f"{', '.join(settings)} of group {number} would be that of Muon and of AdamW alike: "
-            "give a group for each, with use_muon"
-        )
+    if len(kinds) > 1:
+        _check_mixed(settings, number, use_muon)
     made = []
     for use in kinds or [False]:
         kind = "muon" if use else "adamw"
@@ -98,20 +112,40 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
             else {}
         )
         mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
-        made.append({**settings, **name, "params": mine, "use_muon": use})
+        others = set(KEYS[not use]).difference(KEYS[use]) if len(kinds) > 1 else set()
+        own = {key: value for key, value in settings.items() if key not in others}
+        made.append({**own, **name, "params": mine, "use_muon": use})
     return made
 
 
-def _is_matrix(entry: Any, where: str, use_muon: UseMuon | None) -> bool:
+def _are_plain_matrices(entries: Sequence[Any]) -> bool:
+    """Is this what torch.optim.Muon takes: tensors of two dimensions, and no names?"""
+    return len(entries) > 0 and all(isinstance(e, Tensor) and e.ndim == 2 for e in entries)
+
+
+def _check_mixed(settings: dict[str, Any], number: int, use_muon: UseMuon | None) -> None:
+    """Of a group that becomes two: may these be the settings of both, as far as each has them?"""
+    both = list(settings) if use_muon is None else [key for key in settings if key == "eps"]
+    if both:
+        raise ValueError(
+            f"{', '.join(both)} of group {number} would be that of Muon and of AdamW alike: "
+            "give a group for each, with use_muon"
+            + (", or pass the argument use_muon" if use_muon is None else "")
+        )
+
+
+def _named(entry: Any, where: str) -> tuple[str, Tensor]:
     name, param = entry if isinstance(entry, tuple) else ("", entry)
     if not isinstance(param, Tensor):
         raise TypeError(f"{where} is a {type(param).__name__}, not a parameter")
-    if use_muon is not None:
-        return bool(use_muon(name, param))
+    return name, param
+
+
+def _by_name(name: str, param: Tensor) -> bool:
     if param.ndim >= 2 and not name:
         raise ValueError(
-            f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to tell "
-            "a hidden matrix from an embedding: pass model.named_parameters(), use_muon=lambda "
-            "name, parameter: ..., or groups with use_muon=True and use_muon=False"
+            f"use_muon is not given, and a parameter of shape {tuple(param.shape)} has no name to "
+            "tell a hidden matrix from an embedding: pass model.named_parameters(), "
+            "use_muon=lambda name, parameter: ..., or groups with use_muon=True and use_muon=False"
         )
     return hidden_matrix(name, param)

@@ -736,6 +736,51 @@ def test_the_default_rule() -> None:
     ]
 
 
+# those of torch's own tests
+TORCHS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.01},
+    {"lr": torch.tensor(0.001)},
+    {"weight_decay": 0.2},
+    {"momentum": 0.8},
+    {"ns_steps": 6},
+    {"ns_coefficients": (3.4, -4.7, 2.0)},
+]
+
+
+@pytest.mark.parametrize("settings", TORCHS, ids=str)
+def test_matrices_without_names_are_what_torchs_takes(settings: dict[str, Any]) -> None:
+    """Calls that name no torch or hdet: the same ones for both, also of another group later."""
+
+    def trained(muon: Any, **own: Any) -> list[Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(5, 3), (3, 7), (10, 10)]
+        params = [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        optimizer = muon(params[:2], **settings, **own)
+        optimizer.add_param_group({"params": params[2:], "lr": 0.05})
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+        return params
+
+    ours = trained(FusedMuon, ns_dtype=torch.bfloat16)
+    for one, other in zip(ours, trained(torch.optim.Muon), strict=True):
+        # updates are sums of directions, about 1 / sqrt(10) times the rate, computed in bfloat16
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0.05 * 4 * 2**-8)
+
+
+def test_a_group_that_is_split_gives_its_settings_to_those_that_have_them() -> None:
+    """As factories make groups (timm's, by decay and by layer)."""
+    named = [("a", Parameter(torch.zeros(3, 2))), ("b", Parameter(torch.zeros(3)))]
+    group = {"params": named, "lr": 0.5, "weight_decay": 0.0, "betas": (0.5, 0.6), "momentum": 0.7}
+    muon, adamw = FusedMuon([{**group, "lr_scale": 0.25}], use_muon=hidden_matrix).param_groups
+    for one in (muon, adamw):
+        assert (one["lr"], one["weight_decay"], one["lr_scale"]) == (0.5, 0.0, 0.25)
+    assert muon["momentum"] == 0.7 and "betas" not in muon
+    assert adamw["betas"] == (0.5, 0.6) and "momentum" not in adamw
+
+
 def test_parameters_given_by_a_generator() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = FusedMuon([{"params": model.parameters(), "use_muon": True}])
@@ -754,13 +799,18 @@ def test_what_is_refused_when_it_is_made() -> None:
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (
             ValueError,
-            r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name",
-            lambda: FusedMuon([matrix]),
+            r"use_muon is not given, and a parameter of shape \(3, 2\) has no name",
+            lambda: FusedMuon([matrix, vector]),
         ),
         (
             ValueError,
             "lr of group 0 would be that of Muon and of AdamW alike",
             lambda: FusedMuon([{"params": named, "lr": 0.1}]),
+        ),
+        (
+            ValueError,
+            "eps of group 0 would be that of Muon and of AdamW alike",
+            lambda: FusedMuon([{"params": named, "eps": 0.1}], use_muon=hidden_matrix),
         ),
         (
             ValueError,
