@@ -114,11 +114,12 @@ class FusedOptimizer(Optimizer):
 
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the
     parameter's device), the moments under torch's names, `master_param` (float32) or `remainder`
-    (int16), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors.
-    Each `step` counts for its own parameter, also after a write to it; a parameter without a
-    gradient does not count. States of torch's optimizer load here and ours there; moments and
-    masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them
-    from the parameters, and "fp32" and "split" load into each other exactly.
+    (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather), and with K
+    replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. Each `step` counts for
+    its own parameter, also after a write to it; a parameter without a gradient does not count.
+    States of torch's optimizer load here and ours there; moments and masters pass bit for bit,
+    whatever the parameter's dtype is. A state without masters gets them from the parameters, and
+    "fp32" and "split" load into each other exactly.
 
     Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside
     float32 scales under `<moment>_scale`. `state_dict()` has float32 values in their place, made
@@ -132,7 +133,9 @@ class FusedOptimizer(Optimizer):
     place later (load_state_dict of the model, an initialisation, a broadcast) is noticed by the
     version that autograd counts, and taken over before the next step or average wherever the
     parameter no longer is the rounded master. Loading model and optimizer in any order so resumes
-    exactly. Writing through `.data` is not counted: call `refresh_masters()` after it. A split
+    exactly. Writing through `.data` is not counted: call `refresh_masters()` after it. torchft's
+    LocalSGD and DiLoCo write so in a hook of the step: while they do, each step compares masters
+    and parameters, which reads both once more. A split
     parameter is the upper half of its value: what is written there counts at once, and the lower
     half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
 
@@ -140,10 +143,8 @@ class FusedOptimizer(Optimizer):
     be empty or move. Gradients must be laid out as their parameters; one that is still Partial is
     reduced in the step, as in torch's optimizers. States are DTensors laid out as their parameters,
     which torch.distributed.checkpoint reshards. Random numbers follow the element's place in its
-    shard: with stochastic rounding a run is bitwise repeatable under one sharding only. Neither
-    gloo nor NCCL can gather int16, so a state with master_weights="split" cannot be had with
-    StateDictOptions(full_state_dict=True): save it sharded, or use "fp32". Make the optimizer after
-    fully_shard or parallelize_module.
+    shard: with stochastic rounding a run is bitwise repeatable under one sharding only. Make the
+    optimizer after fully_shard or parallelize_module.
 
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA
     graphs: step once before the capture, with max_grad_norm and zero_gradients as they will be,
@@ -304,7 +305,7 @@ class FusedOptimizer(Optimizer):
                     ),
                 }
                 saved["state"][i] = state
-            if are_coded(state):
+            if are_coded(state) or "remainder" in state:
                 saved["state"][i] = self._layout(param).saved(state, param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -410,6 +411,11 @@ class FusedOptimizer(Optimizer):
                 if gradient is not None and gradient is not copied:
                     gradient.zero_()
         self._planned = planned
+        hooks = self._optimizer_step_post_hooks
+        if hooks and any(map(_is_torchfts, hooks.values())):
+            # It may average after this step, or be gone by the next one. To look at a sample of
+            # elements instead would wait for the device in each step.
+            planned.watch.distrust()
         if (
             self.zero_gradients and planned.sharded
         ):  # a gradient that was reduced first has been zeroed where it was reduced to
@@ -759,6 +765,10 @@ class FusedOptimizer(Optimizer):
                 "set_replicas again for added groups"
             )
         return self._sets[param]
+
+
+def _is_torchfts(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torchft.")
 
 
 def _as_stored(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -164,6 +164,8 @@ class Layout:
             torch.int16 if values.get("remainder") is not None else torch.float32
         )
         placed: dict[str, Any] = {}
+        if getattr(values.get("remainder"), "dtype", None) == torch.bfloat16:
+            values = _with_halves(values, torch.int16)
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
@@ -197,8 +199,12 @@ class Layout:
         return placed
 
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
-        """The state as it is handed out: codes are float32 values, as long as what is returned
-        lives. Loading them gives the same codes."""
+        """The state as it is handed out. Loading it gives the same bits.
+
+        Codes are float32 values, as long as what is returned lives. Lower halves of masters are
+        seen as bfloat16: neither gloo nor NCCL knows int16, and both move bits as they are."""
+        if state.get("remainder") is not None:
+            state = _with_halves(state, torch.bfloat16)
         coded = [
             (place, name)
             for place, name in enumerate(self.moments)
@@ -213,6 +219,18 @@ class Layout:
             **{key: value for key, value in state.items() if key not in scales},
             **shards.state_like(values, param),
         }
+
+
+def _with_halves(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A state whose masters are lower halves, with these seen in another type."""
+    keys = state.keys() & {"remainder", "replica_masters"}
+    return {key: _seen_as(v, dtype) if key in keys else v for key, v in state.items()}
+
+
+def _seen_as(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_seen_as(one, dtype) for one in value]
+    return shards.like(shards.local(value).view(dtype), value)
 
 
 def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:

@@ -59,6 +59,10 @@ class Watch:
         """What has been written up to now is known."""
         self.sum = sum(map(_version, self.params))
 
+    def distrust(self) -> None:
+        """Something may have been written that was not counted."""
+        self.sum = -1
+
     def written(self) -> bool:
         """Has anything been written that is not known?"""
         return sum(map(_version, self.params)) != self.sum

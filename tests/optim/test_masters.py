@@ -214,6 +214,29 @@ def test_masters_are_asked_for_up_to_date(master_weights: str | None, loaded: bo
         assert (a.masters(ours)[0] == 1).all()
 
 
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_averages_that_torchft_writes_stay(backend: str, master_weights: str) -> None:
+    """Its LocalSGD averages in a hook after the step, in place, through `.data`."""
+
+    def average(*_: Any) -> None:
+        for param in ours:
+            param.data.copy_(torch.full_like(param, 3.0))
+
+    average.__module__ = "torchft.local_sgd"
+    ours, a = bfloat16_run(master_weights=master_weights, backend=backend)
+    run(a, ours, range(2))
+    hook = a.register_step_post_hook(average)
+    run(a, ours, range(2, 3))
+    hook.remove()
+    assert all((value == 3).all() for value in a.masters(ours) if value.dtype != torch.int16)
+    for group in a.param_groups:
+        group["lr"] = 1e-4
+    run(a, ours, range(3, 4))
+    for value in values(a):  # from the average on, not from what was there before it
+        torch.testing.assert_close(value, torch.full_like(value, 3.0), rtol=0, atol=2e-2)
+
+
 def test_a_refused_step_leaves_masters_as_they_are() -> None:
     ours, a = bfloat16_run(master_weights="fp32")
     run(a, ours, range(1))
