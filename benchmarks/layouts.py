@@ -40,12 +40,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.scaling.cost import Link, Traffic
 from hdet import Replicas
 from hdet.converge.buckets import Buckets, parts_of
 from hdet.tensors.dtensor import local_parts
 
 from .harness import alternate, counted, emit, spawn, summary
+from .scaling import Link, Traffic
 
 LAYERS = 4
 WIDTHS = (128, 256, 512)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import emit
+from .tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS = 4
@@ -51,13 +52,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.table:
-        return print_table(
-            [
-                json.loads(line)
-                for name in options.table
-                for line in Path(name).read_text().splitlines()
-            ]
-        )
+        lines = [line for name in options.table for line in Path(name).read_text().splitlines()]
+        print(printed(list(map(json.loads, lines))), end="")
+        return
     extra = {
         name: float(value) if "." in value else int(value)
         for name, value in (item.split("=", 1) for item in options.set)
@@ -78,7 +75,9 @@ def main() -> None:
     for config in wanted:
         if _key(config) not in keys:
             done.append(run(config, options.json))
-    print_table([record for record in done if _key(record["config"]) in map(_key, wanted)])
+    wanted_keys = list(map(_key, wanted))
+    shown = [record for record in done if _key(record["config"]) in wanted_keys]
+    print(printed(shown), end="")
 
 
 def run(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -138,58 +137,43 @@ def _key(config: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def print_table(records: list[dict[str, Any]]) -> None:
-    """A markdown table of means over seeds, with the range where there are several."""
-    losses: dict[tuple[str, float], dict[int, float]] = {}
+def printed(records: list[dict[str, Any]]) -> str:
+    """A table of means over seeds, with the range where there are several."""
+    losses: dict[tuple[str, float], list[float]] = {}
     ends: dict[tuple[str, float], list[float]] = {}
     for record in records:
-        config = record["config"]
-        column = _controller(config)
-        losses.setdefault((column, config["max_lr"]), {})[config["seed"]] = record["validation"]
-        if record["corrections"]:
-            ends.setdefault((column, config["max_lr"]), []).append(
-                config["max_lr"] * record["corrections"][-1]
-            )
-    mean = {key: statistics.mean(values.values()) for key, values in losses.items()}
+        config, corrections = record["config"], record["corrections"]
+        cell = _controller(config), config["max_lr"]
+        losses.setdefault(cell, []).append(record["validation"])
+        if corrections:
+            ends.setdefault(cell, []).append(config["max_lr"] * corrections[-1])
+    mean = {cell: statistics.mean(values) for cell, values in losses.items()}
     best = min((lr for column, lr in mean if column == "fixed"), key=lambda lr: mean["fixed", lr])
     controllers = sorted({column for column, _ in losses} - {"fixed"})
-    print(
-        f"\nbest fixed rate of the grid: {best:g} at {mean['fixed', best]:.3f}; seeds "
-        f"{sorted(losses['fixed', best])}\n"
-    )
-    heads = [f"{c} | {c} - fixed | gap recovered | peak rate at the end" for c in controllers]
-    print("| start max_lr | fixed OneCycle | " + " | ".join(heads) + " |")
-    print("|" + "---|" * (2 + 4 * len(controllers)))
+    heads, rows = ["start max_lr", "fixed OneCycle"], []
+    for c in controllers:
+        heads += [c, f"{c} - fixed", "gap recovered", "peak rate at the end"]
     for lr in sorted({lr for _, lr in losses}):
-        cells = [
-            f"{lr:g}" + (" (best)" if lr == best else ""),
-            _range(losses.get(("fixed", lr), {})),
-        ]
+        shown = f"{lr:g}" + (" (best)" if lr == best else "")
+        rows.append([shown, _range(losses.get(("fixed", lr), []))])
         for controller in controllers:
-            values = losses.get((controller, lr))
-            if not values:
-                cells += ["", "", "", ""]
+            cell = controller, lr
+            if cell not in losses:
+                rows[-1] += [""] * 4
                 continue
             gap = mean["fixed", lr] - mean["fixed", best]
-            gained = mean["fixed", lr] - mean[controller, lr]
-            cells += [
-                _range(values),
-                f"{-gained:+.3f}",
-                f"{100 * gained / gap:.0f} %" if gap > 0.02 else "-",
-            ]
-            cells.append(f"{min(ends[controller, lr]):.2g} ... {max(ends[controller, lr]):.2g}")
-        print("| " + " | ".join(cells) + " |")
+            gained = mean["fixed", lr] - mean[cell]
+            recovered = f"{100 * gained / gap:.0f} %" if gap > 0.02 else "-"
+            went = f"{min(ends[cell]):.2g} ... {max(ends[cell]):.2g}"
+            rows[-1] += [_range(losses[cell]), f"{-gained:+.3f}", recovered, went]
+    return table(heads, rows)
 
 
-def _range(values: dict[int, float]) -> str:
+def _range(values: list[float]) -> str:
     if not values:
         return ""
-    text = f"{statistics.mean(values.values()):.3f}"
-    return (
-        text
-        if len(values) == 1
-        else f"{text} ({min(values.values()):.3f} ... {max(values.values()):.3f})"
-    )
+    ends = f" ({min(values):.3f} ... {max(values):.3f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{ends}"
 
 
 if __name__ == "__main__":

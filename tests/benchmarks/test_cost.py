@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hdet
-from benchmarks.scaling import cost
-from benchmarks.scaling.cost import Job, Link, Traffic
+from benchmarks import scaling as cost
+from benchmarks.scaling import Job, Link, Traffic
 from hdet.controllers.probe_rule import ProbeRule
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock

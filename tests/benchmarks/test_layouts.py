@@ -13,8 +13,8 @@ import torch
 
 import hdet
 from benchmarks import controller, converge, harness, layouts
-from benchmarks.scaling import cost
-from benchmarks.scaling.cost import Job, Link
+from benchmarks import scaling as cost
+from benchmarks.scaling import Job, Link
 
 from ..distributed import run_ranks
 
