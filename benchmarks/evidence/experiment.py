@@ -90,6 +90,7 @@ class Experiment:
                 choices=column.choices,
                 default=list(column.values),
                 metavar=column.name.upper(),
+                help=f"by default {len(column.values)}: {', '.join(map(str, column.values[:9]))}",
             )
         made.add_argument("--seeds", type=int, default=self.seeds, help="how many")
         made.add_argument(
