@@ -3,11 +3,9 @@ processes.
 
     python -m benchmarks.controller [--replicas 1024] [--repeats 30] [--json FILE]
 
-*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *stats*:
-the rows of all replicas, as the all_reduce leaves them, become losses and probe scores. The goals,
-5 ms a cycle and 100 kB a rank at 1 024 replicas, are those of the sums: of both times, and of the
-stats' array with what is kept between two cycles. What a cycle needs beside that for a moment, as
-Python numbers made of the stats, is shown apart. Memory is counted by tracemalloc.
+In a cycle the rows of all replicas, as the all_reduce leaves them, become losses and probe scores;
+then it is decided who has diverged, what becomes of each knob, and the next multipliers. Memory is
+the rows' array and what is kept between two cycles, counted by tracemalloc.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +28,8 @@ from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
 from hdet.run.cycle_stats import CycleStats, parse
 
-from .harness import emit
+from .harness import alternate, emit
+from .tables import table
 
 CHUNKS = 8
 GOAL_MS, GOAL_BYTES = 5.0, 100e3
@@ -80,91 +79,56 @@ class Cycle:
         self.control(*self.take_stats())
 
 
-def measure_time(cycle: Cycle, repeats: int) -> dict[str, float]:
-    """Milliseconds of a cycle, medians and the best."""
-    stats, controller = [], []
-    for turn in range(-3, repeats):
-        start = time.perf_counter()
-        evidence = cycle.take_stats()
-        between = time.perf_counter()
-        cycle.control(*evidence)
-        if turn >= 0:
-            stats.append(1e3 * (between - start))
-            controller.append(1e3 * (time.perf_counter() - between))
-    times = {
-        "controller": controller,
-        "statistics": stats,
-        "sum": [a + b for a, b in zip(controller, stats, strict=True)],
-    }
-    return {
-        f"{name}{which}_ms": take(values)
-        for name, values in times.items()
-        for which, take in (("", statistics.median), ("_best", min))
-    }
+def milliseconds(cycle: Cycle, repeats: int) -> float:
+    """Of a cycle, the median."""
+    times = alternate({"it": cycle}, repeats, warmup=3)["it"]
+    return 1e3 * statistics.median(times)
 
 
-def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, float]:
-    """Bytes: of the stats' array, kept by a fresh engine between cycles, and in Python objects at
-    the height of one beside that."""
-    cycle = Cycle(controller, replicas, knobs)
-    cycle()  # makes what is made once for all engines
+def kept_bytes(controller: str, replicas: int, knobs: int) -> int:
+    """By a fresh engine between cycles."""
+    Cycle(controller, replicas, knobs)()  # makes what is made once for all engines
     gc.collect()
     tracemalloc.start()
     try:
         cycle = Cycle(controller, replicas, knobs)
         cycle()
         gc.collect()
-        tracemalloc.reset_peak()
-        kept = tracemalloc.get_traced_memory()[0]
-        cycle()
-        stats, moment = cycle.rows.nbytes, tracemalloc.get_traced_memory()[1] - kept
-        return {"statistics": stats, "kept": kept, "sum": stats + kept, "for_a_moment": moment}
+        return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
-    options = parser.parse_args()
-    print(
-        f"{options.replicas} replicas    controller (best)        stats (best)      their sum "
-        "(best)   stats' array       kept        sum   for a moment"
-    )
+    options = parser.parse_args(arguments)
+    rows = []
     for controller in CONTROLLERS:
         for knobs in (1, 4):
-            times = measure_time(Cycle(controller, options.replicas, knobs), options.repeats)
-            memory = measure_memory(controller, options.replicas, knobs)
-            missed = {
-                f"{GOAL_MS:g} ms": times["sum_ms"] > GOAL_MS,
-                f"{GOAL_BYTES / 1e3:g} kB": memory["sum"] > GOAL_BYTES,
-            }
-            print(
-                f"  {controller:8} {knobs} knob{'s' * (knobs > 1):1}"
-                + "".join(
-                    f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)"
-                    for name in ("controller", "statistics", "sum")
-                )
-                + "".join(
-                    f"{memory[name] / 1e3:10.1f} kB"
-                    for name in ("statistics", "kept", "sum", "for_a_moment")
-                )
-                + "".join(f"   {what}: missed" for what, bad in missed.items() if bad)
-            )
+            cycle = Cycle(controller, options.replicas, knobs)
+            rows_bytes, kept = cycle.rows.nbytes, kept_bytes(controller, options.replicas, knobs)
             record = {
                 "benchmark": "controller",
                 "controller": controller,
                 "replicas": options.replicas,
                 "knobs": knobs,
+                "sum_ms": milliseconds(cycle, options.repeats),
+                "statistics_bytes": rows_bytes,
+                "kept_bytes": kept,
+                "sum_bytes": rows_bytes + kept,
             }
-            emit(
-                {**record, **times, **{f"{name}_bytes": value for name, value in memory.items()}},
-                options.json,
-            )
+            emit(record, options.json)
+            ms, size = record["sum_ms"], record["sum_bytes"]
+            time = f"{ms:.1f} ms" + (", **missed**" if ms > GOAL_MS else "")
+            memory = f"{size / 1e3:.0f} kB" + (", **missed**" if size > GOAL_BYTES else "")
+            rows.append([f"{controller}, {knobs} knob{'s' * (knobs > 1)}", time, memory])
+    heads = ["", f"time, goal {GOAL_MS:g} ms", f"memory, goal {GOAL_BYTES / 1e3:g} kB"]
+    print(table(heads, rows), end="")
 
 
 if __name__ == "__main__":

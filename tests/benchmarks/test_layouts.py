@@ -4,7 +4,6 @@ fit, and whether the cost model counts what the code does. No figure is judged h
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +173,11 @@ def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.Mon
     assert run_ranks(count, ranks) == [expected] * ranks
 
 
-def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["controller.py", "--replicas", "16", "--repeats", "2"])
-    controller.main()
-    lines = [
-        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
-    ]
+def test_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    controller.main(["--replicas", "16", "--repeats", "2"])
+    printed = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
+    assert printed[4].startswith("|  | time, goal 5 ms | memory, goal 100 kB |")
     assert [(line["controller"], line["knobs"]) for line in lines] == [
         ("probe", 1),
         ("probe", 4),
