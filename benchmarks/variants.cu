@@ -1,4 +1,5 @@
 // A step's update alone, on one tensor of as many elements as GPT-2 124M has. Compiled by variants.py, which names the variant.
+#include "core/prepare.h"
 #include "cuda/coded.cu"
 
 #include <algorithm>
