@@ -97,7 +97,7 @@ def cycle_record(
     notes: Sequence[str],
     **more: Any,
 ) -> dict[str, Any]:
-    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/index.md has the keys;
+    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/loop.md has the keys;
     ``more``: those that the Ensemble knows (losses, trial, trial_steps, searching, converge_ms,
     probe_ms)."""
     columns: dict[str, Iterable[Any]] = {
