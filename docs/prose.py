@@ -26,6 +26,7 @@ WORDS = {
     "examples that come": "several epochs",
     "is told": "is given, is recorded",
     "of before": "former",
+    "take[ns]? back": "restored, removed",
     "what is missing of": "gap",
     "nothing travels": "nothing is communicated",
     "rooms?": "package",
