@@ -28,6 +28,7 @@ Edit = tuple[str, str, str]
 """(file, what is replaced, by what)"""
 
 CODED, VEC, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/step.cuh"
+RULES = "core/rules.h"
 LONG: Edit = (STEP, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
 HINTS: list[Edit] = [
     (
@@ -73,9 +74,7 @@ def edited(edits: Sequence[Edit]) -> dict[str, str]:
         for path in sorted(SOURCES.rglob("*"))
         if path.is_file()
     }
-    texts[CODED] = re.sub(r"\n    case Rule::(?!adamw)\w+: .*", "", texts[CODED]).replace(
-        "switch (plan.rule) {", "switch (Rule::adamw) {"
-    )
+    texts[RULES] = re.sub(r"\n    case Rule::(?!adamw:).*call\(.*", "", texts[RULES])
     for file, old, new in edits:
         if old not in texts[file]:
             raise SystemExit(

@@ -31,7 +31,7 @@ _HOMES = {
         "knobs": "Betas ClipNorm Dropout GroupValue LabelSmoothing LearningRate LossWeights "
         "Scalar Temperature WeightDecay",
         "replicas.noise": "warm_noise_",
-        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
+        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedNAdamW FusedSGD hidden_matrices",
         "converge.sync": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .optim import FusedAdamW as FusedAdamW
     from .optim import FusedLion as FusedLion
     from .optim import FusedMuon as FusedMuon
+    from .optim import FusedNAdamW as FusedNAdamW
     from .optim import FusedSGD as FusedSGD
     from .optim import hidden_matrices as hidden_matrices
     from .replicas import ReplicaDisagreement as ReplicaDisagreement

@@ -152,6 +152,35 @@ def lion(row, g, p, m):
 
 
 @triton.jit
+def nadamw_scalars(h, step, s, live):
+    s0 = f64(1.0) - h.beta1
+    s1 = h.beta1
+    s2 = h.beta2
+    s3 = f64(1.0) - h.beta2
+    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
+    s5 = h.eps
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    tl.store(s + 4, s4.to(tl.float32), mask=live)
+    tl.store(s + 5, s5.to(tl.float32), mask=live)
+
+
+@triton.jit
+def nadamw(row, g, p, m, v):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    s4 = row.s[4]
+    s5 = row.s[5]
+    t0 = lerp(m, g, s0, s1)
+    t1 = (v * s2) + ((g * s3) * g)
+    return tl.div_rn(lerp(t0, g, s0, s1), (tl.sqrt_rn(t1) * s4) + s5), t0, t1
+
+
+@triton.jit
 def store_scalars(h, step, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
     if RULE == "adamw":
@@ -162,6 +191,8 @@ def store_scalars(h, step, s, live, RULE: tl.constexpr):
         sgd_scalars(h, step, s, live)
     elif RULE == "lion":
         lion_scalars(h, step, s, live)
+    elif RULE == "nadamw":
+        nadamw_scalars(h, step, s, live)
     else:
         tl.static_assert(False, "no rule")
 
@@ -169,7 +200,7 @@ def store_scalars(h, step, s, live, RULE: tl.constexpr):
 @triton.jit
 def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
-    if RULE == "adamw" or RULE == "adam":
+    if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
         result = f64(1.0) - power(h.beta1, step)
     elif RULE == "sgd" or RULE == "lion":
         result = f64(1.0)
@@ -189,6 +220,8 @@ def direction(row, g, p, m, v, RULE: tl.constexpr):
         u, m = sgd(row, g, p, m)
     elif RULE == "lion":
         u, m = lion(row, g, p, m)
+    elif RULE == "nadamw":
+        u, m, v = nadamw(row, g, p, m, v)
     else:
         tl.static_assert(False, "no rule")
     return u, m, v

@@ -10,9 +10,9 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "078db16b4dcb24d2";
+constexpr const char* kRulesDigest = "81058d499e9ad9d9";
 
-enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
+enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3, nadamw = 4 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
@@ -110,6 +110,30 @@ struct LionRule {
   }
 };
 
+struct NadamwRule {
+  static constexpr bool kSecond = true, kCoupled = false, kMayLackFirst = false;
+
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    s[0] = static_cast<float>(1.0 - h.beta1);
+    s[1] = static_cast<float>(h.beta1);
+    s[2] = static_cast<float>(h.beta2);
+    s[3] = static_cast<float>(1.0 - h.beta2);
+    s[4] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
+    s[5] = static_cast<float>(h.eps);
+  }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& v) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float t0 = lerp(m, g, s0, s1);
+    const float t1 = (v * s2) + ((g * s3) * g);
+    const float u = lerp(t0, g, s0, s1) / ((square_root(t1) * s4) + s5);
+    m = t0;
+    v = t1;
+    return u;
+  }
+};
+
 HDET_HD constexpr bool is_coupled(Rule rule) {
   return rule == Rule::adam || rule == Rule::sgd;
 }
@@ -120,6 +144,7 @@ HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, fl
     case Rule::adam: return AdamRule::derive(h, step, s);
     case Rule::sgd: return SgdRule::derive(h, step, s);
     case Rule::lion: return LionRule::derive(h, step, s);
+    case Rule::nadamw: return NadamwRule::derive(h, step, s);
   }
   HDET_UNREACHABLE
 }
@@ -130,6 +155,7 @@ HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) 
     case Rule::adam: return AdamRule::divisor(h, step);
     case Rule::sgd: return SgdRule::divisor(h, step);
     case Rule::lion: return LionRule::divisor(h, step);
+    case Rule::nadamw: return NadamwRule::divisor(h, step);
   }
   HDET_UNREACHABLE
 }
@@ -142,6 +168,7 @@ static auto with_rule(Rule rule, const Call& call) {
     case Rule::adam: return call(AdamRule{});
     case Rule::sgd: return call(SgdRule{});
     case Rule::lion: return call(LionRule{});
+    case Rule::nadamw: return call(NadamwRule{});
   }
   HDET_UNREACHABLE
 }

@@ -88,13 +88,17 @@ def rule(*moments: str, kept_if: str | None = None) -> Callable[[Function], Func
     return enter
 
 
+def _spread(h: Settings, v: Tensor) -> Tensor:
+    """Of the gradients around 0, with Adam's correction."""
+    return root(v) * (1 / sqrt(1 - h.beta2**h.step)) + h.eps
+
+
 @rule("exp_avg", "exp_avg_sq")
 def adamw(h: Settings, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the order of torch.optim.AdamW."""
     m = average(m, g, h.beta1)
     v = h.beta2 * v + (1 - h.beta2) * g * g
-    u = m / (root(v) * (1 / sqrt(1 - h.beta2**h.step)) + h.eps)
-    return u / (1 - h.beta1**h.step), m, v
+    return m / _spread(h, v) / (1 - h.beta1**h.step), m, v
 
 
 @rule("exp_avg", "exp_avg_sq")
@@ -117,6 +121,13 @@ def sgd(h: Settings, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
 def lion(h: Settings, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
     """Lion (Chen et al. 2023, Algorithm 2)."""
     return sign(average(m, g, h.beta1)), average(m, g, h.beta2)
+
+
+@rule("exp_avg", "exp_avg_sq")
+def nadamw(h: Settings, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """AdamW with Nesterov's look ahead (Choi et al. 2019, Table 1), as AlgoPerf's baselines."""
+    _, m, v = adamw(h, g, p, m, v)
+    return average(m, g, h.beta1) / _spread(h, v) / (1 - h.beta1**h.step), m, v
 
 
 COUPLED = tuple(name for name, rule in RULES.items() if rule.coupled)

@@ -6,6 +6,7 @@ from .adam import FusedAdam, FusedAdamW
 from .fused import FusedOptimizer
 from .lion import FusedLion
 from .muon import FusedMuon
+from .nadamw import FusedNAdamW
 from .sgd import FusedSGD
 from .split_params import hidden_matrices, hidden_matrix
 
@@ -14,6 +15,7 @@ __all__ = [
     "FusedAdamW",
     "FusedLion",
     "FusedMuon",
+    "FusedNAdamW",
     "FusedOptimizer",
     "FusedSGD",
     "hidden_matrices",

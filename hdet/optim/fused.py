@@ -69,8 +69,8 @@ class Options(TypedDict, total=False):
 
 
 class FusedOptimizer(Optimizer):
-    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one
-    kernel call for all parameters.
+    """What FusedAdamW, FusedNAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers,
+    stepped by one kernel call for all parameters.
 
     FusedMuon, too, but for its matrices.
 

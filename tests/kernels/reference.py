@@ -92,7 +92,8 @@ def step(
 
     adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the
     gradient. sgd: Polyak momentum as in Sutskever et al. 2013, with dampening. lion: Chen et al.
-    2023, Algorithm 2. Decoupled decay acts at the replica's rate lr * rho_k, or at lr.
+    2023, Algorithm 2. nadamw: Choi et al. 2019, Table 1. Decoupled decay acts at the replica's rate
+    lr * rho_k, or at lr.
     """
     direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
@@ -162,6 +163,18 @@ def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[
     return Bounded(u, error), Stepped(first=m, second=v)
 
 
+def _nadamw(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+    """Adam's direction, with beta1 * m + (1 - beta1) * g in the place of m."""
+    plain, new = _adam(h, t, g, first, second)
+    assert new.first is not None and new.second is not None
+    ahead = _mixed(new.first.value, g, h.beta1)
+    root = (new.second.value / (1 - h.beta2**t)).sqrt() + h.eps
+    value = ahead.value / (1 - h.beta1**t) / root
+    from_m = (ahead.error + h.beta1 * new.first.error) / (1 - h.beta1**t) / root
+    ratio = (plain.error / plain.value.abs()).where(plain.value != 0, torch.zeros_like(root))
+    return Bounded(value, from_m + value.abs() * (EPSILON + ratio)), new
+
+
 def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
     if h.beta1 == 0:
         return g, Stepped(first=g)
@@ -183,7 +196,7 @@ def _lion(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[
     return Bounded(c.value.sign(), 2.0 * undecided), Stepped(first=_mixed(first, g, h.beta2))
 
 
-_DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion}
+_DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion, "nadamw": _nadamw}
 _COUPLED = ("adam", "sgd")
 """their decay is part of the gradient"""
 

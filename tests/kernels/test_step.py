@@ -59,7 +59,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_replicas_are_separate_runs_bit_for_bit(
     backend: str, rule: str, storage: str, count: int
 ) -> None:
-    decay = 0.1 if RULES[rule].decoupled else 0.0
+    decay = 0.0 if RULES[rule].coupled else 0.1
     ((param, master),) = STORAGE[storage]
     low = F32 if param == F32 else BF16
     together = Case(

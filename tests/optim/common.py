@@ -14,7 +14,14 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hdet import kernels
-from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from hdet.optim import (
+    FusedAdam,
+    FusedAdamW,
+    FusedLion,
+    FusedNAdamW,
+    FusedOptimizer,
+    FusedSGD,
+)
 
 
 @contextmanager
@@ -59,6 +66,42 @@ class LerpLion(Optimizer):
                 m.lerp_(g, 1 - beta2)
 
 
+class LoopNAdamW(Optimizer):
+    """NAdamW (Choi et al. 2019, Table 1), one tensor after the other, in torch's own operations."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        maximize: bool = False,
+    ) -> None:
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**given, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param)}
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                state["step"] += 1
+                t, m, v = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
+                g = -param.grad if group["maximize"] else param.grad
+                m.lerp_(g, 1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+                param.mul_(1 - lr * group["weight_decay"])
+                param.addcdiv_(m.lerp(g, 1 - beta1), root, value=-lr / (1 - beta1**t))
+
+
 @dataclass(frozen=True)
 class Rule:
     """A fused optimizer, its peer, and settings for three groups."""
@@ -83,6 +126,7 @@ _MOMENTUM = [
 RULES = [
     Rule("adamw", FusedAdamW, AdamW, _ADAM),
     Rule("adam", FusedAdam, Adam, _ADAM),
+    Rule("nadamw", FusedNAdamW, LoopNAdamW, _ADAM),
     Rule("sgd", FusedSGD, SGD, _MOMENTUM, ("momentum_buffer",)),
     Rule("plain sgd", FusedSGD, SGD, [{"weight_decay": 0.1}, {}, {"maximize": True}], ()),
     Rule(

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import numbers
-from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
+from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedNAdamW, FusedSGD
 from hdet.optim.moment_storage import SMALLEST
 from tests.distributed import run_ranks
 
@@ -38,6 +38,7 @@ Make = Callable[..., Any]
 MAKERS: dict[str, Make] = {
     "adamw": FusedAdamW,
     "adam": FusedAdam,
+    "nadamw": FusedNAdamW,
     "sgd": partial(FusedSGD, momentum=0.9),
     "lion": FusedLion,
     "muon": lambda params, **options: FusedMuon(

@@ -12,7 +12,8 @@ import torch
 from torch.nn import Parameter
 
 import hdet
-from hdet.kernels import interface, native, numbers
+from hdet.kernels import native, numbers
+from hdet.kernels.rules import RULES as ALL_RULES
 from hdet.optim import step_plans as plans
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
@@ -35,7 +36,7 @@ def test_every_rule_of_the_kernels_has_an_optimizer_here() -> None:
     ours = {
         rule.fused.rule: len(rule.moments) for rule in reversed(RULES)
     }  # SGD with momentum comes first
-    assert ours == {name: len(rule.moments) for name, rule in interface.RULES.items()}
+    assert ours == {name: len(rule.moments) for name, rule in ALL_RULES.items()}
 
 
 @pytest.fixture

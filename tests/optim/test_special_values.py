@@ -57,6 +57,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"betas": (0.0, 0.0)},
         {"maximize": True},
     ],
+    "nadamw": [{"weight_decay": 0.0}, {"betas": (0.4, 0.6)}, {"betas": (0.0, 0.0)}],
     "adam": [
         {},
         {"weight_decay": 0.1},
