@@ -1,6 +1,7 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
 # make test-frameworks: transformers, accelerate, lightning, peft, trl, torchtitan and megatron-core with hdet in them, in an environment of their own.
 # make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
+# make test-installs: pip install -e . beside an nvcc that is missing, too old or does not work; a step must run each time.
 # make wheels: wheels with CUDA kernels for those who have no compiler, for each Python that is there, tested where there is none.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*+numpy==2.3.*  newest:$(PYTHON):torch+triton
 
-.PHONY: demo test test-matrix test-frameworks docs gpu lint wheel wheels clean
+.PHONY: demo test test-matrix test-installs test-frameworks docs gpu lint wheel wheels clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -94,8 +95,23 @@ wheel: $(BIN)/torch.stamp
 	cd build/wheel && $(call TRY,venv/bin)
 
 # A backend that is not native would warn.
-TRY = $(1)/python -W error::RuntimeWarning -c "import torch, hdet; hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas; \
+TRY = unset PYTHONPATH; $(1)/python -W error::RuntimeWarning -c "import torch, hdet; hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas; \
 	p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4); hdet.FusedAdamW([p], lr=0.5).step(); assert p.max() < 0.6" && $(1)/hdet doctor
+
+# What this nvcc answers to --version, and to anything else.
+NVCC_old = echo "Cuda compilation tools, release 11.5, V11.5.119"
+NVCC_broken = case "$$1" in --version) echo "Cuda compilation tools, release 12.8, V12.8.61";; --list-gpu-arch) echo compute_80;; *) exit 1;; esac
+test-installs:
+	@rm -rf build/installs && mkdir -p build/installs; bad=0; \
+	for case in missing old broken; do \
+	    folder=$(CURDIR)/build/installs/$$case; env=$$folder/venv; echo "== nvcc is $$case"; \
+	    mkdir -p $$folder/toolkit/bin && git clone --quiet . $$folder/hdet && $(PYTHON) -m venv $$env || exit 1; \
+	    case $$case in old) answer='$(NVCC_old)';; broken) answer='$(NVCC_broken)';; *) answer=;; esac; \
+	    if [ -n "$$answer" ]; then printf '#!/bin/sh\n%s\n' "$$answer" >$$folder/toolkit/bin/nvcc && chmod +x $$folder/toolkit/bin/nvcc; fi; \
+	    export CUDA_HOME=$$folder/toolkit PATH=$$(echo $$PATH | tr : '\n' | grep -v cuda | paste -sd :); \
+	    $$env/bin/python -m pip install --quiet $(TORCH) && ( cd $$folder/hdet && $$env/bin/python -m pip install --quiet -e . ) && \
+	    ( cd $$folder && $(call TRY,$$env/bin) ) || { echo "== nvcc is $$case: failed"; bad=1; }; \
+	done; exit $$bad
 
 # Code for each architecture, and the newest one's as PTX, which drivers compile for GPUs to come. CUDA_HOME names another toolkit: its major
 # version is the oldest driver's. auditwheel names the oldest glibc that a wheel runs with, and puts libgomp into it; the one of torch is
