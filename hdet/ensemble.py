@@ -39,7 +39,7 @@ class Ensemble:
         replicas: who takes part: `Replicas`, or `CoresidentReplicas`. Default: each rank is a
             replica, but under plain FSDP2 (a mesh of one dimension) all of them are one.
         sync: when and how replicas are averaged: `Sync`.
-        divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
+        divergence: when a replica is left out of an average, or a cycle rolled back: `Divergence`.
         design: ``"permutation"``, each knob's grid of multipliers by itself, as published; or
             ``"orthogonal"``, two levels, which tells the effects of several knobs apart best.
             Default: orthogonal for 2 to N - 1 knobs.
@@ -300,7 +300,7 @@ class Ensemble:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any
         order; N may differ. Without a controller the state of any is taken, and warned of: its
-        corrections stay in force.
+        corrections stay in use.
 
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller

@@ -186,7 +186,7 @@ class Schedule:
         return peaks
 
     def peak_rates(self) -> list[tuple[int, float]]:
-        """(parameter group, its schedule's peak with the correction in force), of each rate."""
+        """(parameter group, its schedule's peak with the correction in use), of each rate."""
         return [
             (index, knob.scale.corrected(peak, knob.correction))
             for knob, row in zip(self.knobs, self.peaks(), strict=True)

@@ -36,7 +36,7 @@ class OneCycleAutoLR(OneCycleLR):
 
     Args:
         auto_lr_warmup_steps: S_warm, steps before the controller may act.
-        ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bit for bit.
+        ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bitwise.
         model_sync_interval: T, optimizer steps between averages of the replicas.
         rank, world_size: accepted for compatibility; must agree with the process group or with
             ``replicas`` (co-resident: 0 and 1).
@@ -54,7 +54,7 @@ class OneCycleAutoLR(OneCycleLR):
 
     ``scheduler.ensemble`` is the `Ensemble`: observe micro-batches, converge and close by it.
     Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own,
-    to the bit. Between steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate,
+    bitwise. Between steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate,
     never a multiplied one.
     """
 

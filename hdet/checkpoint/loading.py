@@ -187,7 +187,7 @@ class SavedState:
                 self.optimizer["state"][i]["replica_params"] = [param.detach()] * further
         optimizer.load_state_dict(self.optimizer)
         average = self.parts.get("average") or {}
-        if ours.averaged.keys() <= average.keys():  # of a run without it nothing: it begins anew
+        if ours.averaged.keys() <= average.keys():  # of a run without it nothing: it begins again
             tensors = [average[name] for name in ours.averaged]
             self.run.ensemble.weights.average.load_state(tensors)
 

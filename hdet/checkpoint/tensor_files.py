@@ -1,6 +1,6 @@
 """Tensors in safetensors files: each rank writes its share, and an index says what lies where.
 
-What several ranks hold alike, bit for bit, is written once. So no tensor of one rank can be taken
+What several ranks hold alike, bitwise, is written once. So no tensor of one rank can be taken
 for another's: a rank reads what a rank of the saved run held.
 """
 

@@ -28,7 +28,7 @@ class ProbeController(ProbeRule):
         average_every, place: see `BatchLosses`.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective
             that counts, without smoothing, decay or augmentation. Without it no knob may be
-            explored of which training losses are no honest judge (dropout, weight decay ...).
+            explored of which training losses are not to be trusted (dropout, weight decay ...).
         rule: settings of the rule (``step``, ``dead``, ``bound``, ``freeze_after``), see
             `ProbeRule`.
 

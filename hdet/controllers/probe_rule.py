@@ -192,7 +192,7 @@ class ProbeRule(Controller):
         if move == 0:
             return 1.0
         now, limit = math.log(correction), math.log(self.bound)
-        # Where a cycle that was taken back has put it outside, it may come back by its own moves.
+        # Where a cycle that was rolled back has put it outside, it may come back by its own moves.
         if move > 0:
             return math.exp(min(now + move, max(limit, now)) - now)
         return math.exp(max(now + move, min(-limit, now)) - now)

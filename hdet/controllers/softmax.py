@@ -158,7 +158,7 @@ class SoftmaxController(Controller):
         return [replace(decision, note="") for decision in self.decide(nothing)]
 
     def _leave_schedule(self, evidence: Evidence) -> None:
-        """Fix gamma at the end of the warm-up, from the values then in force."""
+        """Fix gamma at the end of the warm-up, from the values then in use."""
         intervals = evidence.decisions_left or 1
         self.ceilings = [1000 * value for value in evidence.values]
         self.gammas = [
@@ -175,7 +175,7 @@ class SoftmaxController(Controller):
             # the value positive.
             self.velocities[k], moved = momentum_update(velocity, relative, 1.0, **step)
             return Decision(factor=math.exp(min(max(moved - 1.0, -700.0), 700.0)), note=note)
-        # What is in force, and not what was decided: a cycle that was taken back has lowered it.
+        # What is in use, and not what was decided: a cycle that was rolled back has lowered it.
         before = evidence.values[k]
         self.velocities[k], base = momentum_update(
             velocity, before * relative, before, gamma=self.gammas[k], **step

@@ -115,7 +115,7 @@ class Averager:
 
     def load_state(self, tensors: Sequence[torch.Tensor]) -> None:
         """Go on with copies of what `state` gave, after the parameters were loaded. With []: begin
-        anew, because what was kept belongs to other parameters."""
+        again, because what was kept belongs to other parameters."""
 
     def close(self) -> None:
         """Give the optimizer back as it was given. No communication. Twice is as good as once."""

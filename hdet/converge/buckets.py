@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def parts_of(tensors: Sequence[torch.Tensor], masters: Masters) -> list[Part]:
-    """What lies on this rank. To be asked anew each time, because a shard may move."""
+    """What lies on this rank. To be asked again each time, because a shard may move."""
     local_masters = [None if m is None else local_parts([m])[0] for m in masters()]
     return [Part(t, m) for t, m in zip(local_parts(tensors), local_masters, strict=True)]
 
@@ -193,7 +193,7 @@ class Buckets:
             torch._foreach_copy_([p.tensor for p in rounded], [p.value for p in rounded])
 
     def plan(self) -> list[Filling]:
-        """The fillings; made anew only if a tensor has moved or is another."""
+        """The fillings; made again only if a tensor has moved or is another."""
         parts = [part for part in self._ask_parts() if part.tensor.numel()]
         layout = [(t.data_ptr(), t.shape, t.dtype) for part in parts for t in part if t is not None]
         if layout == self._layout:

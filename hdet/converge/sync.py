@@ -45,7 +45,7 @@ class Sync:
             replicas share theirs.
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy,
             such as an embedding on the first and the last pipeline stage: after each average it is
-            sent from the group's first rank, so that copies stay equal to the bit.
+            sent from the group's first rank, so that copies stay equal bitwise.
         refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever
             keeps a model beside the parameters that the optimizer has (Megatron's float32 masters)
             copies them there. FSDP2 modules given as ``buffers`` or to a `ProbeController` are

@@ -97,7 +97,7 @@ class Controller:
 
     def learn(self, evidence: Evidence) -> list[Decision]:
         """`decide`, or `hold` after ``freeze_after``. Not called for a cycle of the warm-up, nor
-        for one that was taken back."""
+        for one that was rolled back."""
         limit = self._last_step_that_moves(evidence.total_steps)
         decisions = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
         # Frozen as soon as the next cycle would end too late.
@@ -119,7 +119,7 @@ class Controller:
             part.observe(evidence)
 
     def restart(self) -> None:
-        """Other weights are in place: a checkpoint was loaded, or a cycle taken back."""
+        """Other weights are in place: a checkpoint was loaded, or a cycle rolled back."""
         for part in self.parts.values():
             part.restart()
 

@@ -1,4 +1,4 @@
-"""Who has diverged, and whether a whole cycle is to be taken back. Pure: every rank decides alike
+"""Who has diverged, and whether a whole cycle is to be rolled back. Pure: every rank decides alike
 on equal inputs."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Divergence:
             ``rollback``.
         rollback: "device" or "host" keeps the parameters and the optimizer's state there, from the
             beginnings of this cycle and of the one before, and a cycle that diverged as a whole (by
-            ``rise_bound``, or with no finite loss or parameter left) is taken back: they are
+            ``rise_bound``, or with no finite loss or parameter left) is rolled back: they are
             restored, from the third attempt in a row on those of the cycle before, and the learning
             rate's base value is multiplied by ``lower``. Memory: twice the parameters and the state
             (24 bytes a parameter for AdamW in fp32). None keeps nothing; without a finite parameter
@@ -75,13 +75,13 @@ def judge(
     losses: Sequence[float | None],
     before: float | None,
 ) -> Verdict:
-    """Who has diverged in a cycle, and whether it is taken back.
+    """Who has diverged in a cycle, and whether it is rolled back.
 
     Args:
         finite: [replica] are all its parameters finite?
         losses: [replica] mean training loss, NaN or infinite where it was, None where a replica has
             none.
-        before: `Verdict.level` of the last cycle that was not taken back.
+        before: `Verdict.level` of the last cycle that was not rolled back.
     """
     reasons = _reasons(settings, finite, losses, before)
     healthy = [r for r in range(len(finite)) if r not in reasons]

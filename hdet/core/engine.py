@@ -98,9 +98,9 @@ class Engine:
         self.held: list[float | None] = [None] * len(knobs)
         """[knob]: a base value in the place of schedule times correction."""
         self.level: float | None = None
-        """Median loss of the healthy replicas in the last cycle that was not taken back."""
+        """Median loss of the healthy replicas in the last cycle that was not rolled back."""
         self.rollbacks = self.rollbacks_in_row = self.diverged_total = 0
-        """Cycles taken back since step 0, and in a row; how often a replica was left out of an
+        """Cycles rolled back since step 0, and in a row; how often a replica was left out of an
         average."""
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
@@ -133,7 +133,7 @@ class Engine:
         return self._table
 
     def value(self, knob: int, scheduled: float) -> float:
-        """The base value in force, given the untouched schedule's."""
+        """The base value in use, given the untouched schedule's."""
         held, scale = self.held[knob], self.knobs[knob].scale
         if held is not None:
             return scale.hold(held)
@@ -262,14 +262,14 @@ class Engine:
     # -- divergence --------------------------------------------------------------------------------
 
     def accept(self, level: float | None, left_out: int) -> None:
-        """The cycle that ends is not taken back. ``level``: its median loss, with which the next
+        """The cycle that ends is not rolled back. ``level``: its median loss, with which the next
         one is compared; ``left_out``: how many replicas were left out of its average."""
         self.level = self.level if level is None else level
         self.rollbacks_in_row = 0
         self.diverged_total += left_out
 
     def roll_back(self, factor: float) -> CycleOutcome:
-        """End a cycle that is taken back: its rates were too high, and are multiplied by
+        """End a cycle that is rolled back: its rates were too high, and are multiplied by
         ``factor``."""
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
             self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)

@@ -22,7 +22,7 @@ class KnobSpec:
     spread: float
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
-    """Is it a learning rate? Those are lowered where a cycle is taken back."""
+    """Is it a learning rate? Those are lowered where a cycle is rolled back."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Evidence:
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
-    """[knob]: the base value in force."""
+    """[knob]: the base value in use."""
     corrections: Sequence[float]
-    """[knob]: the correction in force, > 0, which a decision's factor multiplies."""
+    """[knob]: the correction in use, > 0, which a decision's factor multiplies."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     local: bool = False

@@ -28,7 +28,7 @@ class Decision:
     factor: float = 1.0
     value: float | None = None
     """A base value that holds from now on in the place of schedule times correction. Each decision
-    says it anew."""
+    says it again."""
     slope: float | None = None
     """d loss / d ln(multiplier): negative means that a higher value was better."""
     error: float | None = None

@@ -23,7 +23,7 @@ class Scale:
       of steps that a running average with this beta remembers.
 
     Bounds are hard, for base values and for those of replicas. A factor of 1 leaves a value within
-    them as it is, to the bit.
+    them as it is, bitwise.
     """
 
     kind: str = "log"

@@ -134,7 +134,7 @@ class Adapter:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are
         averaged, and a new Ensemble goes on where the old one was.
 
-        The values in ``group`` are the schedule's, which the corrections in force correct. What a
+        The values in ``group`` are the schedule's, which the corrections in use correct. What a
         way of averaging keeps beside the weights, such as an outer momentum, begins again.
 
         Raises:

@@ -171,7 +171,7 @@ class HdetCallback(Adapter, _Callback):
     ) -> None:
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             self.parts = []  # of a step not finished, whose gradients Lightning clears here
-        self._switch("explore")  # anew, where the module's own hook has skipped a batch
+        self._switch("explore")  # again, where the module's own hook has skipped a batch
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._switch("")

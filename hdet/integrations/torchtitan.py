@@ -198,7 +198,7 @@ class _Driver(Adapter, StandIn):
     # -- where others look -------------------------------------------------------------------------
 
     def get_metrics(self) -> dict[str, float]:
-        """Give torchtitan's, by its names, of the base rates in force; and hdet's."""
+        """Give torchtitan's, by its names, of the base rates in use; and hdet's."""
         for scheduler in self.inner.schedulers:  # each knows its own values only
             scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
         return {**self.inner.get_metrics(), **self.metrics()}

@@ -127,7 +127,7 @@ class HdetMixin(_Any):
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log base values, corrections and multipliers in force beside the learning rate."""
+        """Log base values, corrections and multipliers in use beside the learning rate."""
         if "learning_rate" in logs:
             logs.update(self._hdet.metrics())
         super().log(logs, *args, **kwargs)
@@ -185,7 +185,7 @@ class _Driver(Adapter, StandIn):
         self.end_step()
 
     def get_last_lr(self) -> list[Any]:
-        """Give the base rates in force."""
+        """Give the base rates in use."""
         return [group["lr"] for group in self.trainer.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ alone; kernels get it uploaded (`codebook`).
 A block's scale is its largest magnitude, which therefore is stored exactly, at least LEAST_SCALE,
 or NaN where a number of the block is not finite. A number's code stands for the table's nearest to
 number * (1 / scale): a division for each block, and none for each number. So `encode` gives back
-scales and codes that `decode` was given, bit for bit. The largest number is the scale itself. The
+scales and codes that `decode` was given, bitwise. The largest number is the scale itself. The
 inverse and the products are each off by 2^-24 of their size. Neighbours in the table differ by 0.35
 % at least.
 """

@@ -59,7 +59,7 @@ class Bound:
         cells: at least one.
         scale: of `scale_of`; default: log, without bounds.
         key: of a parameter group, "" otherwise.
-        valid_on_train_loss: may training losses judge it? If not, which is the safe answer, only a
+        valid_on_train_loss: may training losses decide? If not, which is the safe answer, only a
             held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
         affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe

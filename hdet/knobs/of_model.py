@@ -60,7 +60,7 @@ class Scalar:
         unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed
             there.
         bounds: (low, high), hard for the base value and for every replica's.
-        valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a
+        valid_on_train_loss: may training losses decide? False, the safe answer, asks for a
             `ProbeController` with ``held_out=True``: training losses always vote for less of a
             regulariser, of augmentation, or of a task's weight.
         affects_eval_loss: the loss at given weights depends on it also in eval mode (a
@@ -235,7 +235,7 @@ class Temperature:
     all modules of ``model`` that have it.
 
     The loss depends on it at any weights, in eval mode too. So replicas are scored at their own
-    values, training losses can judge it, and it can be explored with shared gradients.
+    values, training losses can decide, and it can be explored with shared gradients.
     """
 
     model: nn.Module

@@ -248,7 +248,7 @@ class GroupValue(_OfGroups):
             knob multiplies 1 / (1 - value), as `Betas` does. None: "horizon" for momentum, alpha,
             rho and beta, else "log".
         bounds: as for `LearningRate`; None on the horizon scale: (0, 0.99999).
-        valid_on_train_loss: may training losses judge it? False asks for a `ProbeController` with
+        valid_on_train_loss: may training losses decide? False asks for a `ProbeController` with
             ``held_out=True``.
         moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared
             gradients.

@@ -268,7 +268,7 @@ class MatrixStep:
                     value,
                 )
                 rounded = numbers.stochastic_bfloat16(value, words & 0xFFFF)
-                # a value that is not moved is not rounded anew, as it is exact
+                # a value that is not moved is not rounded again, as it is exact
                 copies.append(
                     (
                         param,

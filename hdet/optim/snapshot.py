@@ -74,7 +74,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owners_in(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """(key, whose state it is): parameters by number, which survives a state that is loaded anew;
+    """(key, whose state it is): parameters by number, which survives a state that is loaded again;
     then what is no parameter, by itself."""
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     own = set(listed)

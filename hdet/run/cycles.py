@@ -43,7 +43,7 @@ class Cycles:
         fan_out: puts multipliers into the optimizer's step.
         weights: averages the replicas.
         panel: the controller's measurements.
-        divergence: when a replica is left out, or a cycle taken back.
+        divergence: when a replica is left out, or a cycle rolled back.
         during: put, with a name, around what communicates.
         search: an `AutoLR`, which searches in the first steps.
         has_local_gradients: does each replica step with gradients of its own?
@@ -239,7 +239,7 @@ class Cycles:
         probed = self._now()
         stats = self._gather(rows, compare=compare)
         measured = self.panel.split(stats.measured)
-        if is_searching:  # what breaks in the first steps is taken back by the search
+        if is_searching:  # what breaks in the first steps is rolled back by the search
             finite = [r for r, good in enumerate(stats.finite) if good]
             verdict = Verdict(finite or list(range(self.replicas.count)))
         else:
@@ -285,7 +285,7 @@ class Cycles:
 
     @ranged("hdet.converge")
     def _average(self, verdict: Verdict, *, are_equal: bool) -> None:
-        """Average the replicas, or restore the beginning of a cycle that is taken back."""
+        """Average the replicas, or restore the beginning of a cycle that is rolled back."""
         with self.during("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row

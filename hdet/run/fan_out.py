@@ -51,7 +51,7 @@ class FanOut:
         self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
-        """Number of the local replica whose values are in force outside of a step."""
+        """Number of the local replica whose values are in use outside of a step."""
         self.stepped = False
         """Has a step been done since `take_stepped`? Several calls of that count it once."""
         self.moved = True

@@ -1,4 +1,4 @@
-"""The parameters of the replicas on this rank: averaged, kept tied, taken back.
+"""The parameters of the replicas on this rank: averaged, kept tied, rolled back.
 
 Between these, the optimizer owns them.
 """

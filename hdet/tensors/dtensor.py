@@ -24,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
     """The tensor itself; of a DTensor its shard on this rank, which shares its memory and may be
     empty.
 
-    Asked anew whenever it is needed: a shard may move.
+    Asked again whenever it is needed: a shard may move.
     """
     if not is_sharded(tensor):
         return tensor
@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`local` of each, detached: for whoever reads and writes parameters behind autograd's back.
 
-    Asked anew whenever it is needed.
+    Asked again whenever it is needed.
     """
     return [local(t).detach() for t in tensors]
 

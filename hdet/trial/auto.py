@@ -156,7 +156,7 @@ class AutoLR(Controller):
             self._begun = self._run.take_snapshot(self.place), Displacement(self._run.weights)
 
     def after_step(self, closure: Closure | None) -> float | None:
-        """After each optimizer step, with its rates still in force. Returns the factor of all rates
+        """After each optimizer step, with its rates still in use. Returns the factor of all rates
         once it is decided: 1 if nothing changes; below 1, the first weights are in place again.
         Raises TypeError where the closure of a trial is missing."""
         if self.best_weights is not None:
