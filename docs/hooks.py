@@ -21,10 +21,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """With a space that does not break in the middle of a number; code is left alone."""
+    """With spaces that do not break inside of numbers and before %; code is left
+    alone."""
     parts = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
     parts[::2] = [
-        re.sub(r"(?<=\d) (?=\d{3}\b)", "\u00a0", part) for part in parts[::2]
+        re.sub(r"(?<=\d) (?=\d{3}\b|%)", "\u00a0", part) for part in parts[::2]
     ]
     return "".join(parts)
 
