@@ -68,9 +68,10 @@ def sign(x):
 
 
 @triton.jit
-def take_step(step_size, decay, param, u):
-    """Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay)."""
-    return param * decay - step_size * u
+def take_step(step_size, decay, against, param, u):
+    """Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay). Cautious decay acts
+    where u theta >= 0."""
+    return param * tl.where(u * param < 0, against, decay) - step_size * u
 
 
 @triton.jit

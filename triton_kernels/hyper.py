@@ -9,7 +9,7 @@ nine for each group; rho[groups][K] (Eq. 1).
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW
+from .arithmetic import HYPER_ROW, f64
 from .rules import GROUP_SETTINGS, divisor, load_settings, store_scalars
 
 CALL_SETTINGS = tl.constexpr(1)
@@ -51,13 +51,6 @@ def rate_of(rates, group, lr, live):
     address = tl.load(rates + group, mask=live, other=0)
     rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0)
     return tl.where(address != 0, rate.to(tl.float64), lr)
-
-
-@triton.jit
-def store_pair(target, first, second, live):
-    """A ReplicaRow of each tensor."""
-    tl.store(target, first.to(tl.float32), mask=live)
-    tl.store(target + 1, second.to(tl.float32), mask=live)
 
 
 @triton.jit(
@@ -108,10 +101,13 @@ def derive(
     divided_by = divisor(h, step, RULE)
     rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
     for k in range(num_replicas):
-        target = replica_rows + (tensor * num_replicas + k) * 2
+        target = replica_rows + (tensor * num_replicas + k) * 3
         rho_k = tl.load(rho + k, mask=live, other=0)
         rate = lr * rho_k  # Eq. 2
         decay = h.weight_decay * 0 if COUPLED else h.weight_decay
         decay = 1 - tl.where(h.decay_at_base != 0, lr, rate) * decay
-        store_pair(target, rate / divided_by, decay, live)
+        tl.store(target, (rate / divided_by).to(tl.float32), mask=live)
+        tl.store(target + 1, decay.to(tl.float32), mask=live)
+        against = tl.where(h.cautious_decay != 0, f64(1.0), decay)
+        tl.store(target + 2, against.to(tl.float32), mask=live)
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

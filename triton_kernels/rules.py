@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arithmetic import add_weighted, f64, lerp, power, sign
 
-GROUP_SETTINGS = tl.constexpr(9)
+GROUP_SETTINGS = tl.constexpr(10)
 
 
 class Settings(NamedTuple):
@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     nesterov: tl.tensor
     maximize: tl.tensor
     decay_at_base: tl.tensor
+    cautious_decay: tl.tensor
 
 
 @triton.jit
@@ -40,6 +41,7 @@ def load_settings(source, live):
         tl.load(source + 6, mask=live, other=0),
         tl.load(source + 7, mask=live, other=0),
         tl.load(source + 8, mask=live, other=0),
+        tl.load(source + 9, mask=live, other=0),
     )
 
 

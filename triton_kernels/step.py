@@ -74,7 +74,7 @@ class Place(NamedTuple):
     pointers: (
         tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
     )
-    replica_rows: tuple  # two numbers of each replica
+    replica_rows: tuple  # three numbers of each replica
     offset: tl.tensor
     seed: tl.tensor
     first_replica: tl.tensor
@@ -240,7 +240,11 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
         for k in tl.static_range(batch, min(batch + BATCH, K)):
             p, master = pointers_of(place, k, V)
             new = take_step(
-                place.replica_rows[2 * k], place.replica_rows[2 * k + 1], old[k - batch], u
+                place.replica_rows[3 * k],
+                place.replica_rows[3 * k + 1],
+                place.replica_rows[3 * k + 2],
+                old[k - batch],
+                u,
             )
             store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
     if V.zero_gradients:
@@ -257,8 +261,8 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
         for k in tl.static_range(K):
             pointers = pointers + load_pointers(columns + SHARED, chunk.offset, k, V)
     row_numbers = ()
-    for i in tl.static_range(2 * K):
-        row_numbers = row_numbers + (tl.load(replica_rows + chunk.tensor * (2 * K) + i),)
+    for i in tl.static_range(3 * K):
+        row_numbers = row_numbers + (tl.load(replica_rows + chunk.tensor * (3 * K) + i),)
     gradient = tl.load(gradients + 2 * chunk.tensor)
     shared = Shared(
         pointer(gradient, chunk.offset, V.gradient, V.vector),

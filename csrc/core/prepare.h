@@ -30,7 +30,8 @@ HDET_HD double derive_decay(Rule rule, const GroupSettings& s, double rate) {
 
 HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, double rho, double divisor) {
   const double rate = lr * rho;  // Eq. 2
-  return {static_cast<float>(rate / divisor), static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
+  const auto decay = static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate));
+  return {static_cast<float>(rate / divisor), decay, s.cautious_decay != 0.0 ? 1.0f : decay, 0.0f};
 }
 
 HDET_HD double rate_of(const StepPlan& plan, int32_t group) {

@@ -10,13 +10,13 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "81058d499e9ad9d9";
+constexpr const char* kRulesDigest = "b922dc455f027ccc";
 
 enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3, nadamw = 4 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
-  double lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base;
+  double lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base, cautious_decay;
 };
 
 struct AdamwRule {

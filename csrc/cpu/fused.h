@@ -11,24 +11,26 @@ template <int N>
 struct Batch {
   float* p[N];
   ReplicaRow rows[N];
+  bool cautious = false;
 
   Batch(const Work& w, int32_t first, int64_t element) {
     for (int k = 0; k < N; ++k) {
       p[k] = at<float>(w.plan.params[w.place(first + k)], element);
       rows[k] = w.replicas[first + k];
+      cautious = cautious || hdet::is_cautious(rows[k]);
     }
   }
 
+  template <bool kCautious>
   void take_steps(int i, float u) const {
     HDET_UNROLL
-    for (int k = 0; k < N; ++k) p[k][i] = hdet::take_step(rows[k], p[k][i], u);
+    for (int k = 0; k < N; ++k) p[k][i] = hdet::take_step<kCautious>(rows[k], p[k][i], u);
   }
 };
 
 // The whole step of N replicas. One replica shows its parameter to a coupled rule.
-template <class Rule, int N>
-bool fused(const Work& w) {
-  const Batch<N> batch(w, 0, w.chunk.offset);
+template <class Rule, int N, bool kCautious>
+void fused_loop(const Work& w, const Batch<N>& batch) {
   const HyperRow row = w.row;  // a copy cannot alias the floats written below
   const Chunk& c = w.chunk;
   const float* const g = at<const float>(w.plan.gradients[c.tensor], c.offset);
@@ -39,17 +41,31 @@ bool fused(const Work& w) {
     float none = 0.0f;
     float& second = Rule::kSecond ? v[i] : none;
     const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f, m[i], second);
-    batch.take_steps(i, u);
+    batch.template take_steps<kCautious>(i, u);
   }
+}
+
+template <class Rule, int N>
+bool fused(const Work& w) {
+  const Batch<N> batch(w, 0, w.chunk.offset);
+  if (!Rule::kCoupled && batch.cautious) fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
+  else fused_loop<Rule, N, false>(w, batch);
   return true;
 }
 
-// N replicas, from number `first` on, along directions that are known.
+// N replicas along directions that are known.
+template <int N, bool kCautious>
+void follow_loop(const Batch<N>& batch, int length, const float* u) {
+  HDET_INDEPENDENT
+  for (int i = 0; i < length; ++i) batch.template take_steps<kCautious>(i, u[i]);
+}
+
+// The same, from number `first` on.
 template <int N>
 void follow(const Work& w, int32_t first, int64_t element, int length, const float* u) {
   const Batch<N> batch(w, first, element);
-  HDET_INDEPENDENT
-  for (int i = 0; i < length; ++i) batch.take_steps(i, u[i]);
+  if (batch.cautious) follow_loop<N, true>(batch, length, u);
+  else follow_loop<N, false>(batch, length, u);
 }
 
 inline void follow_all(const Work& w, int64_t element, int length, const float* u) {

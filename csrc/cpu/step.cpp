@@ -6,9 +6,10 @@
 
 namespace {
 
+template <bool kCautious>
 void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* __restrict u, int length) {
   const ReplicaRow row = shared_row;
-  for (int i = 0; i < length; ++i) p[i] = hdet::take_step(row, p[i], u[i]);
+  for (int i = 0; i < length; ++i) p[i] = hdet::take_step<kCautious>(row, p[i], u[i]);
 }
 
 // Each replica steps along u and keeps what it gets.
@@ -19,7 +20,8 @@ void store(const Work& w, int64_t element, int length, const float* u) {
   for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
     const Param param = w.param(k);
     float* const p = open(param, element, length, buffer);
-    take_steps(w.replicas[k], p, u, length);
+    if (hdet::is_cautious(w.replicas[k])) take_steps<true>(w.replicas[k], p, u, length);
+    else take_steps<false>(w.replicas[k], p, u, length);
     if (w.random_params()) w.random(static_cast<uint32_t>(w.plan.first_replica + k), element, length, 0, random);
     put(param, element, length, p, w.random_params() ? random : nullptr);
   }

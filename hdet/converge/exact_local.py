@@ -80,6 +80,8 @@ def _why_no_mean(optimizer: Any) -> str | None:
         of_group = f"weight_decay={decay:g} of group {g}"
         if decay != 0 and optimizer.rule in COUPLED:
             return f"{of_group} is part of the gradient, which replicas do not share: set it to 0"
+        if decay != 0 and optimizer.cautious_decay:
+            return f"{of_group} acts where each replica's own sign says: use cautious_decay=False"
         if decay != 0 and optimizer.decay_at != "base":
             return f"{of_group} acts at each replica's own rate: use decay_at='base'"
         if optimizer.master_weights is not None:

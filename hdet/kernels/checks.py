@@ -444,6 +444,11 @@ def check_group(
         raise ValueError(
             f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}"
         )
+    if s.cautious_decay and rule in COUPLED:
+        raise ValueError(
+            f"cautious_decay of {name} needs decay that is no part of the gradient: use "
+            f"{' or '.join(DECOUPLED)}"
+        )
     if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
         raise ValueError(
             f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so "

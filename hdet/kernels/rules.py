@@ -54,6 +54,8 @@ class StepSettings(NamedTuple):
     nesterov: bool = False
     maximize: bool = False
     decay_at_base: bool = False
+    cautious_decay: bool = False
+    """decoupled decay acts on those elements alone that the direction brings nearer to 0"""
 
 
 class Rule(NamedTuple):

@@ -41,6 +41,7 @@ from .step_plans import Hyper, Member, Part, Planned
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
     "backend",
+    "cautious_decay",
     "decay_at",
     "first_replica",
     "master_weights",
@@ -66,6 +67,7 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     zero_gradients: bool
     backend: str
+    cautious_decay: bool
 
 
 class FusedOptimizer(Optimizer):
@@ -107,6 +109,9 @@ class FusedOptimizer(Optimizer):
         zero_gradients: gradients are zeros after each step, also after a skipped one, at the same
             addresses. Instead of zero_grad(). May be assigned between steps.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
+        cautious_decay: weight decay acts on those elements alone that the direction u brings nearer
+            to 0 too, u * p >= 0 (Chen et al. 2025, arXiv 2510.12402). Adam and SGD refuse it: their
+            decay is part of the gradient.
 
     Multipliers: `multipliers[replica][group]`, 1.0 by default, may be assigned at any time. A step
     uses lr * multiplier (Eq. 2), and `group["lr"]` stays as it is. They belong to the running
@@ -190,6 +195,7 @@ class FusedOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         zero_gradients: bool = False,
         backend: str = "auto",
+        cautious_decay: bool = False,
         decay_at: str = "replica",
         **carried: Any,
     ) -> None:
@@ -199,11 +205,16 @@ class FusedOptimizer(Optimizer):
             raise TypeError(
                 f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient"
             )
+        if cautious_decay and self.rule in COUPLED:
+            raise TypeError(
+                f"{type(self).__name__} takes no cautious_decay: its decay is part of the gradient"
+            )
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
         self.backend, self.master_weights = backend, master_weights
         self.moment_dtype: Dtype = moment_dtype or torch.float32
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
+        self.cautious_decay = cautious_decay
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
         self.first_replica = 0
@@ -426,7 +437,9 @@ class FusedOptimizer(Optimizer):
 
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         """What the plan of each part takes, checked as far as it does not check by itself."""
-        return planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        return planned.settings_of(
+            self._hypers(), self.multipliers, (self.decay_at == "base", self.cautious_decay)
+        )
 
     def _options_of(
         self, planned: Planned, own: list[Tensor | None]

@@ -232,7 +232,7 @@ class MatrixStep:
             for k, rho in enumerate(s.multipliers):
                 rate = float(s.lr) * rho  # Eq. 2
                 decay = 1.0 - (float(s.lr) if s.decay_at_base else rate) * s.weight_decay
-                self._step(k, members, ways, decay, rate * adjusted)
+                self._step(k, members, ways, decay, rate * adjusted, s.cautious_decay)
 
     def _step(
         self,
@@ -241,21 +241,23 @@ class MatrixStep:
         directions: list[Tensor],
         decay: float,
         rate: float,
+        cautious: bool,
     ) -> None:
-        """p = p * decay - rate * direction, of replica k."""
+        """p = p * decay - rate * direction, of replica k. Cautious: without decay where they are of
+        different signs."""
         params = [matrix.sets[k] for matrix in matrices]
         masters = [matrix.masters[k] for matrix in matrices]
         # float32 parameters and masters are these themselves
         values = list(map(value_of, params, masters))
-        if self.skip is None:
-            torch._foreach_mul_(values, decay)
-        else:  # directions are zeros then
-            torch._foreach_mul_(
-                values,
-                torch.full((), decay, dtype=torch.float32, device=self.skip.device).masked_fill_(
-                    self.skip, 1.0
-                ),
-            )
+        factor: float | Tensor = decay
+        if self.skip is not None:  # directions are zeros then
+            factor = torch.full((), decay, dtype=torch.float32, device=self.skip.device)
+            factor.masked_fill_(self.skip, 1.0)
+        if cautious:
+            for value, direction in zip(values, directions, strict=True):
+                value.mul_(torch.where(value * direction < 0, 1.0, factor))
+        else:
+            torch._foreach_mul_(values, factor)
         torch._foreach_add_(values, directions, alpha=-rate)
         copies: list[tuple[Tensor, Tensor]] = []
         for matrix, value, param, master in zip(matrices, values, params, masters, strict=True):

@@ -308,10 +308,10 @@ class Planned:
         return made
 
     def settings_of(
-        self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool
+        self, hypers: list[Hyper], multipliers: list[list[float]], decay: tuple[bool, bool]
     ) -> list[tuple[StepSettings, ...]]:
         """One entry for each group of each part; the very same objects as in the last step if
-        nothing has changed."""
+        nothing has changed. `decay`: at the base rate? cautious?"""
         plain = _NUMBERS.issuperset(
             map(type, chain.from_iterable(hypers))
         )  # a tensor may change in place
@@ -321,7 +321,7 @@ class Planned:
         made = []
         for part in self.parts:
             by_group = [
-                _settings(hyper, column, decay_at_base, part.device)
+                _settings(hyper, column, decay, part.device)
                 for hyper, column in zip(hypers, columns, strict=True)
             ]
             made.append(tuple(by_group[group] for group in part.groups))
@@ -354,7 +354,7 @@ def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _settings(
-    hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool, device: torch.device
+    hyper: Hyper, multipliers: tuple[float, ...], decay: tuple[bool, bool], device: torch.device
 ) -> StepSettings:
     lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize = hyper
     if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
@@ -376,7 +376,7 @@ def _settings(
         dampening,
         bool(nesterov),
         bool(maximize),
-        decay_at_base,
+        *decay,
     )
 
 

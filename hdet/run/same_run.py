@@ -33,7 +33,10 @@ _USUAL = (
     "lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay",
     "maximize",
 )  # fmt: skip
-_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
+_OF_FUSED = (
+    "master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at",
+    "cautious_decay",
+)  # fmt: skip
 """Settings that hdet's optimizers do not keep in their groups."""
 
 

@@ -164,6 +164,8 @@ def parameter(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     (torch.optim.SGD(parameter(), lr=0.1), {}, "SGD does not step the mean.*or use Plain"),
     (hdet.FusedAdamW(parameter(), lr=0.1), {},
         "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"),
+    (hdet.FusedAdamW(parameter(), lr=0.1, decay_at="base", cautious_decay=True), {},
+        "acts where each replica's own sign says: use cautious_decay=False"),
     (hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1), {},
         "weight_decay=0.1 of group 0 is part of the gradient"),
     (hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1), {},

@@ -59,6 +59,7 @@ class Hyper:
     nesterov: bool = False
     maximize: bool = False
     decay_at_base: bool = False
+    cautious_decay: bool = False
 
 
 @dataclass
@@ -93,7 +94,7 @@ def step(
     adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the
     gradient. sgd: Polyak momentum as in Sutskever et al. 2013, with dampening. lion: Chen et al.
     2023, Algorithm 2. nadamw: Choi et al. 2019, Table 1. Decoupled decay acts at the replica's rate
-    lr * rho_k, or at lr.
+    lr * rho_k, or at lr. Cautious decay: Chen et al. 2025, Algorithm 1.
     """
     direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
@@ -101,14 +102,15 @@ def step(
         decay = (
             (h.lr if h.decay_at_base else rate) * h.weight_decay if rule not in _COUPLED else 0.0
         )
-        value = (1 - decay) * theta - rate * direction.value
-        new.params.append(
-            Bounded(
-                value,
-                EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs())
-                + rate * direction.error,
-            )
-        )
+        error = EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs())
+        error = error + rate * direction.error
+        acts: Tensor | bool = True
+        if h.cautious_decay:  # where they have one sign; rounding may turn that of the direction
+            acts = direction.value * theta >= 0
+            undecided = (direction.value.abs() <= direction.error) & (direction.error > 0)
+            error = error + torch.where(undecided, decay * theta.abs(), 0.0)
+        value = torch.where(torch.as_tensor(acts), (1 - decay) * theta, theta)
+        new.params.append(Bounded(value - rate * direction.value, error))
     return new
 
 

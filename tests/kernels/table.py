@@ -85,7 +85,11 @@ class Case:
 
 NO_DECAY = SETTINGS._replace(weight_decay=0.0)
 _VARIANTS: dict[str, dict[str, StepSettings]] = {
-    "adamw": {"adamw at base": SETTINGS._replace(decay_at_base=True, maximize=True)},
+    "adamw": {
+        "adamw at base": SETTINGS._replace(decay_at_base=True, maximize=True),
+        "adamw cautious": SETTINGS._replace(cautious_decay=True),
+    },
+    "lion": {"lion cautious": SETTINGS._replace(cautious_decay=True, maximize=True)},
     "sgd": {
         "sgd": SETTINGS._replace(beta1=0.0),
         "momentum": SETTINGS._replace(dampening=0.3, maximize=True),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
-from hdet.optim import FusedAdamW, FusedOptimizer
+from hdet.optim import FusedAdamW, FusedLion, FusedNAdamW, FusedOptimizer
 
 from .common import (
     BACKENDS,
@@ -25,6 +25,7 @@ from .common import (
     assert_close,
     assert_equal,
     names,
+    parameters,
     run,
     set_gradients,
 )
@@ -127,6 +128,26 @@ def test_decay_at_the_base_rate(backend: str) -> None:
     pair.a.multipliers[0][0] = 1.5
     pair.go(10)
     assert_close(pair.ours, pair.theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cls", [FusedAdamW, FusedNAdamW, FusedLion])
+def test_cautious_decay(cls: type[FusedOptimizer], backend: str) -> None:
+    """Beside the same optimizer without decay, whose step tells the direction's sign."""
+    ours, theirs = parameters(), parameters()
+    a: Any = cls(ours, lr=0.1, weight_decay=0.5, cautious_decay=True, backend=backend)  # type: ignore[call-arg]
+    b: Any = cls(theirs, lr=0.1, weight_decay=0.0, backend=backend)  # type: ignore[call-arg]
+    for step in range(5):
+        before = [p.detach().clone() for p in ours]
+        for params in (ours, theirs):
+            set_gradients(params, step)
+        a.step(), b.step()
+        for p, plain, old in zip(ours, theirs, before, strict=True):
+            agrees = (old - plain.detach()) * old >= 0
+            assert not old.numel() or 0 < agrees.float().mean() < 1 or old.numel() == 1
+            expected = plain.detach() - 0.05 * old * agrees
+            torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-6)
+            plain.data.copy_(p.detach())
 
 
 def test_closure_and_hooks() -> None:

@@ -342,6 +342,12 @@ def test_refused_options(cls: type[FusedOptimizer], options: dict[str, Any], mes
         cls([Parameter(torch.ones(2))], **options)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("cls", [FusedAdam, FusedSGD])
+def test_decay_in_the_gradient_is_not_cautious(cls: type[FusedOptimizer]) -> None:
+    with pytest.raises(TypeError, match=f"{cls.__name__} takes no cautious_decay"):
+        cls([Parameter(torch.ones(2))], cautious_decay=True)  # type: ignore[call-arg]
+
+
 def test_refused_groups_leave_the_optimizer_as_it_was() -> None:
     params = parameters()
     optimizer = FusedAdamW(params[:1])

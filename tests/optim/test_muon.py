@@ -91,7 +91,7 @@ def twin(start: Tensor, steps: int, rho: float = 1.0, **said: Any) -> Tensor:
         "ns_coefficients": USUAL,
         "ns_steps": 5,
     }
-    s |= {"eps": 1e-7, "maximize": False, "decay_at": "replica", **said}
+    s |= {"eps": 1e-7, "maximize": False, "decay_at": "replica", "cautious_decay": False, **said}
     place = next(i for i, shape in enumerate(SHAPES) if torch.Size(shape) == start.shape)
     p, m, (rows, columns) = (
         start.detach().double(),
@@ -112,10 +112,9 @@ def twin(start: Tensor, steps: int, rho: float = 1.0, **said: Any) -> Tensor:
             if s["adjust_lr_fn"] == "match_rms_adamw"
             else math.sqrt(max(1, rows / columns))
         )
-        p = (
-            p * (1 - (s["lr"] if s["decay_at"] == "base" else rate) * s["weight_decay"])
-            - rate * factor * o
-        )
+        decay = (s["lr"] if s["decay_at"] == "base" else rate) * s["weight_decay"]
+        acts = (o * p >= 0) if s["cautious_decay"] else 1
+        p = p * (1 - decay * acts) - rate * factor * o
     return p
 
 
@@ -143,15 +142,18 @@ def test_the_float64_twin(said: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("decay_at", ["replica", "base"])
-def test_a_multiplier_is_a_scaled_rate(decay_at: str) -> None:
+@pytest.mark.parametrize(
+    "said", [{"decay_at": "replica"}, {"decay_at": "base"}, {"cautious_decay": True}], ids=str
+)
+def test_a_multiplier_is_a_scaled_rate(said: dict[str, Any]) -> None:
+    said |= {"weight_decay": 1.0}
     params = parameters()
     start = params[0].detach().clone()
-    optimizer = make(params, decay_at=decay_at)
+    optimizer = make(params, **said)
     optimizer.multipliers = [[1.5, 1.0]]
     run(optimizer, params, range(4))
     torch.testing.assert_close(
-        params[0].detach().double(), twin(start, 4, 1.5, decay_at=decay_at), rtol=1e-5, atol=1e-5
+        params[0].detach().double(), twin(start, 4, 1.5, **said), rtol=1e-5, atol=1e-5
     )
     assert optimizer.param_groups[0]["lr"] == 2e-2
 

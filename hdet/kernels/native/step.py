@@ -109,12 +109,12 @@ class NativeStepPlan:
         sizes = (
             native._C.CONTROL_BYTES,
             count * native._C.ROW_BYTES,
-            8 * plan.num_chunks,
             replica_rows,
+            8 * plan.num_chunks,
         )
         self.derived = self.memory.room(sum(sizes))
         # The plan points to the partial sums in a step with a norm.
-        plan.control, plan.rows, self.partials_address, plan.replica_rows = accumulate(
+        plan.control, plan.rows, plan.replica_rows, self.partials_address = accumulate(
             sizes[:-1], initial=self.derived.data_ptr()
         )
         control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)

@@ -45,6 +45,7 @@ class Row(NamedTuple):
     step: Tensor  # [tensor]
     step_size: list[Number]  # [replica]
     decay: Tensor  # [replica], wide
+    cautious: bool
 
 
 _SETTINGS = tuple(name for name in StepSettings._fields if name != "multipliers")
@@ -105,7 +106,7 @@ class TorchStepPlan:
         skip, scale = self._control(given, options)
         for group, everyone in enumerate(self.members):
             if members := [i for i in everyone if gradients[i] is not None]:
-                row = self._derive(group, settings[group].lr, members, scale)
+                row = self._derive(group, settings[group], members, scale)
                 self._step_group(row, group, members, gradients, skip)
         if given:
             torch._foreach_add_(
@@ -138,12 +139,12 @@ class TorchStepPlan:
         self.skipped.copy_(0 * one if skip is None else skip)
         return skip, (inverse * clip).float()
 
-    def _derive(self, group: int, rate: float | Tensor, members: list[int], scale: Tensor) -> Row:
+    def _derive(self, group: int, s: StepSettings, members: list[int], scale: Tensor) -> Row:
         """derive_row and derive_replica for some tensors of a group: in double, rounded once."""
         rule = RULES[self.tensors.rule]
         settings = dict(zip(_SETTINGS, self.of_groups[group].unbind(), strict=True))
-        if isinstance(rate, Tensor):
-            settings["lr"] = rate.reshape(()).to(self.wide)
+        if isinstance(s.lr, Tensor):
+            settings["lr"] = s.lr.reshape(()).to(self.wide)
         lr = settings["lr"]
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
         wide = step.to(self.wide)
@@ -156,6 +157,7 @@ class TorchStepPlan:
             step=step,
             step_size=[_rounded(rate / divisor) for rate in rates],
             decay=1 - (0 * at if rule.coupled else at * settings["weight_decay"]),
+            cautious=s.cautious_decay,
         )
 
     def _step_group(
@@ -169,7 +171,7 @@ class TorchStepPlan:
         ]
         old = [values_of(*pair) for pair in zip(params, masters, strict=True)]
         u = self._share(row, members, gradients, old[0], skip)
-        new = [p * row.decay[k].float() - u * row.step_size[k] for k, p in enumerate(old)]
+        new = [p * self._decay(row, k, p, u) - u * row.step_size[k] for k, p in enumerate(old)]
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(old, new, strict=True)]
         for k, values in enumerate(new):
@@ -181,6 +183,14 @@ class TorchStepPlan:
                         value, self._random(row.step[j], k, members[j], value) & 0xFFFF
                     )
                 numbers.store(value, param, master)
+
+    @staticmethod
+    def _decay(row: Row, k: int, p: Many, u: Many) -> Number:
+        """What replica k's parameters are multiplied by."""
+        decay = row.decay[k].float()
+        if not row.cautious:
+            return decay
+        return Many([torch.where(x < 0, 1.0, decay) for x in (u * p).tensors])
 
     def _share(
         self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None

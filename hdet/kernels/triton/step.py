@@ -93,7 +93,7 @@ class TritonStepPlan:
         self.control = room(3, torch.float32)
         self.skipped, self.norm = self.control[0], self.control[1]
         self.rows = room(count * HYPER_ROW.value, torch.float32)
-        self.replica_rows = room(count * replicas * 2, torch.float32)
+        self.replica_rows = room(count * replicas * 3, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
         self.one, self.zero = (
             self.memory.place(torch.full((1,), x, dtype=torch.float32, device="cpu"))
