@@ -14,7 +14,14 @@ import hdet
 from ..freed import left_alive, tensors_of
 from .common import BACKENDS
 
-FUSED = [hdet.FusedAdamW, hdet.FusedAdam, hdet.FusedSGD, hdet.FusedLion, hdet.FusedMuon]
+FUSED = [
+    hdet.FusedAdamW,
+    hdet.FusedNAdamW,
+    hdet.FusedAdam,
+    hdet.FusedSGD,
+    hdet.FusedLion,
+    hdet.FusedMuon,
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm": {"max_grad_norm": 1.0},
