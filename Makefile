@@ -101,14 +101,15 @@ TRY = unset PYTHONPATH; $(1)/python -W error::RuntimeWarning -c "import torch, h
 # What this nvcc answers to --version, and to anything else.
 NVCC_old = echo "Cuda compilation tools, release 11.5, V11.5.119"
 NVCC_broken = case "$$1" in --version) echo "Cuda compilation tools, release 12.8, V12.8.61";; --list-gpu-arch) echo compute_80;; *) exit 1;; esac
+INSTALLS ?= missing old broken
 test-installs:
 	@rm -rf build/installs && mkdir -p build/installs; bad=0; \
-	for case in missing old broken; do \
+	for case in $(INSTALLS); do \
 	    folder=$(CURDIR)/build/installs/$$case; env=$$folder/venv; echo "== nvcc is $$case"; \
 	    mkdir -p $$folder/toolkit/bin && git clone --quiet . $$folder/hdet && $(PYTHON) -m venv $$env || exit 1; \
 	    case $$case in old) answer='$(NVCC_old)';; broken) answer='$(NVCC_broken)';; *) answer=;; esac; \
 	    if [ -n "$$answer" ]; then printf '#!/bin/sh\n%s\n' "$$answer" >$$folder/toolkit/bin/nvcc && chmod +x $$folder/toolkit/bin/nvcc; fi; \
-	    export CUDA_HOME=$$folder/toolkit PATH=$$(echo $$PATH | tr : '\n' | grep -v cuda | paste -sd :); \
+	    export CUDA_HOME=$$folder/toolkit PATH=$$(echo $$PATH | tr : '\n' | while read -r part; do [ -e $$part/nvcc ] || echo $$part; done | paste -sd :); \
 	    $$env/bin/python -m pip install --quiet $(TORCH) && ( cd $$folder/hdet && $$env/bin/python -m pip install --quiet -e . ) && \
 	    ( cd $$folder && $(call TRY,$$env/bin) ) || { echo "== nvcc is $$case: failed"; bad=1; }; \
 	done; exit $$bad
