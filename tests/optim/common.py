@@ -126,7 +126,6 @@ _MOMENTUM = [
 RULES = [
     Rule("adamw", FusedAdamW, AdamW, _ADAM),
     Rule("adam", FusedAdam, Adam, _ADAM),
-    Rule("nadamw", FusedNAdamW, LoopNAdamW, _ADAM),
     Rule("sgd", FusedSGD, SGD, _MOMENTUM, ("momentum_buffer",)),
     Rule("plain sgd", FusedSGD, SGD, [{"weight_decay": 0.1}, {}, {"maximize": True}], ()),
     Rule(
@@ -136,6 +135,7 @@ RULES = [
         [{"lr": 3e-4, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}, {"maximize": True}],
         ("exp_avg",),
     ),
+    Rule("nadamw", FusedNAdamW, LoopNAdamW, _ADAM),
 ]
 TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
 
