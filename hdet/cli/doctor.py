@@ -35,7 +35,9 @@ def _steps() -> str:
 
     from hdet.kernels.selection import automatic
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    # A torch with CUDA names it where there is no GPU, too.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = found or torch.device("cpu")
     try:
         name, why = automatic(device)
     except Exception as error:  # noqa: BLE001 - as above

@@ -21,7 +21,7 @@ __all__ = ["Records", "cycle_record"]
 _LOG = logging.getLogger("hdet")
 
 
-class _Console(logging.StreamHandler[Any]):
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # no generic in Python 3.10
     """Shows lines on standard error where nobody has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -96,6 +96,7 @@ def test_doctor_ends_with_what_steps_run_on(
 ) -> None:
     device = torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind != "cpu")
     monkeypatch.setattr(hdet.kernels.native, "missing", missing)
     main(["doctor"])
     assert capsys.readouterr().out.splitlines()[-1].startswith(said)
