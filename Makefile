@@ -106,11 +106,11 @@ test-installs:
 	@unset PYTHONPATH; rm -rf build/installs && mkdir -p build/installs; bad=0; \
 	for case in $(INSTALLS); do \
 	    folder=$(CURDIR)/build/installs/$$case; env=$$folder/venv; echo "== nvcc is $$case"; \
-	    mkdir -p $$folder/toolkit/bin && git clone --quiet . $$folder/hdet && $(PYTHON) -m venv $$env || exit 1; \
+	    mkdir -p $$folder/toolkit/bin && git clone --quiet . $$folder/checkout && $(PYTHON) -m venv $$env || exit 1; \
 	    case $$case in old) answer='$(NVCC_old)';; broken) answer='$(NVCC_broken)';; *) answer=;; esac; \
 	    if [ -n "$$answer" ]; then printf '#!/bin/sh\n%s\n' "$$answer" >$$folder/toolkit/bin/nvcc && chmod +x $$folder/toolkit/bin/nvcc; fi; \
 	    export CUDA_HOME=$$folder/toolkit PATH=$$(echo $$PATH | tr : '\n' | while read -r part; do [ -e $$part/nvcc ] || echo $$part; done | paste -sd :); \
-	    $$env/bin/python -m pip install --quiet $(TORCH) && ( cd $$folder/hdet && $$env/bin/python -m pip install --quiet -e . ) && \
+	    $$env/bin/python -m pip install --quiet $(TORCH) && ( cd $$folder/checkout && $$env/bin/python -m pip install --quiet -e . ) && \
 	    ( cd $$folder && $(call TRY,$$env/bin) ) || { echo "== nvcc is $$case: failed"; bad=1; }; \
 	done; exit $$bad
 
