@@ -21,7 +21,7 @@ __all__ = ["Records", "cycle_record"]
 _LOG = logging.getLogger("hdet")
 
 
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # no generic in Python 3.10
+class _Console(logging.StreamHandler):  # generic from Python 3.11 on only
     """Shows lines on standard error where nobody has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
