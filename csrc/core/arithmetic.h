@@ -19,14 +19,16 @@ HDET_HD float add_weighted(float sum, float weight, float x) { return weight == 
 // -1, 0 or 1; 0 for NaN.
 HDET_HD float sign(float x) { return static_cast<float>(x > 0.0f) - static_cast<float>(x < 0.0f); }
 
+HDET_HD bool is_cautious(const ReplicaRow& replica) { return bits_of(replica.step_size) >> 31 != 0; }
+
 // Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay). Cautious decay (Chen et al. 2025) acts where u theta >= 0; a
-// loop that knows that all decay alike need not ask.
-template <bool kCautious = true>
+// loop that knows that none is cautious need not ask.
+template <bool kMayBeCautious = true>
 HDET_HD float take_step(const ReplicaRow& replica, float param, float direction) {
-  const float decay = kCautious && direction * param < 0.0f ? replica.against : replica.decay;
-  return param * decay - replica.step_size * direction;
+  if (!kMayBeCautious) return param * replica.decay - replica.step_size * direction;
+  const float decay = direction * param < 0.0f && is_cautious(replica) ? 1.0f : replica.decay;
+  return param * decay - float_of(bits_of(replica.step_size) & 0x7fffffffu) * direction;
 }
-HDET_HD bool is_cautious(const ReplicaRow& replica) { return replica.against != replica.decay; }
 
 // Where a weighted sum starts. Minus zero is the neutral element of addition for every float, plus zero is not (-0 + +0 = +0).
 constexpr float kEmptySum = -0.0f;

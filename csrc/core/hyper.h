@@ -25,11 +25,9 @@ struct alignas(16) HyperRow {
 static_assert(sizeof(HyperRow) == 48);
 
 // What each replica of a tensor has for itself.
-struct alignas(16) ReplicaRow {
-  float step_size;  // lr * rho, divided by the rule's divisor
+struct alignas(8) ReplicaRow {
+  float step_size;  // lr * rho, divided by the rule's divisor; its sign bit is set where decay is cautious: two registers, as a third one spills
   float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
-  float against;    // the same where the direction works against the parameter: 1 if decay is cautious
-  float unused;
 };
 
 // What the whole step shares, left in device memory for the host to read if it wants to.

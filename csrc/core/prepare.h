@@ -31,7 +31,8 @@ HDET_HD double derive_decay(Rule rule, const GroupSettings& s, double rate) {
 HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, double rho, double divisor) {
   const double rate = lr * rho;  // Eq. 2
   const auto decay = static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate));
-  return {static_cast<float>(rate / divisor), decay, s.cautious_decay != 0.0 ? 1.0f : decay, 0.0f};
+  const auto step_size = static_cast<float>(rate / divisor);
+  return {s.cautious_decay != 0.0 ? -step_size : step_size, decay};
 }
 
 HDET_HD double rate_of(const StepPlan& plan, int32_t group) {

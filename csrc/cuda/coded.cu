@@ -223,7 +223,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
   }
 };
 
-// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
+// As many blocks as ptxas can make without a spill (with cautious decay one fewer for masters): while a warp waits for its tables and shuffles, others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
@@ -231,7 +231,7 @@ constexpr int coded_blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;
 #else
-  return 6;
+  return kKnown == Known::floats ? 6 : 5;
 #endif
 }
 
