@@ -193,11 +193,12 @@ def test_the_state_follows_a_parameter_to_its_device() -> None:
         pair.a.step()
 
 
-def test_a_device_without_kernels_is_refused_by_name() -> None:
+@pytest.mark.filterwarnings("ignore:tensors on meta")
+def test_a_device_without_memory_is_refused_by_name() -> None:
     param = Parameter(torch.ones(2, device="meta"))
     param.grad = torch.ones(2, device="meta")
     optimizer = FusedAdamW([param])
-    with pytest.raises(ValueError, match="no native kernels for the device type meta"):
+    with pytest.raises(ValueError, match="no memory .meta or fake tensor"):
         optimizer.step()
     assert not optimizer.state
 

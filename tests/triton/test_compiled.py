@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,15 +206,6 @@ def test_moments_in_8_bits(
         binary.accesses("ld", "v4.b32") >= 2 + 2 * replicas
         and binary.accesses("st", "v4.b32") >= 2 * replicas
     )
-
-
-def test_an_unknown_rule_does_not_compile() -> None:
-    plan = plan_of(Stored("other"), [5])
-    with pytest.raises(triton.CompilationError) as error:
-        plan.step([torch.zeros(5)], settings(1))
-    assert "unknown rule" in "".join(
-        traceback.format_exception(error.value)
-    )  # a function's error is the cause of its caller's
 
 
 def test_addresses_that_are_not_aligned_are_read_by_elements(
