@@ -15,8 +15,8 @@ from .core.controller import Controller
 from .core.divergence import Divergence
 from .knobs import Knob
 from .replicas import Replicas
-from .run.compatibility import warn_of_no_controller
 from .run.cycles import ReplicasDiverged
+from .run.mistakes import warn_of_no_controller
 from .run.parts import Parts
 from .schedule import Scheduler
 from .trial.searched import Closure

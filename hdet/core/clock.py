@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from .validate import whole
@@ -23,6 +24,13 @@ class Clock:
         whole(self.warmup_steps, "warmup_steps", 0, of="steps")
         if self.total_steps is not None:
             whole(self.total_steps, "total_steps", of="steps")
+
+    def warn_of_more_steps(self) -> None:
+        warnings.warn(
+            f"this is the step after the last one of a run with total_steps={self.total_steps}: "
+            "give the Ensemble and the schedule the length that the loop has",
+            stacklevel=4,
+        )
 
     def controls(self, step: int) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,8 +41,7 @@ class CycleOutcome:
     """A cycle that has ended; lists have an entry for each knob."""
 
     cycle: int
-    begin: int
-    """Optimizer steps done before it."""
+    begin: int  # optimizer steps done before it
     plan: Plan
     multipliers: list[list[float]]
     decisions: list[Decision]
@@ -147,11 +145,7 @@ class Engine:
         self.step += 1
         self.position += 1
         if self.step - 1 == self.clock.total_steps:
-            warnings.warn(
-                f"this is step {self.step} of a run with total_steps={self.step - 1}: give the "
-                "Ensemble and the schedule the length that the loop has",
-                stacklevel=3,
-            )
+            self.clock.warn_of_more_steps()
         return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:

@@ -21,18 +21,13 @@ from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
 from ..schedule import Schedule, Scheduler
 from ..trial.searched import Searched
-from .compatibility import (
-    averaged_tensors,
-    check_arguments,
-    check_controller,
-    checked_design,
-    warn_of_idle_run,
-)
+from .compatibility import averaged_tensors, check_arguments, check_controller, checked_design
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
+from .mistakes import warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 

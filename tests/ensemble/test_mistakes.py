@@ -48,7 +48,7 @@ def never_stepped() -> None:
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
     "the loop is longer than the run": (
-        lambda: Loop().train(STEPS + 9), "step 61 of a run with total_steps=60",
+        lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
     ),
     "the schedule is shorter than the run": (
         lambda: Loop(length=20).train(), "T_max .* is 20: after step 20 the rate rises again",

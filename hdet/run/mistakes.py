@@ -1,0 +1,60 @@
+"""Mistakes that give no error: each is warned of once, with what to change."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+from ..core.engine import Engine
+from ..optim.snapshot import keeps_weights
+from ..schedule import Schedule
+
+__all__ = ["warn_of_idle_run", "warn_of_no_controller"]
+
+
+def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
+    """Warns of a run in which nothing is trained, or which is not as long as its schedule."""
+    scheduler, params = schedule.scheduler, [p for g in optimizer.param_groups for p in g["params"]]
+    rates = [
+        peak
+        for knob, row in zip(schedule.knobs, schedule.peaks(), strict=True)
+        for peak in row
+        if knob.key == "lr"
+    ]
+    if not any(p.requires_grad or keeps_weights(optimizer) for p in params):
+        _warn("each parameter of the optimizer is frozen (requires_grad=False): nothing is trained")
+    if scheduler is not None and rates and not any(rates):
+        _warn("the learning rate is 0, and its schedule multiplies it: nothing is trained")
+    if total_steps is None:
+        return
+    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max != total_steps:
+        then = "rises again" if scheduler.T_max < total_steps else "has not fallen to its end"
+        _warn(
+            f"total_steps is {total_steps}, but T_max of the CosineAnnealingLR is "
+            f"{scheduler.T_max}: after step {min(total_steps, scheduler.T_max)} the rate {then}. "
+            "Both count optimizer steps, not epochs"
+        )
+    elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps != total_steps:
+        _warn(
+            f"total_steps is {total_steps}, but that of the OneCycleLR is {scheduler.total_steps}: "
+            "leave it out"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
+
+
+def warn_of_no_controller(engine: Engine, saved: str) -> None:
+    """A state of a run with the controller ``saved`` was loaded into one without any."""
+    names = [knob.name for knob in engine.knobs]
+    kept = ", ".join(f"{n} {c:.4g}" for n, c in zip(names, engine.corrections, strict=True))
+    spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
+    warnings.warn(
+        f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
+        f"corrections {kept} stay in force, nothing is searched any more"
+        f"{spread if engine.explores else ''}",
+        stacklevel=3,
+    )
