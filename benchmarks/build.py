@@ -24,7 +24,9 @@ def main() -> None:
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
     version = re.search(
-        r'^__version__ = "(.+)"$', (ROOT / "hdet/__init__.py").read_text(encoding="utf-8"), re.M
+        r'^__version__ = "(.+)"$',
+        (ROOT / "hdet/__init__.py").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert version is not None
     extension = Extension("hdet._C", sources=[])

@@ -35,6 +35,12 @@ PACKAGES = {
 """Of workloads whose data or weights are in a package that nothing else here needs."""
 
 
+def skip_without_its_package(name: str) -> None:
+    package = PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"its data is in {package}, which is not installed")
+
+
 @pytest.fixture(autouse=True)
 def hardly_pretrained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(finetuning, "PRETRAINING", 2)
@@ -47,9 +53,7 @@ def hardly_pretrained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", dict.fromkeys([*DEVELOPMENT, *TEST, *REPEATED, *CHANGING, *MISLEADING])
 )
 def test_a_workload_can_be_trained(name: str) -> None:
-    package = PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"its data is in {package}, which is not installed")
+    skip_without_its_package(name)
     problem = WORKLOADS[name].problem
     batch, again, spare = problem.batch(3, 5), problem.batch(3, 5), problem.spare(3, 5, 0)
     assert all(map(torch.equal, batch, again)) and not torch.equal(batch[0], problem.batch(3, 6)[0])
@@ -77,6 +81,7 @@ def test_a_workload_can_be_trained(name: str) -> None:
      "gnn-triangles", "mlp-finetuned-clusters", "negbin-visits", "mlp-heat-rising-waves"],
 )  # fmt: skip
 def test_a_workload_is_learned(name: str) -> None:
+    skip_without_its_package(name)
     line = fixed_rates.run(name, 0, seed=3, steps=40)
     assert line["validation"] < line["untrained"]
 
