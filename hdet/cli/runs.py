@@ -88,9 +88,10 @@ class RecordedRun:
         notes = [str(note) for note in record.get("notes", ())]
         known = [str(note) for note in self.last_cycle.get("notes", ())]
         new = [note for note in notes if note not in known]
-        self.events += [
-            f"step {step:.0f}: {printable(text)}" for text in (*self._list_moves(record), *new)
-        ]
+        moves = list(self._list_moves(record))
+        if record.get("trial") is not None:  # the event above says both
+            moves, new = [], [note for note in new if not note.startswith("learning rate ")]
+        self.events += [f"step {step:.0f}: {printable(text)}" for text in (*moves, *new)]
         self.probe_ms += _number(record.get("probe_ms", 0))
         self.converge_ms += _number(record.get("converge_ms", 0))
         self.cycles, self.last_cycle = self.cycles + 1, record

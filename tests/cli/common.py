@@ -31,7 +31,7 @@ def cycle(step: int, correction: float = 1.0, **changes: Any) -> dict[str, Any]:
 RECORDS: list[dict[str, Any]] = [
     {"event": "start", "step": 0, "settings": {"controller": "probe", "seed": 3}},
     {"event": "train", "step": 10, "loss": 5.5, "lr": 0.1},
-    cycle(50, notes=["a note"], trial=INTERVAL.to_dict()),
+    cycle(50, notes=["a note", "learning rate 0.1 stays"], trial=INTERVAL.to_dict()),
     {"event": "train", "step": 60, "loss": None, "lr": 0.1},
     {"event": "validation", "step": 100, "loss": 4.25},
     cycle(100, 2.5),
