@@ -219,10 +219,11 @@ def test_a_complete_program_of_the_readme_runs_when_pasted(block: Block, tmp_pat
     """By itself, in an empty folder and within a minute; what the page says that it prints is what
     it prints, but for the last digits."""
     printed = subprocess.run(
-        [sys.executable, "-c", block.source], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+        [sys.executable, "-c", block.source], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert printed.returncode == 0, printed.stderr
+    assert printed.returncode == 0, printed.stdout
     text = PAGES[0].read_text(encoding="utf-8")
     behind = text[text.index(block.source) + len(block.source) :].partition("```\n")[2]
     shown = re.findall(r"^```\n(.*?)^```", behind, re.MULTILINE | re.DOTALL)[0]
