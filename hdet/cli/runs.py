@@ -78,18 +78,18 @@ class RecordedRun:
         if "lr" in record.get("values", {}):
             self.cycle_rates.append((step, _number(record["values"]["lr"])))
             self.schedule.append((step, _number(record["scheduled"]["lr"])))
+        # A note that every cycle has again is said once.
+        notes = [str(note) for note in record.get("notes", ())]
+        known = [str(note) for note in self.last_cycle.get("notes", ())]
+        new = [note for note in notes if note not in known]
+        moves = list(self._list_moves(record))
         if record.get("trial") is not None:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
             self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
             found = printable("; ".join(str(interval).splitlines()))
             self.events.append(f"trial before step {step:.0f}: {found}")
-        # A note that every cycle has again is said once.
-        notes = [str(note) for note in record.get("notes", ())]
-        known = [str(note) for note in self.last_cycle.get("notes", ())]
-        new = [note for note in notes if note not in known]
-        moves = list(self._list_moves(record))
-        if record.get("trial") is not None:  # the event above says both
+            # which says the move, and the note about it
             moves, new = [], [note for note in new if not note.startswith("learning rate ")]
         self.events += [f"step {step:.0f}: {printable(text)}" for text in (*moves, *new)]
         self.probe_ms += _number(record.get("probe_ms", 0))

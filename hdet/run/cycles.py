@@ -68,8 +68,6 @@ class Cycles:
         """For the next record."""
         self.trial: Mapping[str, Any] | None = None
         """What an `AutoLR` has measured, for the next record."""
-        self.trial_steps = 0.0
-        """What that cost, in steps of the run."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False
@@ -180,7 +178,7 @@ class Cycles:
         if factor < 1:  # the first weights are in place again
             self.note_restore()
         assert search.interval is not None
-        self.trial, self.trial_steps = search.interval.to_dict(), search.cost
+        self.trial = search.interval.to_dict()
         self.notes.append(search.note)
         return search.note
 
@@ -257,9 +255,10 @@ class Cycles:
             self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
             notes=self.notes, probe_ms=1e3 * (probed - started),
             converge_ms=1e3 * (averaged - probed), trial=self.trial,
-            trial_steps=self.trial_steps, searching=is_searching,
+            trial_steps=self.search.cost if self.search is not None and self.trial else 0.0,
+            searching=is_searching,
         )  # fmt: skip
-        self.notes, self.trial, self.trial_steps = [], None, 0.0
+        self.notes, self.trial = [], None
         self.begin()
         return record
 
