@@ -93,11 +93,14 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
         return [group]
     given = group["params"]
     entries = [given] if isinstance(given, Tensor) else list(given)
-    named = [_named(e, f"parameter {i} of group {number}") for i, e in enumerate(entries)]
+    places = [f"parameter {i} of group {number}" for i in range(len(entries))]
+    named = list(map(_named, entries, places))
     if use_muon is None and _are_plain_matrices(entries):
         chosen = [True] * len(entries)
     else:
-        rule = use_muon or _by_name
+        if use_muon is None:
+            _check_names(named, places)
+        rule = use_muon or hidden_matrix
         chosen = [bool(rule(*pair)) for pair in named]
     kinds = [use for use in (True, False) if use in chosen]
     settings = {key: value for key, value in group.items() if key not in ("params", "name")}
@@ -141,11 +144,12 @@ def _named(entry: Any, where: str) -> tuple[str, Tensor]:
     return name, param
 
 
-def _by_name(name: str, param: Tensor) -> bool:
-    if param.ndim >= 2 and not name:
-        raise ValueError(
-            f"use_muon is not given, and a parameter of shape {tuple(param.shape)} has no name to "
-            "tell a hidden matrix from an embedding: pass model.named_parameters(), "
-            "use_muon=lambda name, parameter: ..., or groups with use_muon=True and use_muon=False"
-        )
-    return hidden_matrix(name, param)
+def _check_names(named: Sequence[tuple[str, Tensor]], places: Sequence[str]) -> None:
+    for (name, param), where in zip(named, places, strict=True):
+        if param.ndim >= 2 and not name:
+            raise ValueError(
+                f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to "
+                "tell a hidden matrix from an embedding: pass model.named_parameters(), "
+                "use_muon=lambda name, parameter: ..., or groups with use_muon=True and "
+                "use_muon=False"
+            )

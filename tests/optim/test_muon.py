@@ -801,7 +801,7 @@ def test_what_is_refused_when_it_is_made() -> None:
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (
             ValueError,
-            r"use_muon is not given, and a parameter of shape \(3, 2\) has no name",
+            r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name",
             lambda: FusedMuon([matrix, vector]),
         ),
         (
