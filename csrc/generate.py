@@ -1,4 +1,4 @@
-"""Prints the update rules of hdet/kernels/rules.py in C++ and in Triton: python csrc/generate.py
+"""Prints the update rules of hdet/rules in C++ and in Triton: python csrc/generate.py
 
 Writes csrc/core/rules.h and triton_kernels/rules.py, which are committed;
 tests/kernels/test_rules.py prints them again and compares.
@@ -15,11 +15,11 @@ from typing import ClassVar
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hdet.kernels.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
-from hdet.kernels.trace import INPUTS, Scalar, Tensor, walk
+from hdet.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
+from hdet.rules.trace import INPUTS, Scalar, Tensor, walk
 
 HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
-NOTE = "Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again."
+NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 

@@ -1,6 +1,6 @@
 """The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
 
-Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again.
+Printed by csrc/generate.py from hdet/rules: change that, and print again.
 """
 
 from typing import NamedTuple

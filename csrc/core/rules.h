@@ -1,4 +1,4 @@
-// Printed by csrc/generate.py from hdet/kernels/rules.py: change that, and print again.
+// Printed by csrc/generate.py from hdet/rules: change that, and print again.
 //
 // Of each rule: whether it keeps a second moment, whether decay is part of its gradient, whether
 // the first moment may be missing; what of the host's settings its elements meet (derive) and what

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.validate import whole
-from ..kernels.rules import COUPLED
 from ..optim.fused import FusedOptimizer
+from ..rules import COUPLED
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task
 from .health import digest

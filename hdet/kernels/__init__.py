@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..rules import StepSettings
 from . import checks
 from .interface import (
     AveragePlan,
@@ -26,7 +27,6 @@ from .interface import (
     StepPlan,
     StepTensors,
 )
-from .rules import StepSettings
 from .selection import USABLE, available, check_name, select, state
 
 __all__ = [

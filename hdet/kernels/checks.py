@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..rules import COUPLED, DECOUPLED, RULES, StepSettings
 from .interface import Column, StepOptions, StepTensors
 from .numbers import CODES, count_scales
-from .rules import COUPLED, DECOUPLED, RULES, StepSettings
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16, CODES)

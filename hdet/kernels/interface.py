@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..rules import StepSettings
 from .numbers import CODES
-from .rules import StepSettings
 
 Column = Sequence[Tensor | None]
 """one entry for each tensor of a plan, None where it has none"""

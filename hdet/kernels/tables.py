@@ -11,10 +11,10 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ..rules import StepSettings
 from ..tensors.profiling import ranged
 from .checks import check_settings
 from .interface import StepOptions, StepTensors
-from .rules import StepSettings
 
 CALL_SETTINGS = 1
 GROUP_SETTINGS = len(StepSettings._fields) - 1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from ..kernels.rules import COUPLED
+from ..rules import COUPLED
 from .bound import Bound, Bounds, scale_of
 from .cells import attribute_cell
 from .groups import GroupKnob, ProductKnob

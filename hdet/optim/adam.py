@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hdet.kernels.rules import DECOUPLED
+from hdet.rules import DECOUPLED
 
 from . import group_checks as groups
 from .fused import FusedOptimizer, Options

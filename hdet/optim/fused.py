@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
 from hdet.kernels.checks import UnusualMemory, normalised
-from hdet.kernels.rules import COUPLED
+from hdet.rules import COUPLED
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 from hdet.tensors.profiling import ranged

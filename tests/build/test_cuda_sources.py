@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import compiled, variants
 from hdet import _C
-from hdet.kernels.rules import RULES
+from hdet.rules import RULES
 
 from .tools import ROOT, nvcc
 

@@ -10,8 +10,8 @@ import torch
 
 import hdet
 from hdet.converge import Compressed, ExactLocal, Overlapped, Plain, Streaming
-from hdet.kernels.rules import DECOUPLED
 from hdet.replicas import Replicas
+from hdet.rules import DECOUPLED
 
 from ..distributed import run_ranks
 from .helpers import account, equal, task

@@ -10,7 +10,7 @@ import functools
 import pytest
 
 from hdet import kernels
-from hdet.kernels.rules import RULES
+from hdet.rules import RULES
 
 from ..kernels.cases import why_not
 from ..kernels.problem import check

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from hdet.kernels import StepSettings
-from hdet.kernels.rules import COUPLED, DECOUPLED
-from hdet.kernels.rules import RULES as ALL_RULES
+from hdet.rules import COUPLED, DECOUPLED
+from hdet.rules import RULES as ALL_RULES
 
 from .cases import CHUNK, SIZES
 

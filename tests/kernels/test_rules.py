@@ -1,4 +1,4 @@
-"""The rules in C++ and in Triton are what csrc/generate.py prints of hdet/kernels/rules.py."""
+"""The rules in C++ and in Triton are what csrc/generate.py prints of hdet/rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet.kernels.rules import RULES
+from hdet.rules import RULES
 
 GENERATE = Path(__file__).resolve().parents[2] / "csrc/generate.py"
 

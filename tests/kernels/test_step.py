@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
-from hdet.kernels.rules import RULES
+from hdet.rules import RULES
 
 from .cases import BACKENDS, CHUNK, device_of
 from .problem import MakePlan, Problem, check, final_tensors

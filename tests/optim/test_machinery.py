@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import native, numbers
-from hdet.kernels.rules import RULES as ALL_RULES
 from hdet.optim import step_plans as plans
+from hdet.rules import RULES as ALL_RULES
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 

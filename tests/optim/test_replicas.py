@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from hdet import kernels
 from hdet.kernels.numbers import join
-from hdet.kernels.rules import COUPLED
 from hdet.optim import FusedAdamW, FusedOptimizer
+from hdet.rules import COUPLED
 
 from .common import (
     BACKENDS,

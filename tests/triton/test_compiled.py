@@ -21,10 +21,10 @@ if triton.knobs.runtime.interpret:
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
 from hdet.kernels.interface import PLAIN
-from hdet.kernels.rules import RULES
 from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
+from hdet.rules import RULES
 
 from .compiler import Binary, Compiling, Driver
 

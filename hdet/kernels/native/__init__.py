@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
 from torch import Tensor
 
+from ...rules import DIGEST
 from ..interface import Column
 from ..numbers import CODES
-from ..rules import DIGEST
 
 INTERFACE = 13
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they

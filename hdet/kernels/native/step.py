@@ -8,12 +8,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ...rules import RULES, StepSettings
 from ...tensors.profiling import ranged
 from .. import native
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import codebook
-from ..rules import RULES, StepSettings
 from ..tables import Inputs, SettingsTable
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...rules import RULES
+from ...rules.trace import INPUTS, Scalar, walk
+from ...rules.trace import Tensor as Traced
 from ..checks import wide_dtype
 from ..numbers import value_of
-from ..rules import RULES
-from ..trace import INPUTS, Scalar, walk
-from ..trace import Tensor as Traced
 
 _EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
 _COUNTER_BITS = 25  # float32 counts to 2^24

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...rules import RULES, StepSettings
 from .. import numbers
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
-from ..rules import RULES, StepSettings
 from ..tables import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, count_settings
 from .arithmetic import (
     Many,

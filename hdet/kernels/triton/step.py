@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...rules import RULES, StepSettings
 from ...tensors.profiling import ranged
 from ...triton_kernels import hyper, norm
 from ...triton_kernels import tables as t
@@ -18,7 +19,6 @@ from ...triton_kernels.step import StepVariant, update
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import CODE_BLOCK, CODES, codebook
-from ..rules import RULES, StepSettings
 from ..tables import Inputs, SettingsTable
 from .launch import (
     DERIVED,

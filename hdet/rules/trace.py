@@ -3,7 +3,7 @@
 *Scalars* (hyperparameters and what follows from them) are computed once for a tensor and a step, in
 double, and rounded to float32 where *tensors* (gradient, parameter, moments) meet them. Tensors are
 float32, and every operation on them rounds once. So all backends get the same bits:
-reference/rules.py evaluates the tree, csrc/generate.py prints it in C++ and in Triton.
+kernels/reference/arithmetic.py evaluates the tree, csrc/generate.py prints it in C++ and in Triton.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from .trace import (
     Function,
@@ -32,6 +30,9 @@ from .trace import (
     trace,
     where,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StepSettings(NamedTuple):
