@@ -1,11 +1,13 @@
 """The converge beside its floor: one flat all_reduce of the same bytes, which no average of K
 replicas can beat.
 
-    python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE] python -m
-    benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
 
 Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (Buckets), torch's
-PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.
+PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it. Then 48
+bf16 tensors of 2^20, which travel as fp32: without masters, packed into two buckets in turn, and
+into one after the other as before; and with fp32 masters, which are reduced in place.
 
 With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls
 between optimizer steps, in turn. Bytes are what a rank has to send at the least (a ring's), counted
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,7 @@ from hdet.converge.buckets import Buckets, Part
 from .harness import alternate, counted, emit, spawn, summary
 
 CASES = {"24 x 2^20": [1 << 20] * 24, "3000 x 1000": [1000] * 3000}
+OF_16_BITS = {"48 x 2^20": [1 << 20] * 48}
 
 
 def measure(
@@ -84,6 +88,31 @@ def measure(
     return result
 
 
+def measure_16_bits(
+    rank: int, world_size: int, sizes: list[int], repeats: int
+) -> dict[str, dict[str, float]]:
+    def averaged(*parts: Part) -> Buckets:
+        return Buckets(lambda: parts, in_place=True)
+
+    values, replicas = [torch.randn(size) for size in sizes], Replicas.from_group()
+    packed = averaged(*(Part(value.bfloat16()) for value in values))
+    masters = averaged(*(Part(value.bfloat16(), value) for value in values))
+    flat = torch.randn(sum(sizes))
+
+    def one_after_the_other() -> None:
+        for filling in packed.plan():
+            dist.all_reduce(filling.pack(1 / world_size))
+            filling.unpack()
+
+    candidates = {
+        "flat all_reduce (floor)": lambda: dist.all_reduce(flat),
+        "packed, two buckets in turn": lambda: packed.average(replicas),
+        "packed, one after the other": one_after_the_other,
+        "fp32 masters in place": lambda: masters.average(replicas),
+    }
+    return summary(alternate(candidates, repeats, barrier=True), "flat all_reduce (floor)")
+
+
 # -- the ways --------------------------------------------------------------------------------------
 
 INTERVAL = 8
@@ -99,7 +128,7 @@ WAYS: dict[str, Callable[[int], Averaging]] = {
 }
 
 
-def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 32 << 20) -> Callable[[], None]:
+def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 64 << 20) -> Callable[[], None]:
     """All that a way does in a cycle, apart from the optimizer's steps."""
     replicas, parameters = (
         Replicas.from_group(),
@@ -186,9 +215,13 @@ def main() -> None:
     if options.way is not None:
         report_ways(options)
         return
-    for case, sizes in CASES.items():
-        rows = spawn(measure, options.processes, sizes, options.repeats)
-        print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each")
+    cases: list[tuple[str, list[int], Callable[..., Any]]] = [
+        *((f"{case} fp32", sizes, measure) for case, sizes in CASES.items()),
+        *((f"{case} bf16", sizes, measure_16_bits) for case, sizes in OF_16_BITS.items()),
+    ]
+    for case, sizes, function in cases:
+        rows = spawn(function, options.processes, sizes, options.repeats)
+        print(f"\n{case}, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each")
         for name, row in rows.items():
             print(
                 f"  {name:30} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})   "

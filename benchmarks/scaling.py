@@ -207,7 +207,7 @@ def ways(job: Job) -> list[Way]:
     """Every way of averaging that the layout admits, plain first."""
     own, link, replicas = job.own, job.between_replicas, job.replicas
     size, ranks = own * job.value_bytes, job.replicas * job.shards
-    bucket, none = min(size, job.bucket_bytes), Traffic()
+    bucket, none = min(size, 2 * job.bucket_bytes), Traffic()  # two of them, in turn
     # the reference, the error that is fed back, and that of a rank's chunk
     kept_back = own * (8 + 4 / replicas) + bucket
 

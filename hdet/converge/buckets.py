@@ -5,6 +5,7 @@ Every way of averaging sends them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .collectives import start_weighted_sum
 
-DEFAULT_BUCKET_BYTES = 32 << 20
+DEFAULT_BUCKET_BYTES = 64 << 20
+"""Two buckets of 32 MiB: the next filling is packed into one while the other is reduced."""
 IN_PLACE_BYTES = 4 << 20
 """A tensor this large is reduced where it lies: a copy would cost more than its own collective.
 
@@ -142,7 +144,7 @@ class Filling:
 
 
 class Buckets:
-    """The parts of a model in fillings, which share one bucket of each kind of tensor.
+    """The parts of a model in fillings, which take turns in two buckets of each kind of tensor.
 
     Order and sizes follow from shapes and dtypes alone, so they are the same on all peers.
 
@@ -182,15 +184,17 @@ class Buckets:
             return
         weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
         fillings = self.plan()
-        pending = [start_weighted_sum(part.value, weight, group) for part in self._large]
+        pending = [(part, start_weighted_sum(part.value, weight, group)) for part in self._large]
+        under_way: list[tuple[Filling, dist.Work]] = []
         for filling in fillings:
-            dist.all_reduce(filling.pack(weight), group=group)
-            filling.unpack()
-        for work in pending:
-            work.wait()  # on CUDA this orders streams; the host goes on
-        rounded = [part for part in self._large if part.master is not None]
-        if rounded:
-            torch._foreach_copy_([p.tensor for p in rounded], [p.value for p in rounded])
+            work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
+            _unpack(under_way)  # the one before, whose bucket the next one takes
+            under_way.append((filling, work))
+        _unpack(under_way)
+        for part, work in pending:
+            work.wait()
+            if part.master is not None:  # while the others are on their way
+                part.tensor.copy_(part.value)
 
     def plan(self) -> list[Filling]:
         """The fillings; made again only if a tensor has moved or is another."""
@@ -207,13 +211,22 @@ class Buckets:
                 kinds.setdefault((part.tensor.device, part.wire), []).append(part)
         for (device, dtype), members in kinds.items():
             wanted = _rounded_up(sum(part.tensor.numel() for part in members), self._multiple)
-            allowed = self._bytes // len(kinds) // dtype.itemsize // self._multiple
+            allowed = self._bytes // len(kinds) // 2 // dtype.itemsize // self._multiple
             size = min(wanted, max(allowed, 1) * self._multiple)
-            bucket = torch.empty(size, dtype=dtype, device=device)
-            self.extra_bytes += bucket.nbytes
-            for together in _split(members, size):
+            fillings = _split(members, size)
+            buckets = torch.empty(min(len(fillings), 2), size, dtype=dtype, device=device)
+            self.extra_bytes += buckets.nbytes
+            for together, bucket in zip(fillings, itertools.cycle(buckets)):
                 self._fillings.append(Filling(bucket, together, self._multiple))
         return self._fillings
+
+
+def _unpack(under_way: list[tuple[Filling, dist.Work]]) -> None:
+    """What has been reduced. On CUDA the wait orders streams, and the host goes on."""
+    for filling, work in under_way:
+        work.wait()
+        filling.unpack()
+    under_way.clear()
 
 
 def _split(parts: Sequence[Part], capacity: int) -> list[list[Part]]:

@@ -50,7 +50,7 @@ class Sync:
             keeps a model beside the parameters that the optimizer has (Megatron's float32 masters)
             copies them there. FSDP2 modules given as ``buffers`` or to a `ProbeController` are
             resharded without it.
-        bucket_bytes: extra memory of the average, in bytes.
+        bucket_bytes: extra memory of the average, in bytes: two buckets of half as many.
 
     Raises:
         TypeError: an object of another kind.

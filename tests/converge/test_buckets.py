@@ -1,12 +1,13 @@
 """Buckets: small, and few collectives; what is known of tensors before an average."""
 
 import itertools
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from hdet.converge import all_finite, average_tensors, collectives, digest
+from hdet.converge import all_finite, average_tensors, buckets, collectives, digest
 from hdet.converge.buckets import Buckets, Part
 from hdet.replicas import Replicas
 
@@ -30,13 +31,13 @@ def test_weight_zero_contributes_nothing_not_even_nan(weights: list[float], mean
 
 def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes: int) -> Any:
     tensors = [torch.ones(size) for _ in range(count)]
-    buckets = Buckets(lambda: list(map(Part, tensors)), bucket_bytes, in_place=True)
+    ours = Buckets(lambda: list(map(Part, tensors)), bucket_bytes, in_place=True)
     with account() as sent:
-        buckets.average(Replicas.from_group())
-        buckets.average(Replicas.from_group())
+        ours.average(Replicas.from_group())
+        ours.average(Replicas.from_group())
     # every element travels exactly once per average
     assert sum(n for _, n in sent) == 2 * sum(t.nbytes for t in tensors)
-    return len(sent) // 2, buckets.extra_bytes
+    return len(sent) // 2, ours.extra_bytes
 
 
 @pytest.mark.parametrize(("size", "count", "bucket_bytes", "expected"), [
@@ -44,23 +45,47 @@ def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes
     (1000, 3000, 32 << 20, 1),
     # large ones go as they are, without memory
     (1 << 20, 3, 32 << 20, 3),
-    # a small bucket is filled again and again
-    (1000, 30, 1 << 15, 4),
+    # two small buckets are filled again and again
+    (1000, 30, 1 << 16, 4),
 ])  # fmt: skip
 def test_collectives_and_extra_memory_are_bounded(size, count, bucket_bytes, expected) -> None:
     for collectives_, extra in run_ranks(count_collectives, 2, size, count, bucket_bytes):
         assert collectives_ <= expected and extra <= (0 if size >= 1 << 18 else bucket_bytes)
 
 
+def test_a_filling_is_packed_while_the_one_before_is_reduced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    travelling: list[int] = []
+    most = [0]
+
+    class Work:
+        def __init__(self, flat: torch.Tensor, **_: Any) -> None:
+            self.address = flat.data_ptr()
+            assert self.address not in travelling, "packed over what is being reduced"
+            travelling.append(self.address)
+            most[0] = max(most[0], len(travelling))
+
+        def wait(self) -> None:
+            travelling.remove(self.address)
+
+    monkeypatch.setattr(buckets.dist, "all_reduce", Work)
+    tensors = [torch.full((128,), float(i)) for i in range(7)]
+    replicas: Any = types.SimpleNamespace(peer_group=object(), count=2)
+    Buckets(lambda: list(map(Part, tensors)), 1024).average(replicas)
+    assert most == [2] and travelling == []
+    assert [t.unique().tolist() for t in tensors] == [[i / 2] for i in range(7)]
+
+
 def masters_in_place(rank: int, world: int) -> list[bool]:
     values = torch.arange(1 << 20) / 2.0**20  # 4 MiB
     master = values + rank
     part = Part(master.bfloat16(), master)
-    buckets = Buckets(lambda: [part], in_place=True)
-    buckets.average(Replicas.from_group())
+    ours = Buckets(lambda: [part], in_place=True)
+    ours.average(Replicas.from_group())
     mean = values + 0.5
     means = torch.equal(master, mean), torch.equal(part.tensor, mean.bfloat16())
-    return [buckets.extra_bytes == 0, *means]
+    return [ours.extra_bytes == 0, *means]
 
 
 def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> None:
@@ -70,7 +95,7 @@ def test_large_masters_are_reduced_where_they_lie_and_rounded_afterwards() -> No
 def test_the_end_of_a_filling_is_zeros_whatever_was_in_the_bucket() -> None:
     """Else what is there would be in the scale of an int8 block."""
     parts = [Part(torch.arange(250.0)), Part(torch.ones(7))]
-    first, second = Buckets(lambda: parts, 1024, multiple=8).plan()
+    first, second = Buckets(lambda: parts, 2048, multiple=8).plan()
     first.flat.fill_(torch.nan)
     assert first.pack().tolist() == [*range(250), *[0.0] * 6]
     assert second.pack(0.5).tolist() == [0.5] * 7 + [0.0]
