@@ -29,7 +29,7 @@ class Watched:
 
 class Measurement:
     """Measures during the cycles whose plan names it. Only `measure` may communicate, on all ranks
-    alike. docs/extending.md has an example."""
+    alike. docs/adding-a-controller.md has an example."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:

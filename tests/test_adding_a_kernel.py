@@ -1,4 +1,4 @@
-"""docs/extending.md, "A kernel": its C++, its Triton and its reference run, and give the same bits.
+"""docs/adding-a-kernel.md: its C++, its Triton and its reference run, and give the same bits.
 
 (Its other blocks: test_docs.py.)
 """
@@ -19,7 +19,7 @@ import torch
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "adding-a-kernel.md").read_text(encoding="utf-8")
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
 
 
