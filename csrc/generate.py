@@ -1,12 +1,15 @@
-"""Prints the update rules of hdet/rules in C++ and in Triton: python csrc/generate.py
+"""Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers:
+python csrc/generate.py
 
-Writes csrc/core/rules.h and triton_kernels/rules.py, which are committed;
+Writes csrc/core/rules.h, triton_kernels/rules.py and hdet/optim/classes.py, which are committed;
 tests/kernels/test_rules.py prints them again and compares.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +22,7 @@ from hdet.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
 from hdet.rules.trace import INPUTS, Scalar, Tensor, walk
 
 HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
+CLASSES = ROOT / "hdet/optim/classes.py"
 NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -307,6 +311,60 @@ def _broken(line: str) -> str:
     return line if len(line) <= 100 else f"{call}(\n        {inside[:-1]}\n    )"
 
 
+class Optimizers:
+    """The class of each rule: its documentation, and arguments that an editor knows."""
+
+    def argument(self, name: str, default: object) -> str:
+        kind = "float | Tensor"
+        if isinstance(default, bool):
+            kind = "bool"
+        elif isinstance(default, tuple):
+            kind = f"tuple[{', '.join([kind] * len(default))}]"
+        return f"        {name}: {kind} = {default!r},"
+
+    def rule(self, rule: Rule) -> str:
+        doc = inspect.cleandoc(rule.function.__doc__ or "")
+        names = ", ".join(rule.settings)
+        return f'''\
+class {rule.optimizer}(FusedOptimizer):
+{textwrap.indent(f'"""{doc}', "    ")}
+    """
+
+    rule = "{rule.name}"
+
+    def __init__(
+        self,
+        params: ParamsT,
+{_lines(self.argument(*item) for item in rule.settings.items())}\
+{"" if rule.coupled else _lines(["        *,", '        decay_at: str = "replica",'])}\
+        **options: Unpack[{"Options" if rule.takes is None else "TorchOptions"}],
+    ) -> None:
+        settings = [{names}]
+        super().__init__(params, settings, {"" if rule.coupled else "decay_at=decay_at, "}**options)
+'''
+
+    def file(self) -> str:
+        rules = sorted(RULES.values(), key=lambda rule: rule.optimizer)
+        return f'''\
+"""The fused optimizers that are a rule and nothing else."""
+
+# {NOTE}
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from .fused import FusedOptimizer, Options, TorchOptions
+
+__all__ = [
+{_lines(f'    "{rule.optimizer}",' for rule in rules)}]
+
+
+{(2 * chr(10)).join(map(self.rule, rules))}'''
+
+
 def _class(rule: str) -> str:
     return f"{rule[0].upper()}{rule[1:]}Rule"
 
@@ -316,7 +374,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def texts() -> dict[Path, str]:
-    return {HEADER: Cpp().file(), MODULE: Triton().file()}
+    return {HEADER: Cpp().file(), MODULE: Triton().file(), CLASSES: Optimizers().file()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .rules import RULES
+
 __version__ = "0.1.0"
 
 # Names are loaded on first use, so that the command line answers --help without importing torch.
@@ -31,7 +33,7 @@ _HOMES = {
         "knobs": "Betas ClipNorm Dropout GroupValue LabelSmoothing LearningRate LossWeights "
         "Scalar Temperature WeightDecay",
         "replicas.noise": "warm_noise_",
-        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedNAdamW FusedSGD hidden_matrices",
+        "optim": " ".join(rule.optimizer for rule in RULES.values()) + " FusedMuon hidden_matrices",
         "converge.sync": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",
@@ -75,13 +77,9 @@ if TYPE_CHECKING:
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay
-    from .optim import FusedAdam as FusedAdam
-    from .optim import FusedAdamW as FusedAdamW
-    from .optim import FusedLion as FusedLion
     from .optim import FusedMuon as FusedMuon
-    from .optim import FusedNAdamW as FusedNAdamW
-    from .optim import FusedSGD as FusedSGD
     from .optim import hidden_matrices as hidden_matrices
+    from .optim.classes import *
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas
     from .replicas.coresident import CoresidentReplicas as CoresidentReplicas

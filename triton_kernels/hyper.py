@@ -3,7 +3,7 @@ prepare.h in Triton.
 
 It is here a second time because these kernels are for builds without nvcc, whose steps may not read
 counters, rates, scaler and norm on the host either. `settings` is one array of doubles: max_norm;
-nine for each group; rho[groups][K] (Eq. 1).
+ten for each group; rho[groups][K] (Eq. 1).
 """
 
 import triton

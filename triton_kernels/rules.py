@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arithmetic import add_weighted, f64, lerp, power, sign
 
-GROUP_SETTINGS = tl.constexpr(10)
+GROUP_SETTINGS = tl.constexpr(11)
 
 
 class Settings(NamedTuple):
@@ -21,6 +21,7 @@ class Settings(NamedTuple):
     beta2: tl.tensor
     eps: tl.tensor
     weight_decay: tl.tensor
+    momentum: tl.tensor
     dampening: tl.tensor
     nesterov: tl.tensor
     maximize: tl.tensor
@@ -42,6 +43,7 @@ def load_settings(source, live):
         tl.load(source + 7, mask=live, other=0),
         tl.load(source + 8, mask=live, other=0),
         tl.load(source + 9, mask=live, other=0),
+        tl.load(source + 10, mask=live, other=0),
     )
 
 
@@ -108,31 +110,6 @@ def adam(row, g, p, m, v):
 
 
 @triton.jit
-def sgd_scalars(h, step, s, live):
-    s0 = h.nesterov
-    s1 = h.weight_decay
-    s2 = tl.where(
-        step <= f64(1.0), f64(1.0), tl.where(h.beta1 != 0, f64(1.0) - h.dampening, f64(1.0))
-    )
-    s3 = h.beta1
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-
-
-@triton.jit
-def sgd(row, g, p, m):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    t0 = add_weighted(g, s1, p)
-    t1 = add_weighted(t0 * s2, s3, m)
-    return tl.where(s0 != 0, t0 + (t1 * s3), t1), t1
-
-
-@triton.jit
 def lion_scalars(h, step, s, live):
     s0 = f64(1.0) - h.beta1
     s1 = h.beta1
@@ -183,18 +160,43 @@ def nadamw(row, g, p, m, v):
 
 
 @triton.jit
+def sgd_scalars(h, step, s, live):
+    s0 = h.nesterov
+    s1 = h.weight_decay
+    s2 = tl.where(
+        step <= f64(1.0), f64(1.0), tl.where(h.momentum != 0, f64(1.0) - h.dampening, f64(1.0))
+    )
+    s3 = h.momentum
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+
+
+@triton.jit
+def sgd(row, g, p, m):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    t0 = add_weighted(g, s1, p)
+    t1 = add_weighted(t0 * s2, s3, m)
+    return tl.where(s0 != 0, t0 + (t1 * s3), t1), t1
+
+
+@triton.jit
 def store_scalars(h, step, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
     if RULE == "adamw":
         adamw_scalars(h, step, s, live)
     elif RULE == "adam":
         adam_scalars(h, step, s, live)
-    elif RULE == "sgd":
-        sgd_scalars(h, step, s, live)
     elif RULE == "lion":
         lion_scalars(h, step, s, live)
     elif RULE == "nadamw":
         nadamw_scalars(h, step, s, live)
+    elif RULE == "sgd":
+        sgd_scalars(h, step, s, live)
     else:
         tl.static_assert(False, "no rule")
 
@@ -204,7 +206,7 @@ def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
     if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
         result = f64(1.0) - power(h.beta1, step)
-    elif RULE == "sgd" or RULE == "lion":
+    elif RULE == "lion" or RULE == "sgd":
         result = f64(1.0)
     else:
         tl.static_assert(False, "no rule")
@@ -218,12 +220,12 @@ def direction(row, g, p, m, v, RULE: tl.constexpr):
         u, m, v = adamw(row, g, p, m, v)
     elif RULE == "adam":
         u, m, v = adam(row, g, p, m, v)
-    elif RULE == "sgd":
-        u, m = sgd(row, g, p, m)
     elif RULE == "lion":
         u, m = lion(row, g, p, m)
     elif RULE == "nadamw":
         u, m, v = nadamw(row, g, p, m, v)
+    elif RULE == "sgd":
+        u, m = sgd(row, g, p, m)
     else:
         tl.static_assert(False, "no rule")
     return u, m, v

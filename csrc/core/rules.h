@@ -10,13 +10,13 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "b922dc455f027ccc";
+constexpr const char* kRulesDigest = "f0865521e55e6b26";
 
-enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3, nadamw = 4 };
+enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, nadamw = 3, sgd = 4 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
-  double lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base, cautious_decay;
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, decay_at_base, cautious_decay;
 };
 
 struct AdamwRule {
@@ -69,27 +69,6 @@ struct AdamRule {
   }
 };
 
-struct SgdRule {
-  static constexpr bool kSecond = false, kCoupled = true, kMayLackFirst = true;
-
-  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
-    s[0] = static_cast<float>(h.nesterov);
-    s[1] = static_cast<float>(h.weight_decay);
-    s[2] = static_cast<float>(step <= 1.0 ? 1.0 : (h.beta1 != 0 ? (1.0 - h.dampening) : 1.0));
-    s[3] = static_cast<float>(h.beta1);
-  }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
-
-  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& /*v*/) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
-    const float t0 = add_weighted(g, s1, p);
-    const float t1 = add_weighted(t0 * s2, s3, m);
-    const float u = s0 != 0 ? (t0 + (t1 * s3)) : t1;
-    m = t1;
-    return u;
-  }
-};
-
 struct LionRule {
   static constexpr bool kSecond = false, kCoupled = false, kMayLackFirst = false;
 
@@ -134,6 +113,27 @@ struct NadamwRule {
   }
 };
 
+struct SgdRule {
+  static constexpr bool kSecond = false, kCoupled = true, kMayLackFirst = true;
+
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    s[0] = static_cast<float>(h.nesterov);
+    s[1] = static_cast<float>(h.weight_decay);
+    s[2] = static_cast<float>(step <= 1.0 ? 1.0 : (h.momentum != 0 ? (1.0 - h.dampening) : 1.0));
+    s[3] = static_cast<float>(h.momentum);
+  }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+
+  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& /*v*/) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float t0 = add_weighted(g, s1, p);
+    const float t1 = add_weighted(t0 * s2, s3, m);
+    const float u = s0 != 0 ? (t0 + (t1 * s3)) : t1;
+    m = t1;
+    return u;
+  }
+};
+
 HDET_HD constexpr bool is_coupled(Rule rule) {
   return rule == Rule::adam || rule == Rule::sgd;
 }
@@ -142,9 +142,9 @@ HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, fl
   switch (rule) {
     case Rule::adamw: return AdamwRule::derive(h, step, s);
     case Rule::adam: return AdamRule::derive(h, step, s);
-    case Rule::sgd: return SgdRule::derive(h, step, s);
     case Rule::lion: return LionRule::derive(h, step, s);
     case Rule::nadamw: return NadamwRule::derive(h, step, s);
+    case Rule::sgd: return SgdRule::derive(h, step, s);
   }
   HDET_UNREACHABLE
 }
@@ -153,9 +153,9 @@ HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) 
   switch (rule) {
     case Rule::adamw: return AdamwRule::divisor(h, step);
     case Rule::adam: return AdamRule::divisor(h, step);
-    case Rule::sgd: return SgdRule::divisor(h, step);
     case Rule::lion: return LionRule::divisor(h, step);
     case Rule::nadamw: return NadamwRule::divisor(h, step);
+    case Rule::sgd: return SgdRule::divisor(h, step);
   }
   HDET_UNREACHABLE
 }
@@ -166,9 +166,9 @@ static auto with_rule(Rule rule, const Call& call) {
   switch (rule) {
     case Rule::adamw: return call(AdamwRule{});
     case Rule::adam: return call(AdamRule{});
-    case Rule::sgd: return call(SgdRule{});
     case Rule::lion: return call(LionRule{});
     case Rule::nadamw: return call(NadamwRule{});
+    case Rule::sgd: return call(SgdRule{});
   }
   HDET_UNREACHABLE
 }

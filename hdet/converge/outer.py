@@ -10,7 +10,7 @@ import torch
 from ..core.validate import within
 from ..kernels import numbers
 from ..kernels.numbers import store
-from ..optim.sgd import FusedSGD
+from ..optim import FusedSGD
 from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part
 from .health import digest

@@ -403,7 +403,8 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
         value = getattr(settings[group], kept_if)  # type: ignore[arg-type]
         if value != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
             raise ValueError(
-                f"momentum is {value}, but exp_avg of parameter {i} is missing: plan again with one"
+                f"{kept_if} is {value}, but exp_avg of parameter {i} is missing: plan again with "
+                "one"
             )
 
 
@@ -413,13 +414,6 @@ def check_group(
     """The hyperparameters of one group. NaN fails every comparison."""
     if isinstance(s.lr, Tensor):
         check_scalar(s.lr, f"lr of {name}", device)
-    elif not 0 <= s.lr < math.inf:
-        raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
-    if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
-        raise ValueError(
-            f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and "
-            f"{s.weight_decay}"
-        )
     if len(s.multipliers) != num_replicas:
         raise ValueError(
             f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas"
@@ -429,21 +423,10 @@ def check_group(
             raise ValueError(
                 f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}"
             )
-    if rule == "sgd":
-        if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
-            raise ValueError(
-                f"momentum of {name} must be finite and not negative and dampening finite, got "
-                f"beta1={s.beta1}, dampening={s.dampening}"
-            )
-        if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
-            raise ValueError(
-                f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, "
-                f"dampening={s.dampening}"
-            )
-    elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
-        raise ValueError(
-            f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}"
-        )
+    numbers = {field: getattr(s, field) for field in RULES[rule].fields}
+    if isinstance(s.lr, Tensor):
+        del numbers["lr"]
+    RULES[rule].check(numbers, name)
     if s.cautious_decay and rule in COUPLED:
         raise ValueError(
             f"cautious_decay of {name} needs decay that is no part of the gradient: use "

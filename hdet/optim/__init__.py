@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from .adam import FusedAdam, FusedAdamW
+from . import classes
+from .classes import *
 from .fused import FusedOptimizer
-from .lion import FusedLion
 from .muon import FusedMuon
-from .nadamw import FusedNAdamW
-from .sgd import FusedSGD
 from .split_params import hidden_matrices, hidden_matrix
 
-__all__ = [
-    "FusedAdam",
-    "FusedAdamW",
-    "FusedLion",
-    "FusedMuon",
-    "FusedNAdamW",
-    "FusedOptimizer",
-    "FusedSGD",
-    "hidden_matrices",
-    "hidden_matrix",
-]
+__all__ = ["FusedMuon", "FusedOptimizer", "hidden_matrices", "hidden_matrix"]
+__all__ += classes.__all__

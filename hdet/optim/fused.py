@@ -3,6 +3,7 @@ several."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections import defaultdict
@@ -16,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
 from hdet.kernels.checks import UnusualMemory, normalised
-from hdet.rules import COUPLED
+from hdet.rules import RULES, Facts
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 from hdet.tensors.profiling import ranged
@@ -36,7 +37,7 @@ from .state import (
     reset_master,
     state_sets,
 )
-from .step_plans import Hyper, Member, Part, Planned
+from .step_plans import Hyper, Kind, Member, Part, Planned
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -68,6 +69,22 @@ class Options(TypedDict, total=False):
     zero_gradients: bool
     backend: str
     cautious_decay: bool
+
+
+class TorchOptions(Options, total=False):
+    """Those, and what torch's optimizer takes by name as far as it has it."""
+
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+    decoupled_weight_decay: bool
+
+
+@functools.cache
+def _torchs_defaults(name: str) -> dict[str, Any]:
+    """What torch.optim's optimizer of that name, as it is installed, keeps in a group."""
+    return getattr(torch.optim, name)([torch.nn.Parameter(torch.empty(0))]).defaults
 
 
 class FusedOptimizer(Optimizer):
@@ -168,12 +185,7 @@ class FusedOptimizer(Optimizer):
     """
 
     rule: ClassVar[str]
-    _keys: ClassVar[tuple[str, ...]]  # what a parameter group must have
-    _moments: ClassVar[tuple[str, ...]]
-    _required: ClassVar[tuple[str, ...]]  # what a loaded state must have
-    _carried: ClassVar[
-        dict[str, Any]
-    ]  # what torch's optimizer keeps in a group and this class does not use: states pass both ways
+    """by its name in hdet.rules, of which all follows that optimizers differ in"""
     _step_supports_amp_scaling = True
 
     multipliers: list[list[float]]
@@ -185,7 +197,7 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
+        settings: Sequence[Any],
         *,
         maximize: bool = False,
         master_weights: str | None = None,
@@ -199,13 +211,17 @@ class FusedOptimizer(Optimizer):
         decay_at: str = "replica",
         **carried: Any,
     ) -> None:
-        for key in carried.keys() - self._carried.keys():
+        defaults = {
+            **self._carried(),
+            **dict(zip(RULES[self.rule].settings, settings, strict=False)),
+        }
+        for key in carried.keys() - self._carried().keys():
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
-        if decay_at != "replica" and self.rule in COUPLED:
+        if decay_at != "replica" and RULES[self.rule].coupled:
             raise TypeError(
                 f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient"
             )
-        if cautious_decay and self.rule in COUPLED:
+        if cautious_decay and RULES[self.rule].coupled:
             raise TypeError(
                 f"{type(self).__name__} takes no cautious_decay: its decay is part of the gradient"
             )
@@ -224,24 +240,28 @@ class FusedOptimizer(Optimizer):
             Tensor, list[Tensor]
         ] = {}  # of each parameter, in all replicas; empty for one
         self._forget()
-        defaults = {**self._carried, **defaults, "maximize": maximize, **carried}
+        defaults |= {"maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
     # -- what a rule says --------------------------------------------------------------------------
 
+    def _rule_of(self, group: dict[str, Any]) -> Facts:
+        return RULES[self.rule]
+
+    def _kind(self, group: dict[str, Any]) -> Kind:
+        rule = self._rule_of(group)
+        return Kind(rule, rule.keeps_moments(group))
+
+    def _carried(self) -> dict[str, Any]:
+        """What torch's optimizer keeps in a group and this class need not: states pass both
+        ways."""
+        rule = RULES[self.rule]
+        kept = {} if rule.takes is None else _torchs_defaults(rule.takes)
+        return {key: value for key, value in kept.items() if key not in rule.keys}
+
     def _check_group(self, group: dict[str, Any], name: str) -> None:
-        raise NotImplementedError
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        raise NotImplementedError
-
-    def _keeps_moments(self, group: dict[str, Any]) -> bool:
-        return True
-
-    def _kind(self, group: dict[str, Any]) -> bool:
-        """What of a group its plan relies on."""
-        return self._keeps_moments(group)
+        groups.check_settings(group, RULES[self.rule], name, type(self).__name__)
 
     # -- torch's interface -------------------------------------------------------------------------
 
@@ -277,9 +297,12 @@ class FusedOptimizer(Optimizer):
         # load_state_dict.
         for i, group in enumerate(state["param_groups"]):
             name = f"parameter group {i} of the loaded state"
-            for key, value in {**self._carried, "maximize": False}.items():
+            for key, value in {**self._carried(), "maximize": False}.items():
                 group.setdefault(key, value)
-            if absent := [key for key in self._keys if key not in group]:
+            if self._carried().get("decoupled_weight_decay"):
+                # as torch.optim.AdamW, which also takes the state of an Adam
+                group["decoupled_weight_decay"] = True
+            if absent := [key for key in self._rule_of(group).keys if key not in group]:
                 raise ValueError(
                     f"{name} lacks {', '.join(absent)}: it is not that of a {type(self).__name__}"
                 )
@@ -309,12 +332,8 @@ class FusedOptimizer(Optimizer):
         for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
             if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
-                state = {
-                    **state,
-                    **self._layout(param).missing(
-                        state, self._replicas_of(param), self._keeps_moments(group)
-                    ),
-                }
+                sets, keeps = self._replicas_of(param), self._kind(group).keeps_moments
+                state = {**state, **self._layout(param).missing(state, sets, keeps)}
                 saved["state"][i] = state
             if are_coded(state) or "remainder" in state:
                 saved["state"][i] = self._layout(param).saved(state, param)
@@ -619,12 +638,9 @@ class FusedOptimizer(Optimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         """How the state of a parameter is stored."""
-        return Layout(
-            self._moments,
-            self._required,
-            dtype_for(self.moment_dtype, param),
-            self.master_weights,
-        )
+        rule = RULES[self.rule]
+        dtype = dtype_for(self.moment_dtype, param)
+        return Layout(rule.moments, rule.required, dtype, self.master_weights)
 
     def _hypers(self) -> list[Hyper]:
         count = len(self.param_groups)
@@ -638,7 +654,7 @@ class FusedOptimizer(Optimizer):
                 raise ValueError(
                     f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
                 )
-        return [self._hyper(group) for group in self.param_groups]
+        return [self._rule_of(group).values(group) for group in self.param_groups]
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -691,7 +707,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _plan(
-        self, params: list[Tensor], sizes: list[int], kinds: list[bool], chosen: list[int]
+        self, params: list[Tensor], sizes: list[int], kinds: list[Kind], chosen: list[int]
     ) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a
         step has been done."""
@@ -700,7 +716,7 @@ class FusedOptimizer(Optimizer):
         for i in chosen:
             kept, sets = self.state.get(params[i], {}), self._replicas_of(params[i])
             entries[i] = self._layout(params[i]).missing(
-                kept, sets, self._keeps_moments(self.param_groups[group_of[i]])
+                kept, sets, kinds[group_of[i]].keeps_moments
             )
             state = {
                 key: value for key, value in {**kept, **entries[i]}.items() if value is not None
@@ -732,7 +748,7 @@ class FusedOptimizer(Optimizer):
             strides.laid_state(shards.local_state(state, sets[0]), shards.local(sets[0]))
             for _, sets, state in chosen
         ]
-        keeps = [self._keeps_moments(self.param_groups[member.group]) for member in chosen]
+        keeps = [self._kind(self.param_groups[member.group]).keeps_moments for member in chosen]
         tensors = self._tensors([member.sets for member in chosen], own, numbers, keeps, places)
         plan = kernels.step_plan(tensors, self.backend)
         return [Part(plan, places, groups_of, device)]
@@ -751,9 +767,9 @@ class FusedOptimizer(Optimizer):
         `places`: its number among all parameters."""
         count = self.num_replicas
         keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
-        moments = [plans.column(keepers, key) for key in self._moments]
-        scales = [plans.column(keepers, scale_key(key)) for key in self._moments]
-        small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
+        moments = [plans.column(keepers, key) for key in RULES[self.rule].moments]
+        scales = [plans.column(keepers, scale_key(key)) for key in RULES[self.rule].moments]
+        small_second = len(RULES[self.rule].moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
             params=strides.laid_columns([[shards.local(s[k]) for s in sets] for k in range(count)]),

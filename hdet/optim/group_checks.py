@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,37 +9,42 @@ import torch
 from torch import Tensor
 
 from hdet.kernels.checks import FLOATS
+from hdet.rules import Facts, Rule
 
 from .moment_storage import EIGHT_BIT
 
-
-def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) -> None:
-    for key in keys:
-        value = group[key]
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"{key} of {name} must be a number or a one-element tensor, got the shape "
-                f"{tuple(value.shape)}"
-            )
-        if not 0.0 <= float(value) < math.inf:
-            raise ValueError(f"{key}={float(value)} of {name} must be finite and not negative")
+_OFF = ("amsgrad", "differentiable")
+"""options of torch's optimizers that fused ones do not have"""
 
 
-def check_betas(group: dict[str, Any], name: str) -> None:
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas} of {name} must be two numbers in [0, 1)")
-
-
-def check_off(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: str) -> None:
-    """Options of torch's optimizer that the fused one does not have."""
-    for key in keys:
+def check_settings(group: dict[str, Any], rule: Rule, name: str, optimizer: str) -> None:
+    """What a group says, for its rule."""
+    for key in _OFF if rule.takes else ():
         if group.get(key):
-            instead = optimizer.removeprefix("Fused")
             raise ValueError(
                 f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use "
-                f"torch.optim.{instead} for it"
+                f"torch.optim.{rule.takes} for it"
             )
+    if rule.takes and group.get("decoupled_weight_decay", not rule.coupled) == rule.coupled:
+        other = "AdamW" if rule.coupled else "Adam"
+        raise ValueError(
+            f"decoupled_weight_decay={rule.coupled} of {name} is {other}: use Fused{other}"
+        )
+    values = rule.values(group)
+    if len(values) != len(rule.fields):
+        count = len(rule.settings["betas"])
+        raise ValueError(f"betas={group['betas']} of {name} must be {count} numbers in [0, 1)")
+    check_numbers(dict(zip(rule.fields, values, strict=True)), rule, name)
+
+
+def check_numbers(values: dict[str, Any], rule: Facts, name: str) -> None:
+    for field, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{field} of {name} must be a number or a one-element tensor, got the shape "
+                f"{tuple(value.shape)}"
+            )
+    rule.check({field: float(value) for field, value in values.items()}, name)
 
 
 def check_params(params: Any, name: str) -> None:

@@ -31,7 +31,7 @@ gains nothing."""
 
 
 class Row(NamedTuple):
-    """What a parameter group says. Of `settings`, beta1 is the momentum."""
+    """What a parameter group says."""
 
     settings: StepSettings
     how: Iteration
@@ -182,7 +182,7 @@ class MatrixStep:
         calls, which is little beside Newton-Schulz."""
         momentum, nesterov, maximize = (
             getattr(self.rows[matrices[0].group].settings, key)
-            for key in ("beta1", "nesterov", "maximize")
+            for key in ("momentum", "nesterov", "maximize")
         )
         gradients = wide([self.gradients[matrix.place] for matrix in matrices])
         if self.scale is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +13,20 @@ from typing_extensions import Unpack
 
 from hdet.kernels import StepSettings
 from hdet.kernels.checks import check_apart, check_group
+from hdet.rules import RULES, Facts
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import group_checks as groups
 from . import step_plans as plans
-from .adam import adam_hyper
 from .fused import FusedOptimizer, Options
 from .matrices import Matrix, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .owners import MatrixPlan
-from .split_params import KEYS, split_groups
+from .split_params import KEYS, MATRICES, split_groups
 from .state import Layout, kept_masters
-from .step_plans import Hyper, Member, Part, Planned
+from .step_plans import Member, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
 
@@ -96,10 +96,6 @@ class FusedMuon(FusedOptimizer):
     """
 
     rule = "adamw"  # of what the kernels step; decay is decoupled in both kinds
-    _keys = ("lr", "eps", "weight_decay")
-    _moments = ("exp_avg", "exp_avg_sq")
-    _required = ("step", "exp_avg", "exp_avg_sq")
-    _carried: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -150,7 +146,7 @@ class FusedMuon(FusedOptimizer):
         }
         for use, kind in self._kinds.items():
             self._check_group({**kind, "use_muon": use}, "the defaults")
-        super().__init__(split_groups(params, use_muon), {}, decay_at=decay_at, **options)
+        super().__init__(split_groups(params, use_muon), (), decay_at=decay_at, **options)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -175,27 +171,17 @@ class FusedMuon(FusedOptimizer):
         use = group.get("use_muon")
         if use is None:
             return  # the defaults of torch's base class: there are none
-        groups.check_not_negative(group, ("lr", "eps", "weight_decay"), name)
-        if not use:
-            groups.check_betas(group, name)
-            groups.check_off(group, ("amsgrad", "differentiable"), name, "FusedAdamW")
-            return
-        _check_muon(group, name)
-        groups.check_dimensions(group.get("params", ()), name)
+        if use:
+            _check_muon(group, name)
+            groups.check_dimensions(group.get("params", ()), name)
+        else:
+            groups.check_settings({"maximize": False, **group}, RULES["adamw"], name, "FusedAdamW")
 
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        if group["use_muon"]:
-            return (
-                group["lr"],
-                group["momentum"],
-                0.0,
-                group["eps"],
-                group["weight_decay"],
-                0.0,
-                group["nesterov"],
-                group["maximize"],
-            )
-        return adam_hyper(group)
+    def _rule_of(self, group: dict[str, Any]) -> Facts:
+        return MATRICES if group.get("use_muon") else RULES["adamw"]
+
+    def _carried(self) -> dict[str, Any]:
+        return {}
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -230,12 +216,8 @@ class FusedMuon(FusedOptimizer):
         )
         if not of_matrix:
             return super()._layout(param)
-        return Layout(
-            ("momentum_buffer",),
-            ("momentum_buffer",),
-            dtype_for(self.moment_dtype, param),
-            self.master_weights,
-        )
+        dtype = dtype_for(self.moment_dtype, param)
+        return Layout(MATRICES.moments, MATRICES.required, dtype, self.master_weights)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -284,9 +266,6 @@ class FusedMuon(FusedOptimizer):
                 "numbers: step outside of it"
             )
         return super()._plan_for(params, absent)
-
-    def _kind(self, group: dict[str, Any]) -> bool:
-        return bool(group["use_muon"])
 
     def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
         kinds: dict[bool, dict[int, Member]] = {True: {}, False: {}}
@@ -338,6 +317,8 @@ class FusedMuon(FusedOptimizer):
 
 
 def _check_muon(group: Mapping[str, Any], name: str) -> None:
+    numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+    groups.check_numbers(numbers, MATRICES, name)
     if not 0.0 <= float(group["momentum"]) < 1.0:
         raise ValueError(f"momentum={group['momentum']} of {name} must be in [0, 1)")
     coefficients = group["ns_coefficients"]

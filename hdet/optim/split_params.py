@@ -8,21 +8,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from hdet.rules import RULES, Facts
+
 UseMuon = Callable[[str, Tensor], bool]
 
-KEYS = {
-    True: (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-        "adjust_lr_fn",
-    ),
-    False: ("lr", "betas", "eps", "weight_decay"),
-}
+MATRICES = Facts(
+    ("momentum_buffer",),
+    {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+    },
+)
+"""torch.optim.Muon's"""
+KEYS = {True: tuple(MATRICES.settings), False: RULES["adamw"].keys}
 """what a group must have, by its `use_muon`"""
 
 _TABLES = ("wte", "wpe")

@@ -14,6 +14,7 @@ from torch import Tensor
 from hdet.kernels import StepOptions, StepPlan, StepSettings
 from hdet.kernels.checks import check_gradients
 from hdet.kernels.interface import Column
+from hdet.rules import TYPES, Facts
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -21,8 +22,15 @@ from . import lists
 from .state import adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]
-"""lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of
-StepSettings, numbers or tensors"""
+"""of a group, numbers or tensors: Rule.values"""
+
+
+class Kind(NamedTuple):
+    """What of a parameter group its plan relies on."""
+
+    rule: Facts
+    keeps_moments: bool
+
 
 _NUMBERS = frozenset((float, int, bool))
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
@@ -127,7 +135,7 @@ class Planned:
         self,
         params: list[Tensor],
         sizes: list[int],
-        kinds: list[bool],
+        kinds: list[Kind],
         parts: list[Part],
         members: Mapping[int, Member],
         entries: Mapping[int, dict[str, Any]],
@@ -203,7 +211,7 @@ class Planned:
         container: dict[Tensor, dict[str, Any]],
         params: list[Tensor],
         sizes: list[int],
-        kinds: list[bool],
+        kinds: list[Kind],
     ) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         return (
@@ -321,8 +329,8 @@ class Planned:
         made = []
         for part in self.parts:
             by_group = [
-                _settings(hyper, column, decay, part.device)
-                for hyper, column in zip(hypers, columns, strict=True)
+                _settings(kind.rule, hyper, column, decay, part.device)
+                for kind, hyper, column in zip(self.kinds, hypers, columns, strict=True)
             ]
             made.append(tuple(by_group[group] for group in part.groups))
         self.hypers = hypers if plain else []
@@ -354,30 +362,22 @@ def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _settings(
-    hyper: Hyper, multipliers: tuple[float, ...], decay: tuple[bool, bool], device: torch.device
+    rule: Facts,
+    hyper: Hyper,
+    multipliers: tuple[float, ...],
+    decay: tuple[bool, bool],
+    device: torch.device,
 ) -> StepSettings:
-    lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize = hyper
+    values = dict(zip(rule.fields, hyper, strict=True))
+    lr = values.pop("lr")
     if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
         lr = float(lr)
     elif (
         lr.dtype != torch.float32
     ):  # else the tensor itself: the kernels read it there, and know it again
         lr = lr.detach().to(torch.float32)
-    beta1, beta2, eps, weight_decay, dampening = map(
-        float, (beta1, beta2, eps, weight_decay, dampening)
-    )
-    return StepSettings(
-        lr,
-        multipliers,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        dampening,
-        bool(nesterov),
-        bool(maximize),
-        *decay,
-    )
+    numbers = {name: TYPES[name](value) for name, value in values.items()}
+    return StepSettings(lr, multipliers, **numbers, decay_at_base=decay[0], cautious_decay=decay[1])
 
 
 def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:

@@ -142,6 +142,17 @@ class Trace(NamedTuple):
     couples: bool
     """the parameter is part of the direction or of the moments"""
 
+    @property
+    def counts(self) -> bool:
+        """Steps are counted: the rule is another one in its first."""
+        return any(map(_counts, (self.divisor, *self.scalars)))
+
+
+def _counts(scalar: Scalar) -> bool:
+    return scalar.op in ("step", "power") or any(
+        isinstance(arg, Scalar) and _counts(arg) for arg in scalar.args
+    )
+
 
 def trace(function: Function, num_moments: int) -> Trace:
     inputs = [Tensor("input", (name,)) for name in INPUTS[: 2 + num_moments]]

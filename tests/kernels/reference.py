@@ -51,10 +51,11 @@ class Hyper:
 
     lr: float
     multipliers: Sequence[float] = (1.0,)
-    beta1: float = 0.9  # SGD: momentum
+    beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     maximize: bool = False
@@ -178,17 +179,18 @@ def _nadamw(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tupl
 
 
 def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
-    if h.beta1 == 0:
+    if h.momentum == 0:
         return g, Stepped(first=g)
     share = 1.0 if t == 1 else 1 - h.dampening
-    buffer = h.beta1 * first + share * g.value
-    error = EPSILON * ((h.beta1 * first).abs() + (share * g.value).abs()) + abs(share) * g.error
+    buffer = h.momentum * first + share * g.value
+    error = EPSILON * ((h.momentum * first).abs() + (share * g.value).abs()) + abs(share) * g.error
     momentum = Bounded(buffer, error)
     if not h.nesterov:
         return momentum, Stepped(first=momentum)
-    ahead = g.value + h.beta1 * momentum.value
+    ahead = g.value + h.momentum * momentum.value
     return Bounded(
-        ahead, EPSILON * (g.value.abs() + (h.beta1 * buffer).abs()) + g.error + h.beta1 * error
+        ahead,
+        EPSILON * (g.value.abs() + (h.momentum * buffer).abs()) + g.error + h.momentum * error,
     ), Stepped(first=momentum)
 
 

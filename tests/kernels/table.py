@@ -41,7 +41,7 @@ SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1
 """squares overflow from 1e20 on, sums of moments at 1e38, and float16 holds neither"""
 COMBINATIONS = len(SPECIAL_VALUES) ** 2
 
-SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1)  # multipliers are filled in
+SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9)  # multipliers are filled in
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ _VARIANTS: dict[str, dict[str, StepSettings]] = {
     },
     "lion": {"lion cautious": SETTINGS._replace(cautious_decay=True, maximize=True)},
     "sgd": {
-        "sgd": SETTINGS._replace(beta1=0.0),
+        "sgd": SETTINGS._replace(momentum=0.0),
         "momentum": SETTINGS._replace(dampening=0.3, maximize=True),
         "nesterov": SETTINGS._replace(nesterov=True),
     },

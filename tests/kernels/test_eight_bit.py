@@ -138,7 +138,7 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
         exp_avg_scales=[scales.clone()],
     )
     kernels.step_plan(tensors, backend).step(
-        [torch.zeros_like(param)], [StepSettings(lr=1.0, beta1=1.0)]
+        [torch.zeros_like(param)], [StepSettings(lr=1.0, momentum=1.0)]
     )
     assert torch.equal(tensors.exp_avgs[0], codes) and torch.equal(
         tensors.exp_avg_scales[0], scales

@@ -141,7 +141,7 @@ def test_hyperparameters(backend: str, name: str, value: float) -> None:
         Problem(Case("", sizes=(10,)), "cpu"),
         backend,
         ValueError,
-        f"{name} .*of group 0 must be .* got .*{value}",
+        f"{name}={value} of group 0 must be ",
         **{name: value},
     )
 
@@ -165,34 +165,35 @@ def test_hyperparameters(backend: str, name: str, value: float) -> None:
             {"multipliers": [1.0, -1.0]},
             "multipliers of group 0 must be finite and not negative",
         ),
-        (Case(""), {"beta1": 1.0}, r"beta1 and beta2 of group 0 must be in \[0, 1\)"),
-        (Case("", rule="lion"), {"beta2": 1.0}, r"beta1 and beta2 of group 0 must be in \[0, 1\)"),
+        (Case(""), {"beta1": 1.0}, r"beta1=1.0 of group 0 must be in \[0, 1\)"),
+        (Case("", rule="lion"), {"beta2": 1.0}, r"beta2=1.0 of group 0 must be in \[0, 1\)"),
         (Case(""), {"lr": torch.ones(2)}, "lr of group 0 must hold one number"),
         (Case(""), {"lr": torch.ones(1).double()}, "lr of group 0 has the dtype torch.float64"),
         (Case(""), {"lr": torch.ones(1, device="meta")}, "lr of group 0 is on meta"),
+        (Case("", rule="sgd"), {"dampening": NAN}, "dampening=nan of group 0 must be finite"),
         (
             Case("", rule="sgd"),
-            {"dampening": NAN},
-            "momentum of group 0 .* dampening finite, got .*nan",
+            {"momentum": -0.1},
+            "momentum=-0.1 of group 0 must be finite and not",
         ),
         (
             Case("", rule="sgd"),
             {"nesterov": True, "dampening": 0.1},
-            "nesterov of group 0 needs momentum > 0 and dampening 0",
+            "nesterov=True of group 0 needs momentum > 0 and dampening 0",
         ),
         (
             Case("", rule="sgd"),
-            {"nesterov": True, "beta1": 0.0},
-            "nesterov of group 0 needs momentum > 0",
+            {"nesterov": True, "momentum": 0.0},
+            "nesterov=True of group 0 needs momentum > 0",
         ),
         (
             Case(
                 "",
                 rule="sgd",
                 formats=(Format(exp_avg=None),),
-                settings=SETTINGS._replace(beta1=0.0),
+                settings=SETTINGS._replace(momentum=0.0),
             ),
-            {"beta1": 0.9},
+            {"momentum": 0.9},
             "momentum is 0.9, but exp_avg",
         ),
         (
@@ -243,7 +244,7 @@ LOW = [X.bfloat16(), Y.bfloat16()]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, sgd, lion"),
+        ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, "),
         (
             {"params": [[X, Y], [X]]},
             "params of replica 1 has 1 entries, but there are 2 parameters",
@@ -334,7 +335,7 @@ def test_what_looks_odd_and_is_allowed() -> None:
     for s in (
         StepSettings(lr=0.0),
         StepSettings(lr=1.0, multipliers=[0.0]),
-        StepSettings(lr=1.0, beta1=1.5, dampening=-2.0),
+        StepSettings(lr=1.0, momentum=1.5, dampening=-2.0),
         StepSettings(lr=torch.tensor([[0.5]])),
     ):
         for backend in BACKENDS:

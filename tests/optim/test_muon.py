@@ -837,7 +837,7 @@ def test_what_is_refused_when_it_is_made() -> None:
         ),
         (ValueError, "ns_dtype=torch.float16", lambda: FusedMuon(named, ns_dtype=torch.float16)),
         (ValueError, "lr=-1.0 of the defaults", lambda: FusedMuon(named, lr=-1.0)),
-        (ValueError, "betas=", lambda: FusedMuon(named, adamw_betas=(1.0, 0.5))),
+        (ValueError, "beta1=", lambda: FusedMuon(named, adamw_betas=(1.0, 0.5))),
         (
             ValueError,
             "amsgrad",
@@ -912,7 +912,7 @@ def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
         optimizer.set_replicas(2, lambda param: made[param])
 
     cases: list[tuple[str, Callable[[FusedMuon, list[Parameter]], None]]] = [
-        ("lr of parameter group 0", spoil("lr", math.nan)),
+        ("lr=nan of parameter group 0", spoil("lr", math.nan)),
         ("momentum=2.0 of parameter group 0", spoil("momentum", 2.0)),
         ("ns_steps=0 of parameter group 0", spoil("ns_steps", 0)),
         ("layout", sparse),

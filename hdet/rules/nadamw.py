@@ -1,11 +1,12 @@
-"""FusedNAdamW: AdamW with Nesterov's look ahead, in one kernel call."""
-
 from __future__ import annotations
 
-from .adam import FusedAdamW
+from .adamw import adamw, spread
+from .decorator import rule
+from .trace import Settings, Tensor, average
 
 
-class FusedNAdamW(FusedAdamW):
+@rule("FusedNAdamW", like=adamw)
+def nadamw(h: Settings, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """NAdamW as AlgoPerf's baselines have it (Choi et al. 2019, arXiv 1910.05446, Table 1):
     AdamW whose direction is averaged with the gradient once more.
 
@@ -31,5 +32,5 @@ class FusedNAdamW(FusedAdamW):
     >>> optimizer.state[model.weight]["step"].item()
     2.0
     """
-
-    rule = "nadamw"
+    _, m, v = adamw(h, g, p, m, v)
+    return average(m, g, h.beta1) / spread(h, v) / (1 - h.beta1**h.step), m, v

@@ -1,0 +1,258 @@
+"""The fused optimizers that are a rule and nothing else."""
+
+# Printed by csrc/generate.py from hdet/rules: change that, and print again.
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from .fused import FusedOptimizer, Options, TorchOptions
+
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLion",
+    "FusedNAdamW",
+    "FusedSGD",
+]
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma and Ba 2015) as torch.optim.Adam computes it: same arguments, results and state.
+
+    As FusedAdamW, but decay is part of the gradient, g + weight_decay * p, and so of the moments.
+    Replicas that share moments (`set_replicas`) therefore need weight_decay 0.
+    decoupled_weight_decay=True is refused: that is FusedAdamW.
+
+    Raises ValueError or TypeError as FusedAdamW.
+
+    With a gradient scaler, whose scale is too large for the first step:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = hdet.FusedAdam(model.parameters(), lr=1e-3)
+    >>> scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     scaler.scale(model(torch.ones(4, 8)).square().mean() + 8 * model.bias.sum()).backward()
+    ...     _ = scaler.step(optimizer)
+    ...     print(optimizer.step_skipped.item())
+    ...     scaler.update(1.0)
+    1.0
+    0.0
+    >>> optimizer.state[model.bias]["step"].item()
+    1.0
+    """
+
+    rule = "adam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.0,
+        amsgrad: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, amsgrad]
+        super().__init__(params, settings, **options)
+
+
+class FusedAdamW(FusedOptimizer):
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) as torch.optim.AdamW computes it: same
+    arguments, results and state.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        m = beta1 * m + (1 - beta1) * g             exp_avg
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    Args:
+        decay_at: "replica": decay acts at r, the rate the replica steps with, as stock AdamW at
+            that rate would. "base": at lr, so that all replicas decay alike and differ along u
+            only.
+        others: as torch.optim.AdamW and FusedOptimizer.
+
+    Raises ValueError or TypeError, before anything is changed, for arguments out of range or NaN,
+    amsgrad, differentiable, and in a step for tensors that cannot be used (sparse, with gaps, of
+    another dtype, overlapping), by name.
+
+    A bfloat16 model with exact float32 weights behind it, clipped gradients, and a schedule:
+
+    >>> model = torch.nn.Linear(8, 1).bfloat16()
+    >>> optimizer = hdet.FusedAdamW(
+    ...     model.parameters(), lr=3e-4, master_weights="split", max_grad_norm=1.0
+    ... )
+    >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(4, 8, dtype=torch.bfloat16)).square().mean().backward()
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> sorted(optimizer.state[model.weight])
+    ['exp_avg', 'exp_avg_sq', 'remainder', 'step']
+    >>> optimizer.grad_norm.item() > 0, optimizer.step_skipped.item()
+    (True, 0.0)
+    """
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.01,
+        amsgrad: bool = False,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, amsgrad]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedLion(FusedOptimizer):
+    """Lion (Chen et al. 2023, Algorithm 2). One moment, and every element moves by the rate or not
+    at all.
+
+    With gradient g and rate r = lr * multiplier (Eq. 2)::
+
+        u = sign(beta1 * m + (1 - beta1) * g)       sign(0) = sign(NaN) = 0
+        m = beta2 * m + (1 - beta2) * g             exp_avg
+        p = p * (1 - r * weight_decay) - r * u
+
+    Args:
+        lr: of the size of a step; a third to a tenth of AdamW's is usual, with a weight_decay
+            larger by as much.
+        betas: (of the direction, of the average).
+        decay_at: as FusedAdamW.
+        others: as FusedOptimizer.
+
+    Raises ValueError or TypeError as FusedAdamW.
+
+    Two replicas of one parameter, at half and at one and a half times the rate:
+
+    >>> parameter = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = hdet.FusedLion([parameter], lr=0.25)
+    >>> optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
+    >>> optimizer.multipliers = [[0.5], [1.5]]
+    >>> parameter.grad = torch.ones(1)
+    >>> optimizer.step()
+    >>> [optimizer.replica_parameters(k)[0].item() for k in range(2)]
+    [0.875, 0.625]
+    >>> optimizer.average_replicas([0.5, 0.5])
+    >>> [optimizer.replica_parameters(k)[0].item() for k in range(2)]
+    [0.75, 0.75]
+    """
+
+    rule = "lion"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedNAdamW(FusedOptimizer):
+    """NAdamW as AlgoPerf's baselines have it (Choi et al. 2019, arXiv 1910.05446, Table 1):
+    AdamW whose direction is averaged with the gradient once more.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        m = beta1 * m + (1 - beta1) * g             exp_avg
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        u = (beta1 * m + (1 - beta1) * g) / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    It is not torch.optim.NAdam, whose beta1 changes from step to step. Arguments, state and errors
+    are those of FusedAdamW, and a state of either loads into the other.
+
+    A run that FusedAdamW began:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> before = hdet.FusedAdamW(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> before.step()
+    >>> optimizer = hdet.FusedNAdamW(model.parameters(), lr=1e-3)
+    >>> optimizer.load_state_dict(before.state_dict())
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"].item()
+    2.0
+    """
+
+    rule = "nadamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.01,
+        amsgrad: bool = False,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, amsgrad]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, dampening and Nesterov momentum as torch.optim.SGD computes it: same
+    arguments and results.
+
+    With gradient g and rate r = lr * multiplier (Eq. 2)::
+
+        g = g + weight_decay * p
+        b = momentum * b + (1 - dampening) * g      momentum_buffer; in its first step b = g
+        p = p - r * (g + momentum * b if nesterov else b)
+
+    The state has a `step` beside torch's `momentum_buffer`, which a group without momentum does not
+    have. torch's states, which have no step, load: a buffer that is there counts as one step.
+    Replicas that share the buffer (`set_replicas`) need weight_decay 0.
+
+    Raises ValueError or TypeError as FusedAdamW; nesterov needs momentum > 0 and dampening 0.
+
+    A run that torch.optim.SGD began:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> optimizer = hdet.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> before.step()
+    >>> optimizer.load_state_dict(before.state_dict())
+    >>> optimizer.step()
+    >>> round(optimizer.state[model.bias]["momentum_buffer"].item(), 4)  # 0.9 * 4 + 4
+    7.6
+    """
+
+    rule = "sgd"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        momentum: float | Tensor = 0.0,
+        dampening: float | Tensor = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        nesterov: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        settings = [lr, momentum, dampening, weight_decay, nesterov]
+        super().__init__(params, settings, **options)
