@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hdet import _C
+from hdet.rules import RULES
 
 BANDWIDTH = 4.3e12
 """bytes a second: what copies reach of an H200's 4.8e12"""
@@ -42,11 +43,8 @@ ELEMENTS = 8
 KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split", "bf16 throughout")
 """csrc/core/numbers.h: Known"""
 BYTES = {
-    "adamw": (20, 28, 28, 26, 14),  # any: float32 with bf16 moments
-    "adam": (20, 28, 28, 26, 14),
-    "sgd": (16, 20, 20, 18, 10),
-    "lion": (16, 20, 20, 18, 10),
-    "nadamw": (20, 28, 28, 26, 14),
+    name: (12 + 4 * n, 12 + 8 * n, 12 + 8 * n, 10 + 8 * n, 6 + 4 * n)  # any: bf16 moments
+    for name, n in ((name, len(rule.moments)) for name, rule in RULES.items())
 }
 
 

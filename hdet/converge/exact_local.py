@@ -65,7 +65,7 @@ def _why_no_build(task: Task) -> str | None:
         return "replicas with gradients of their own have no common step: use gradients='shared'"
     if not isinstance(optimizer, FusedOptimizer):
         kind = type(optimizer).__name__
-        return f"{kind} does not step the mean: use hdet.FusedAdamW, Adam, SGD, Lion or Muon"
+        return f"{kind} does not step the mean: use a fused optimizer of hdet"
     if optimizer.num_replicas != 1:
         return f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
     if strange is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from ..rules import COUPLED
+from ..rules import RULES
 from .bound import Bound, Bounds, scale_of
 from .cells import attribute_cell
 from .groups import GroupKnob, ProductKnob
@@ -183,7 +183,8 @@ def _is_coupled(optimizer: Optimizer, index: int) -> bool:
     if group.get("decoupled_weight_decay", False):
         return False
     if hasattr(optimizer, "rule"):
-        return optimizer.rule in COUPLED and (optimizer.rule != "sgd" or group["momentum"] != 0)
+        rule = RULES[optimizer.rule]
+        return rule.coupled and rule.keeps_moments(group)
     if isinstance(optimizer, torch.optim.SGD):
         return bool(group["momentum"] != 0)
     return isinstance(optimizer, _COUPLED)

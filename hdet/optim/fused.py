@@ -88,8 +88,7 @@ def _torchs_defaults(name: str) -> dict[str, Any]:
 
 
 class FusedOptimizer(Optimizer):
-    """What FusedAdamW, FusedNAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers,
-    stepped by one kernel call for all parameters.
+    """What all fused optimizers share: torch's, stepped by one kernel call for all parameters.
 
     FusedMuon, too, but for its matrices.
 

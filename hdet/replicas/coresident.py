@@ -204,8 +204,8 @@ class CoresidentReplicas(Replicas):
             kind = type(optimizer)
             raise TypeError(
                 f"optimizer is a {kind.__module__}.{kind.__qualname__}, which steps one set of "
-                "parameters: co-resident replicas need "
-                "hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon"
+                "parameters: co-resident replicas need one of hdet's fused optimizers, such as "
+                "hdet.FusedAdamW"
             )
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):

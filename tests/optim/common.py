@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
+import hdet.optim
 from hdet import kernels
-from hdet.optim import (
-    FusedAdam,
-    FusedAdamW,
-    FusedLion,
-    FusedNAdamW,
-    FusedOptimizer,
-    FusedSGD,
-)
+from hdet import rules as facts
+from hdet.optim import FusedOptimizer
 
 
 @contextmanager
@@ -102,6 +97,10 @@ class LoopNAdamW(Optimizer):
                 param.addcdiv_(m.lerp(g, 1 - beta1), root, value=-lr / (1 - beta1**t))
 
 
+PEERS: dict[str, type[Optimizer]] = {"lion": LerpLion, "nadamw": LoopNAdamW}
+"""of rules that torch does not have"""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A fused optimizer, its peer, and settings for three groups."""
@@ -109,34 +108,38 @@ class Rule:
     name: str
     fused: type[FusedOptimizer]
     peer: type[Optimizer]
-    groups: list[dict[str, Any]] = field(default_factory=lambda: [{}, {}, {}])
-    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    groups: list[dict[str, Any]]
+    moments: tuple[str, ...]
+    keeps: dict[str, Any]
+    """settings without which there are no moments"""
 
 
-_ADAM = [
-    {"lr": 3e-3, "weight_decay": 0.1},
-    {"betas": (0.8, 0.9), "eps": 1e-4},
-    {"weight_decay": 0.0, "maximize": True},
+GROUPS: list[dict[str, Any]] = [
+    {"lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3},
+    {"betas": (0.8, 0.9), "eps": 1e-4, "momentum": 0.8, "nesterov": True},
+    {"weight_decay": 0.0, "maximize": True, "momentum": 0.9},
 ]
-_MOMENTUM = [
-    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-    {"momentum": 0.8, "nesterov": True},
-    {"momentum": 0.9, "maximize": True, "lr": 1e-3},
-]
-RULES = [
-    Rule("adamw", FusedAdamW, AdamW, _ADAM),
-    Rule("adam", FusedAdam, Adam, _ADAM),
-    Rule("sgd", FusedSGD, SGD, _MOMENTUM, ("momentum_buffer",)),
-    Rule("plain sgd", FusedSGD, SGD, [{"weight_decay": 0.1}, {}, {"maximize": True}], ()),
-    Rule(
-        "lion",
-        FusedLion,
-        LerpLion,
-        [{"lr": 3e-4, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}, {"maximize": True}],
-        ("exp_avg",),
-    ),
-    Rule("nadamw", FusedNAdamW, LoopNAdamW, _ADAM),
-]
+
+
+def known(rule: facts.Rule, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those that the rule has."""
+    keys = (*rule.keys, "maximize")
+    return {key: value for key, value in settings.items() if key in keys}
+
+
+def _rows(rule: facts.Rule) -> Iterator[Rule]:
+    peer = PEERS.get(rule.name) or getattr(torch.optim, rule.takes or f"{rule.name}: add a peer")
+    fused = getattr(hdet.optim, rule.optimizer)
+    keeps = {} if rule.kept_if is None else {rule.kept_if: 0.9}
+    groups = [known(rule, group) for group in GROUPS]
+    yield Rule(rule.name, fused, peer, groups, rule.moments, keeps)
+    if keeps:
+        yield Rule(f"plain {rule.name}", fused, peer, _PLAIN, (), {})
+
+
+_PLAIN: list[dict[str, Any]] = [{"weight_decay": 0.1}, {}, {"maximize": True}]
+RULES = [row for rule in facts.RULES.values() for row in _rows(rule)]
+BY_NAME = {rule.name: rule for rule in RULES}
 TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
 
 
@@ -149,7 +152,7 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parame
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def groups(params: Sequence[Parameter], rule: Rule = RULES[0]) -> list[dict[str, Any]]:
+def groups(params: Sequence[Parameter], rule: Rule = BY_NAME["adamw"]) -> list[dict[str, Any]]:
     cuts = [params[:2], params[2:4], params[4:]]
     return [
         {"params": list(cut), **settings} for cut, settings in zip(cuts, rule.groups, strict=True)
@@ -180,7 +183,9 @@ Make = Callable[[list[Parameter], type], Optimizer]
 class Pair:
     """`ours` and `theirs`: equal parameters; `a` and `b`: the fused optimizer and its peer."""
 
-    def __init__(self, rule: Rule = RULES[0], make: Make | None = None, **options: Any) -> None:
+    def __init__(
+        self, rule: Rule = BY_NAME["adamw"], make: Make | None = None, **options: Any
+    ) -> None:
         self.rule = rule
         self.ours, self.theirs = parameters(), parameters()
         if make is None:

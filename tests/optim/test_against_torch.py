@@ -1,4 +1,4 @@
-"""All four optimizers beside torch's: the same numbers, the same state, the same manners."""
+"""All fused optimizers beside torch's: the same numbers, the same state, the same manners."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
-from hdet.optim import FusedAdamW, FusedLion, FusedNAdamW, FusedOptimizer
+from hdet.optim import FusedAdamW, FusedOptimizer
+from hdet.rules import DECOUPLED
 
 from .common import (
     BACKENDS,
+    BY_NAME,
     RULES,
     TORCH_RULES,
     Pair,
@@ -71,13 +73,11 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=names)
+@pytest.mark.parametrize("rule", [BY_NAME["adamw"], BY_NAME["sgd"]], ids=names)
 def test_torchs_schedulers(rule: Rule, name: str) -> None:
     pair = Pair(
         rule,
-        lambda params, cls: cls(
-            params, lr=1e-2, **({"momentum": 0.9} if rule.name == "sgd" else {})
-        ),
+        lambda params, cls: cls(params, lr=1e-2, **rule.keeps),
     )
     both = [SCHEDULERS[name](optimizer) for optimizer in (pair.a, pair.b)]
     for _ in pair.run(10):
@@ -131,10 +131,10 @@ def test_decay_at_the_base_rate(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cls", [FusedAdamW, FusedNAdamW, FusedLion])
-def test_cautious_decay(cls: type[FusedOptimizer], backend: str) -> None:
+@pytest.mark.parametrize("name", DECOUPLED)
+def test_cautious_decay(name: str, backend: str) -> None:
     """Beside the same optimizer without decay, whose step tells the direction's sign."""
-    ours, theirs = parameters(), parameters()
+    ours, theirs, cls = parameters(), parameters(), BY_NAME[name].fused
     a: Any = cls(ours, lr=0.1, weight_decay=0.5, cautious_decay=True, backend=backend)  # type: ignore[call-arg]
     b: Any = cls(theirs, lr=0.1, weight_decay=0.0, backend=backend)  # type: ignore[call-arg]
     for step in range(5):

@@ -29,7 +29,7 @@ from hdet.optim import FusedAdamW, FusedSGD
 from hdet.tensors import dtensor as shards
 from tests.distributed import run_ranks
 
-from .common import RULES, Rule, plans_made
+from .common import BY_NAME, RULES, Rule, plans_made
 from .test_replicas import copies
 
 SHAPES = [(7, 5), (3,), (1, 4), (6, 2), (9, 8)]
@@ -146,7 +146,7 @@ def same_bits_as_plain(
         (torch.float16, {"master_weights": "fp32", "zero_gradients": True}),
         (torch.float32, {"backend": "torch"}),
     ]:
-        twins = Twins(RULES[0], mesh, placements, dtype, **options)
+        twins = Twins(BY_NAME["adamw"], mesh, placements, dtype, **options)
         twins.go(range(4))
         twins.check()
 
@@ -373,7 +373,7 @@ def phantom_steps_change_no_value(rank: int, world_size: int) -> None:
 def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
     placements, mesh = GRID, mesh_of(2, 2)
     for scale in (1.0, 8.0):
-        twins = Twins(RULES[0], mesh, placements, max_grad_norm=0.75)
+        twins = Twins(BY_NAME["adamw"], mesh, placements, max_grad_norm=0.75)
         for step in range(3):
             twins.gradients(step)
             if scale != 1.0:
@@ -385,7 +385,7 @@ def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
         for one, other in zip(twins.laid, twins.plain, strict=True):
             torch.testing.assert_close(full(one), other.detach(), rtol=1e-6, atol=1e-6)
     # Measured and not clipped: the bits of a step without a norm.
-    twins = Twins(RULES[0], mesh, placements)
+    twins = Twins(BY_NAME["adamw"], mesh, placements)
     twins.a.max_grad_norm = math.inf
     twins.go(range(2))
     twins.check()
@@ -425,7 +425,7 @@ def replicas_and_masters_of_shards(rank: int, world_size: int) -> None:
         (torch.bfloat16, {"master_weights": "split"}),
         (torch.bfloat16, {"master_weights": "fp32"}),
     ]:
-        twins = Twins(RULES[0], mesh, MIXED, dtype, **options)
+        twins = Twins(BY_NAME["adamw"], mesh, MIXED, dtype, **options)
         twins.go(range(2))
         for optimizer in (twins.a, twins.b):
             optimizer.set_replicas(2, copies(2))
@@ -474,7 +474,7 @@ def what_is_written_to_a_parameter_or_moved_is_taken_over(rank: int, world_size:
 
     for change in (through_the_dtensor, through_the_shard, new_memory):
         for asked in (False, True):
-            twins = Twins(RULES[0], mesh_of(2), ROWS, torch.bfloat16, master_weights="fp32")
+            twins = Twins(BY_NAME["adamw"], mesh_of(2), ROWS, torch.bfloat16, master_weights="fp32")
             twins.go(range(2))
             with torch.no_grad():
                 change(twins)

@@ -25,10 +25,11 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import numbers
-from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedNAdamW, FusedSGD
+from hdet.optim import FusedAdamW, FusedMuon
 from hdet.optim.moment_storage import SMALLEST
 from tests.distributed import run_ranks
 
+from .common import RULES
 from .test_replicas import copies
 
 SHAPES = [(70, 100), (SMALLEST,), (SMALLEST - 1,), (0,), ()]
@@ -36,11 +37,7 @@ CODED = 2
 """the rest is small"""
 Make = Callable[..., Any]
 MAKERS: dict[str, Make] = {
-    "adamw": FusedAdamW,
-    "adam": FusedAdam,
-    "nadamw": FusedNAdamW,
-    "sgd": partial(FusedSGD, momentum=0.9),
-    "lion": FusedLion,
+    **{rule.name: partial(rule.fused, **rule.keeps) for rule in RULES if rule.moments},
     "muon": lambda params, **options: FusedMuon(
         [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}],
         adamw_lr=options["lr"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +13,12 @@ from torch import nn
 import hdet
 
 from ..freed import left_alive, tensors_of
-from .common import BACKENDS
+from .common import BACKENDS, RULES
 
-FUSED = [
-    hdet.FusedAdamW,
-    hdet.FusedNAdamW,
-    hdet.FusedAdam,
-    hdet.FusedSGD,
-    hdet.FusedLion,
-    hdet.FusedMuon,
-]
+FUSED = {
+    **{rule.name: partial(rule.fused, **rule.keeps) for rule in RULES if rule.moments},
+    "muon": hdet.FusedMuon,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm": {"max_grad_norm": 1.0},
@@ -41,8 +38,7 @@ def train(
     dtype = torch.bfloat16 if options.keys() & {"master_weights", "stochastic_rounding"} else None
     model = nn.Sequential(nn.Linear(40, 130), nn.Linear(130, 40)).to(dtype=dtype)
     model[1].weight.data = torch.empty(130, 40, dtype=dtype).normal_().t()
-    momentum = {"momentum": 0.9} if fused is hdet.FusedSGD else {}
-    optimizer = fused(model.named_parameters(), lr=0.01, backend=backend, **momentum, **options)
+    optimizer = fused(model.named_parameters(), lr=0.01, backend=backend, **options)
     if replicas > 1:
         optimizer.set_replicas(replicas, lambda p: [p, *_clones(p, replicas - 1)])
     for _ in range(steps):
@@ -71,7 +67,7 @@ def check(fused: Any, backend: str, options: dict[str, dict[str, Any]] = OPTIONS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.__name__)
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 def test_tensors_are_freed_with_the_optimizer(fused: Any, backend: str) -> None:
     check(fused, backend)
 

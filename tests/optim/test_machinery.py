@@ -14,7 +14,6 @@ from torch.nn import Parameter
 import hdet
 from hdet.kernels import native, numbers
 from hdet.optim import step_plans as plans
-from hdet.rules import RULES as ALL_RULES
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 
@@ -29,14 +28,6 @@ def test_the_examples_of_the_docstrings(name: str) -> None:
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}
         assert doctest.DocTestRunner().run(test).failed == 0
-
-
-def test_every_rule_of_the_kernels_has_an_optimizer_here() -> None:
-    """With as many moments as the kernels keep."""
-    ours = {
-        rule.fused.rule: len(rule.moments) for rule in reversed(RULES)
-    }  # SGD with momentum comes first
-    assert ours == {name: len(rule.moments) for name, rule in ALL_RULES.items()}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from hdet.rules import COUPLED
 
 from .common import (
     BACKENDS,
+    BY_NAME,
     RULES,
     Rule,
     assert_equal,
@@ -49,7 +50,7 @@ def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
 
 def replicated(
     count: int = 3,
-    rule: Rule = RULES[0],
+    rule: Rule = BY_NAME["adamw"],
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
@@ -353,11 +354,13 @@ def test_a_copy_has_its_own_replicas() -> None:
 
 
 def test_stochastic_rounding_differs_between_replicas_and_follows_their_number() -> None:
-    params, optimizer, sets = replicated(2, RULES[2], torch.bfloat16, stochastic_rounding=True)
+    params, optimizer, sets = replicated(
+        2, BY_NAME["sgd"], torch.bfloat16, stochastic_rounding=True
+    )
     optimizer.multipliers = [[1.0] * 3, [1.0] * 3]
     run(optimizer, params, range(1))
     assert not torch.equal(sets[0][0], sets[1][0])
-    alone, other, _ = replicated(1, RULES[2], torch.bfloat16, stochastic_rounding=True)
+    alone, other, _ = replicated(1, BY_NAME["sgd"], torch.bfloat16, stochastic_rounding=True)
     other.multipliers = [[1.0] * 3]
     other.first_replica = 1
     run(other, alone, range(1))

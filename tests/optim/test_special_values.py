@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .common import BACKENDS, RULES, TORCH_RULES, Rule
+from hdet.rules import RULES as ALL_RULES
+
+from .common import BACKENDS, RULES, TORCH_RULES, Rule, known
 
 LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
 SPECIAL = [
@@ -49,37 +51,26 @@ MOMENTS = [
 STEPS = 4
 
 
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "adamw": [
-        {"weight_decay": 0.0},
-        {"weight_decay": 0.1},
-        {"betas": (0.4, 0.6), "weight_decay": 0.0},
-        {"betas": (0.0, 0.0)},
-        {"maximize": True},
-    ],
-    "nadamw": [{"weight_decay": 0.0}, {"betas": (0.4, 0.6)}, {"betas": (0.0, 0.0)}],
-    "adam": [
-        {},
-        {"weight_decay": 0.1},
-        {"betas": (0.4, 0.6)},
-        {"betas": (0.0, 0.0)},
-        {"maximize": True, "weight_decay": 0.1},
-    ],
-    "sgd": [
-        {"momentum": 0.9},
-        {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.9, "dampening": 0.5},
-        {"momentum": 0.9, "dampening": 1.0},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.1},
-    ],
-    "plain sgd": [{}, {"weight_decay": 0.1}, {"maximize": True}, {"lr": 0.0}],
-    "lion": [{}, {"weight_decay": 0.1}, {"betas": (0.4, 0.6)}, {"maximize": True}],
-}
+OPTIONS: list[dict[str, Any]] = [
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.0, "betas": (0.4, 0.6)},
+    {"betas": (0.0, 0.0)},
+    {"maximize": True},
+    {"maximize": True, "weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.5},
+    {"momentum": 0.9, "dampening": 1.0},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.1},
+]
 CASES = [
     pytest.param(rule, options, id=f"{rule.name} {options}")
     for rule in RULES
-    for options in OPTIONS[rule.name]
+    for options in OPTIONS
+    if known(ALL_RULES[rule.fused.rule], options) == options
+    and ("momentum" in options) == (rule.moments == ("momentum_buffer",))
 ]
 
 

@@ -17,6 +17,7 @@ from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSG
 
 from .common import (
     BACKENDS,
+    BY_NAME,
     RULES,
     TORCH_RULES,
     Pair,
@@ -74,11 +75,11 @@ RUNS = [
     *((rule, torch.float32, 1, {}) for rule in RULES),
     *((rule, BF16, 1, {}) for rule in RULES),
     *(
-        (RULES[0], BF16, count, {"master_weights": kind})
+        (BY_NAME["adamw"], BF16, count, {"master_weights": kind})
         for kind in ("fp32", "split")
         for count in (1, 3)
     ),
-    (RULES[0], torch.float32, 3, {}),
+    (BY_NAME["adamw"], torch.float32, 3, {}),
 ]
 
 
@@ -160,7 +161,7 @@ def test_a_momentum_buffer_may_be_missing(absent: str) -> None:
     def make(params: list[Parameter], cls: type) -> Any:
         return cls(params, lr=1e-2, momentum=0.9, dampening=0.5)
 
-    pair = Pair(RULES[2], make)
+    pair = Pair(BY_NAME["sgd"], make)
     pair.go(3)
     state = copy.deepcopy(pair.b.state_dict())
     if absent == "state":
@@ -176,7 +177,7 @@ def test_a_momentum_buffer_may_be_missing(absent: str) -> None:
 
 
 def test_momentum_may_begin_and_end_in_the_middle_of_a_run() -> None:
-    pair = Pair(RULES[2], lambda params, cls: cls(params, lr=1e-2, dampening=0.5))
+    pair = Pair(BY_NAME["sgd"], lambda params, cls: cls(params, lr=1e-2, dampening=0.5))
     for step in pair.run(12):
         for optimizer in (pair.a, pair.b):
             optimizer.param_groups[0]["momentum"] = 0.9 if 2 < step < 5 or 7 < step else 0.0
@@ -207,7 +208,7 @@ def test_loading_does_not_tie_the_step_counters_of_two_optimizers() -> None:
 
 
 def test_an_adam_state_becomes_an_adamw_state_as_in_torch_but_not_the_other_way() -> None:
-    pair = Pair(RULES[1])
+    pair = Pair(BY_NAME["adam"])
     pair.go(2)
     adamw = FusedAdamW(groups(pair.ours))
     adamw.load_state_dict(pair.b.state_dict())
