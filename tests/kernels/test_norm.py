@@ -61,6 +61,26 @@ def test_large_and_small_numbers_neither_overflow_nor_vanish(backend: str) -> No
     assert norm_of(small, backend).item() == pytest.approx(math.sqrt(1e8 + 2**20), rel=1e-7)
 
 
+@pytest.mark.parametrize(
+    "exponent", [-149, -126, -100, -70, -60, -50, -45, -40, 0, 40, 60, 63, 64, 100, 122]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_of_every_size_count_in_full(backend: str, exponent: int) -> None:
+    """Alone; beside much smaller ones, and beside zeros, in every chunk and in some."""
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(2 * CHUNK + 3, generator=generator, dtype=torch.float64)
+    alone = wide * 2.0**exponent
+    beside = torch.where(torch.arange(len(wide)) % 3 == 0, alone, alone * 2.0**-20)
+    few = torch.where(torch.arange(len(wide)) < 40, alone, 0.0)
+    alike = [torch.full((2000,), x.item() * 2.0**exponent) for x in wide[:8]]  # rounded alike, too
+    for numbers in (alone, beside, few, *alike):
+        x = numbers.float()
+        exact = math.sqrt(math.fsum((x.double() ** 2).tolist()))
+        norm = norm_of([x.to(device_of(backend))], backend)
+        assert norm.item() == torch.tensor(exact, dtype=torch.float64).float().item()
+    assert norm_of([few.float().to(device_of(backend)) * 0], backend).item() == 0
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -255,6 +255,8 @@ def test_norms(sizes: str, dtypes: tuple[torch.dtype, ...]) -> None:
 
 def test_norm_edges() -> None:
     test_norm.test_large_and_small_numbers_neither_overflow_nor_vanish("triton")
+    for exponent in (-149, -70, -45, 0, 60, 64):
+        test_norm.test_numbers_of_every_size_count_in_full("triton", exponent)
     for bad in (math.nan, -math.inf):
         test_norm.test_is_not_finite_where_one_element_is_not("triton", torch.float16, bad)
 
