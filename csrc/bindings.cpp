@@ -147,7 +147,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 13;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 14;  // see hdet/kernels/native/__init__.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;

@@ -29,7 +29,7 @@ def total(partials, count, BLOCK: tl.constexpr):
 def derive_control(
     settings, partials, num_partials, grad_scale, found_inf, control, BLOCK: tl.constexpr
 ):
-    """Writes skip, norm, gradient_scale; returns skip and the gradients' factor."""
+    """Writes skip, norm, gradient_scale, unscaling; returns skip and the gradients' factor."""
     one = tl.full((), 1.0, tl.float64)
     inverse = one / tl.load(grad_scale).to(tl.float64)
     max_norm = tl.load(settings)
@@ -42,6 +42,7 @@ def derive_control(
     tl.store(control, skip.to(tl.float32))
     tl.store(control + 1, norm.to(tl.float32))
     tl.store(control + 2, gradient_scale)
+    tl.store(control + 3, inverse.to(tl.float32))
     return skip, gradient_scale
 
 

@@ -35,7 +35,7 @@ struct alignas(16) Control {
   float skip;            // 1: gradients are not finite; parameters, moments and step counters stay as they are
   float norm;            // global norm of the unscaled gradients, 0 where none was asked for
   float gradient_scale;  // unscaling times clipping
-  float unused;
+  float unscaling;       // 1 / the scaler's factor
 };
 static_assert(sizeof(Control) == 16);
 
@@ -61,7 +61,7 @@ HDET_HD Control derive_control(const CallSettings& settings, float scale, float 
     clip = settings.max_norm / (norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
     if (!(clip < 1.0)) clip = 1.0;
   }
-  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), 0.0f};
+  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), static_cast<float>(inverse)};
 }
 
 }  // namespace hdet

@@ -109,6 +109,11 @@ class StepPlan(Protocol):
         it cannot use.
         """
 
+    def gradient_norms(self) -> Tensor:
+        """(n,) float32 on the device: of each tensor's unscaled gradient in the last step, where
+        max_norm was given; 0 of a tensor without one. Made of what the step has left, without
+        waiting."""
+
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         """Writes the hyperparameters to the device without a step, for replays of a captured
         one."""

@@ -87,10 +87,12 @@ class ShardedClip:
         all_norms = torch.stack(
             [nothing if gradient is None else next(found) for gradient in gradients]
         )
-        norm = self._sums(all_norms.square()).sum().sqrt()
-        scale = options.grad_scale
+        self._squares = self._sums(all_norms.square())
+        norm = self._squares.sum().sqrt()
+        self._scale = scale = options.grad_scale
         if scale is not None:
             norm = norm / scale.reshape(())
+            self._scale = scale.clone()  # the scaler changes it after the step
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale = 1.0 / clip if scale is None else scale.reshape(()) / clip
         skip = (~norm.isfinite()).to(torch.float32)
@@ -98,6 +100,12 @@ class ShardedClip:
             skip = skip + options.found_inf.reshape(())
         self.norm = norm.to(torch.float32)
         return replace(options, max_norm=0.0, grad_scale=scale.to(torch.float32), found_inf=skip)
+
+    def gradient_norms(self) -> Tensor:
+        """(n,) float32: of each full gradient, unscaled, in the last step; 0 where there was
+        none."""
+        norms = self._squares.sqrt()
+        return (norms if self._scale is None else norms / self._scale).float()
 
 
 def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Tensor]:

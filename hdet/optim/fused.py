@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ _OWN = (
     "_max_grad_norm",
     "_sets",
 )
+
+
+class _Norms(NamedTuple):
+    source: kernels.StepPlan | ShardedClip
+    places: Sequence[int]
+    """of its norms among all parameters"""
+    absent: list[int]
+    """the places of those that had no gradient"""
 
 
 class Options(TypedDict, total=False):
@@ -190,6 +198,7 @@ class FusedOptimizer(Optimizer):
     multipliers: list[list[float]]
     _planned: Planned | None
     _clip: ShardedClip | None
+    _measured: _Norms | None
     _held: dict[str, Any]
     """what load_state_dict takes past torch"""
 
@@ -439,7 +448,7 @@ class FusedOptimizer(Optimizer):
             for gradient, copied in zip(own, laid, strict=True):
                 if gradient is not None and gradient is not copied:
                     gradient.zero_()
-        self._planned = planned
+        self._planned, self._measured = planned, self._norms_in(planned)
         hooks = self._optimizer_step_post_hooks
         if hooks and any(map(_is_torchfts, hooks.values())):
             # It may average after this step, or be gone by the next one. To look at a sample of
@@ -480,16 +489,54 @@ class FusedOptimizer(Optimizer):
         options = self._clip(own, self._max_grad_norm, self._options(*devices))
         return lambda _: options
 
+    def _norms_in(self, planned: Planned) -> _Norms | None:
+        """Where the step that has been done has left the norms of its gradients."""
+        if self._max_grad_norm is None or not planned.active:
+            return None
+        if self._clip is not None:
+            return _Norms(self._clip, range(len(planned.params)), planned.absent)
+        part = planned.active[0][1]
+        return _Norms(part.plan, part.places, planned.absent)
+
     # -- what a step can do beside stepping --------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The global norm that the last step found, 0-d float32 on the device; None without
         max_grad_norm. Reading it waits."""
-        planned = self._planned
-        if planned is None or not planned.active or self._max_grad_norm is None:
-            return None
-        return self._clip.norm if self._clip is not None else planned.active[0][1].plan.norm
+        return None if self._measured is None else self._measured.source.norm
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str | int, Tensor]:
+        """The norm of each parameter's gradient in the last step, unscaled and before clipping, for
+        a log: 0-d float32 tensors on the device, by the names that the optimizer was given, else by
+        the parameters' numbers.
+
+        They come from the sums that clipping takes anyway: asking is three small kernels, and does
+        not wait. Parameters that had no gradient are left out. Of a DTensor it is the norm of the
+        full gradient, without communication. After a skipped step it tells which was not finite.
+
+        Raises RuntimeError where the last step took no norm.
+
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = hdet.FusedAdamW(model.named_parameters(), max_grad_norm=torch.inf)
+        >>> (2 * model.weight.sum() + model.bias.sum()).backward()
+        >>> optimizer.step()
+        >>> {name: round(norm.item(), 3) for name, norm in optimizer.gradient_norms().items()}
+        {'weight': 5.657, 'bias': 1.0}
+        """
+        if self._measured is None:
+            raise RuntimeError(
+                "gradient_norms() needs a step with max_grad_norm before it, whose clipping takes "
+                "the norms: set max_grad_norm (math.inf measures and clips nothing), then step()"
+            )
+        source, places, absent = self._measured
+        names: list[str | int] = []
+        for group in self.param_groups:
+            numbers = range(len(names), len(names) + len(group["params"]))
+            names += group.get("param_names", numbers)
+        norms = zip(places, source.gradient_norms().unbind(), strict=True)
+        return {names[i]: norm for i, norm in norms if i not in absent}
 
     @property
     def step_skipped(self) -> Tensor | None:
@@ -628,7 +675,7 @@ class FusedOptimizer(Optimizer):
         """Nothing is planned or held for the next step."""
         self._planned = None
         self._averaging: dict[torch.device, Averaging] = {}
-        self._clip = None
+        self._clip = self._measured = None
         self._plain = StepOptions()
         self._held = {}
 

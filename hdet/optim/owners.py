@@ -321,5 +321,8 @@ class MatrixPlan:
         self._course.run(step)
         self.skipped = self._never if step.skip is None else step.skip.float()
 
+    def gradient_norms(self) -> Tensor:
+        raise NotImplementedError  # of these a ShardedClip takes them
+
     def upload(self, settings: Sequence[Any], options: StepOptions = PLAIN) -> None:
         raise NotImplementedError

@@ -49,6 +49,30 @@ def test_is_the_root_of_the_sum_of_squares_rounded_once(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_of_each_tensor(backend: str) -> None:
+    """Unscaled, rounded once; 0 where there is no gradient. One that is not finite is not in the
+    others' norms."""
+    device = device_of(backend)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, 0, 2 * CHUNK + 5, 1, 4 * CHUNK]
+    gradients = [torch.randn(n, generator=generator).to(device) for n in sizes]
+    exact = [float(g.double().norm()) / 4 for g in gradients]
+    steps = [torch.zeros((), device=device) for _ in gradients]
+    params = [g.clone() for g in gradients]
+    plan = kernels.step_plan(StepTensors("sgd", [params], [0] * 5, steps), backend)
+    scaled = StepOptions(torch.full((1,), 4.0, device=device), max_norm=1.0)
+    plan.step(gradients, [StepSettings(0.0)], scaled)
+    norms = plan.gradient_norms()
+    assert norms.dtype == F32 and norms.device == gradients[0].device
+    assert norms.tolist() == pytest.approx(exact, rel=2.0**-23)
+    gradients[2][7] = math.inf
+    plan.step([*gradients[:4], None], [StepSettings(0.0)], scaled)
+    expected = [exact[0], 0.0, math.inf, exact[3], 0.0]
+    assert plan.gradient_norms().tolist() == pytest.approx(expected, rel=2.0**-23)
+    assert plan.skipped.item() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_large_and_small_numbers_neither_overflow_nor_vanish(backend: str) -> None:
     device = device_of(backend)
     for value in (3e38, 1e-38):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -226,6 +226,14 @@ def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: fl
 def assert_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_norms(found: Mapping[Any, Tensor], gradients: Mapping[Any, Tensor]) -> None:
+    """`gradient_norms()` beside torch's, of the gradients with these keys."""
+    assert list(found) == list(gradients)
+    for key, gradient in gradients.items():
+        norm = torch.linalg.vector_norm(gradient.double()).float()
+        torch.testing.assert_close(found[key], norm, rtol=2e-7, atol=0)
 
 
 def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:

@@ -19,6 +19,7 @@ from .common import (
     Rule,
     assert_close,
     assert_equal,
+    assert_norms,
     groups,
     names,
     parameters,
@@ -87,6 +88,28 @@ def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_norms_have_names_and_are_those_of_the_last_step(backend: str) -> None:
+    """Unscaled, before clipping, also where gradients are zeros by then or the scaler went on."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 1)).half()
+    options: dict[str, Any] = {"zero_gradients": True, "backend": backend}
+    optimizer = FusedAdamW(model.named_parameters(), max_grad_norm=0.5, **options)
+    for scale, absent in ((1.0, None), (8.0, "0.bias"), (3.0, None)):
+        optimizer.grad_scale = torch.tensor(scale)
+        expected = {}
+        for name, param in model.named_parameters():
+            param.grad = None if name == absent else torch.randn(param.shape).half()
+            if param.grad is not None:
+                expected[name] = param.grad.double() / scale
+        optimizer.step()
+        optimizer.grad_scale.fill_(64.0)
+        assert_norms(optimizer.gradient_norms(), expected)
+    optimizer.max_grad_norm = None
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"set max_grad_norm \(math.inf measures"):
+        optimizer.gradient_norms()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "norms", [[0.5] * 5, [20.0] * 5, [1e6] * 5, [None, 0.5, 2.0, None, math.inf]], ids=str
 )
@@ -106,8 +129,11 @@ def test_clipping_by_the_global_norm(rule: Rule, norms: list[float | None], back
         assert (pair.a.grad_norm is None) == (norm is None)
         if norm is not None:
             torch.testing.assert_close(pair.a.grad_norm, expected)
+            assert_norms(pair.a.gradient_norms(), dict(enumerate(kept)))
         assert_equal([param.grad for param in pair.ours], kept)  # type: ignore[misc]
     assert_close(pair.ours, pair.theirs, 2e-6)
+    with pytest.raises(RuntimeError, match="needs a step with max_grad_norm before it"):
+        Pair(rule, backend=backend).a.gradient_norms()
     with pytest.raises(ValueError, match="max_grad_norm=-1.0 must be positive"):
         pair.a.max_grad_norm = -1.0
     assert pair.a.max_grad_norm == norms[-1]

@@ -382,6 +382,8 @@ def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
             twins.a.step()
             twins.b.step()
             torch.testing.assert_close(twins.a.grad_norm, twins.b.grad_norm, rtol=1e-6, atol=0)
+            norms = (twins.a.gradient_norms(), twins.b.gradient_norms())
+            torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         for one, other in zip(twins.laid, twins.plain, strict=True):
             torch.testing.assert_close(full(one), other.detach(), rtol=1e-6, atol=1e-6)
     # Measured and not clipped: the bits of a step without a norm.

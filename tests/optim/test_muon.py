@@ -30,7 +30,7 @@ from hdet.optim import (
 )
 from hdet.optim.finish import ShardedClip
 
-from .common import assert_close, assert_equal
+from .common import assert_close, assert_equal, assert_norms
 from .test_replicas import copies
 
 SHAPES = [(6, 4), (4, 6), (6, 4), (3, 5, 4), (2, 9), (6,), (7, 3), ()]
@@ -440,6 +440,7 @@ def test_the_norm_is_that_of_both_kinds() -> None:
         a.step()
         b.step()
         torch.testing.assert_close(a.grad_norm, norm)
+        assert_norms(a.gradient_norms(), dict(enumerate(gradients(step))))
     assert_close(ours, theirs, 1e-5)
 
 

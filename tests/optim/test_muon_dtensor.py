@@ -121,6 +121,7 @@ def as_the_plain_ones(
         twins.check()
         if options:
             torch.testing.assert_close(twins.a.grad_norm, twins.b.grad_norm)
+            torch.testing.assert_close(twins.a.gradient_norms(), twins.b.gradient_norms())
             assert not any(param.grad.to_local().any() for param in twins.laid)  # type: ignore[union-attr]
     twins = Twins(sizes, placements, torch.bfloat16, master_weights="fp32")
     for optimizer in (twins.a, twins.b):

@@ -254,6 +254,7 @@ def test_norms(sizes: str, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def test_norm_edges() -> None:
+    test_norm.test_of_each_tensor("triton")
     test_norm.test_large_and_small_numbers_neither_overflow_nor_vanish("triton")
     for exponent in (-149, -70, -45, 0, 60, 64):
         test_norm.test_numbers_of_every_size_count_in_full("triton", exponent)

@@ -14,7 +14,7 @@ from .. import native
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import codebook
-from ..tables import Inputs, SettingsTable
+from ..tables import Inputs, SettingsTable, norms_of
 
 
 class NativeStepPlan:
@@ -117,8 +117,9 @@ class NativeStepPlan:
         plan.control, plan.rows, plan.replica_rows, self.partials_address = accumulate(
             sizes[:-1], initial=self.derived.data_ptr()
         )
+        self.partials = self.derived[sum(sizes[:-1]) :].view(torch.float64)
         control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)
-        self.skipped, self.norm = control[0], control[1]
+        self.skipped, self.norm, _, self.unscaling = control
 
     def _make_inputs(self) -> None:
         """What steps write."""
@@ -151,6 +152,10 @@ class NativeStepPlan:
         finally:
             plan.num_carried = 0
         self.inputs.was_carried()
+
+    def gradient_norms(self) -> Tensor:
+        owners = self.placed_chunks.view(torch.int32).view(-1, 8)[:, 4]  # Chunk::tensor
+        return norms_of(self.partials, owners, self.count, self.unscaling)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._take_settings(settings, options)

@@ -16,7 +16,6 @@ from torch import Tensor
 from ...rules import RULES
 from ...rules.trace import INPUTS, Scalar, walk
 from ...rules.trace import Tensor as Traced
-from ..checks import wide_dtype
 from ..numbers import value_of
 
 _EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
@@ -157,15 +156,6 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
         result = torch.where((exponent >> bit & 1) == 1, result * base, result)
         base = base * base
     return result
-
-
-def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The global norm, wide.
-
-    A tensor's norm and the norm of the norms: no copy in a wider type is made.
-    """
-    wide = wide_dtype(tensors[0].device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide)))
 
 
 def values_of(params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> Many:

@@ -14,18 +14,16 @@ from torch import Tensor
 
 from ...rules import RULES, StepSettings
 from .. import numbers
-from ..checks import check_gradients, check_options
+from ..checks import check_gradients, check_options, wide_dtype
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..tables import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, count_settings
 from .arithmetic import (
     Many,
     Number,
     direction,
-    global_norm,
     in_double,
     values_of,
     where,
-    wide_dtype,
 )
 
 
@@ -103,7 +101,7 @@ class TorchStepPlan:
         check_gradients(gradients, self.tensors.params[0])
         self._take_settings(settings, options)
         given = [g for g in gradients if g is not None]
-        skip, scale = self._control(given, options)
+        skip, scale = self._control(gradients, options)
         for group, everyone in enumerate(self.members):
             if members := [i for i in everyone if gradients[i] is not None]:
                 row = self._derive(group, settings[group], members, scale)
@@ -116,9 +114,18 @@ class TorchStepPlan:
         if given and options.zero_gradients:
             torch._foreach_zero_(given)
 
-    def _control(
-        self, gradients: Sequence[Tensor], options: StepOptions
-    ) -> tuple[Tensor | None, Tensor]:
+    def gradient_norms(self) -> Tensor:
+        nothing = torch.zeros((), dtype=self.wide, device=self.device)
+        norms = torch.stack([nothing if one is None else one for one in self._norms])
+        return (norms * self._unscaling).float()
+
+    def _norms_of(self, gradients: Column) -> list[Tensor | None]:
+        """The norm of each gradient as it is, wide, without a copy in a wider type."""
+        given = [g for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(given, 2, dtype=self.wide) if given else ())
+        return [None if g is None else next(norms) for g in gradients]
+
+    def _control(self, gradients: Column, options: StepOptions) -> tuple[Tensor | None, Tensor]:
         """derive_control: whether to skip (None: for no reason there could be), and what gradients
         are multiplied by."""
         one = torch.ones((), dtype=self.wide, device=self.device)
@@ -130,7 +137,9 @@ class TorchStepPlan:
             skip = options.found_inf.reshape(()) != 0
         norm = 0 * one
         if options.max_norm != 0:
-            norm = global_norm(gradients) * inverse if gradients else norm
+            self._norms, self._unscaling = self._norms_of(gradients), inverse
+            given = [one for one in self._norms if one is not None]
+            norm = torch.linalg.vector_norm(torch.stack(given)) * inverse if given else norm
             bad = ~norm.isfinite()
             skip = bad if skip is None else skip | bad
             clip = self.of_call[0] / (norm + 1e-6)

@@ -19,7 +19,7 @@ from ...triton_kernels.step import StepVariant, update
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..numbers import CODE_BLOCK, CODES, codebook
-from ..tables import Inputs, SettingsTable
+from ..tables import Inputs, SettingsTable, norms_of
 from .launch import (
     DERIVED,
     TABLE_BLOCK,
@@ -90,7 +90,7 @@ class TritonStepPlan:
     def _make_room(self) -> None:
         """Memory for what the derive phase writes."""
         count, replicas, room = len(self.shapes), self.tensors.num_replicas, self.memory.room
-        self.control = room(3, torch.float32)
+        self.control = room(4, torch.float32)
         self.skipped, self.norm = self.control[0], self.control[1]
         self.rows = room(count * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(count * replicas * 3, torch.float32)
@@ -122,6 +122,10 @@ class TritonStepPlan:
         self._take_gradients(*self._check_gradients(gradients))
         self.upload(settings, options)
         self._run(options)
+
+    def gradient_norms(self) -> Tensor:
+        owners = self.all_chunks[:, 2]
+        return norms_of(self.partials, owners, len(self.shapes), self.control[3])
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._take_settings(settings, options)
