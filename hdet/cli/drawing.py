@@ -1,10 +1,11 @@
-"""Runs as a picture, by matplotlib: the losses of each trial, losses, learning rates."""
+"""Runs as charts, by matplotlib: the losses of each trial, losses, learning rates."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 
 import matplotlib.style
@@ -12,6 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hdet.cli.runs import LARGEST, Points, RecordedRun
+from hdet.trial.rule import RateInterval
+
+Chart = Callable[[Axes], None]
 
 # Okabe and Ito's colours are told apart with any kind of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -26,22 +30,30 @@ STYLE = {
 }  # fmt: skip
 
 
-def draw_runs(runs: Sequence[RecordedRun], kind: str) -> bytes:
-    """The contents of a file of this kind: png, svg or pdf."""
-    trials = [(run, step, interval) for run in runs for step, interval in run.trials]
+def charts_of(runs: Sequence[RecordedRun]) -> tuple[list[Chart], Chart, Chart]:
+    """The losses of each trial over its rates; losses over steps; learning rates over steps."""
+    trials = [partial(_draw_trial, run, *trial) for run in runs for trial in run.trials]
+    return list(trials), partial(_draw_losses, runs), partial(_draw_rates, runs)
+
+
+def draw(charts: Sequence[Chart], kind: str) -> bytes:
+    """Under one another: the contents of a file of this kind, png, svg or pdf."""
     with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
-        rows = 2 + len(trials)
-        figure = Figure(figsize=(9, 3.2 * rows), dpi=130, layout="constrained")
-        *others, losses, rates = figure.subplots(rows, 1)
-        _draw_losses(losses, runs)
-        _draw_rates(rates, runs)
-        for axes, (run, step, interval) in zip(others, trials, strict=True):
-            interval.plot(axes)
-            axes.set_title(f"{_plain(run.name)}: trial before step {step:.0f}")
+        figure = Figure(figsize=(6.4, 3.2 * len(charts)), dpi=150, layout="constrained")
+        for chart, axes in zip(charts, figure.subplots(len(charts), squeeze=False), strict=True):
+            chart(axes[0])
         file = BytesIO()
         figure.savefig(file, format=kind)
         return file.getvalue()
+
+
+def _draw_trial(run: RecordedRun, step: float, interval: RateInterval, axes: Axes) -> None:
+    interval.plot(axes)
+    steps = interval.trial.steps
+    axes.set_title(
+        f"{_plain(run.name)}: loss after {steps} steps at each rate, before step {step:.0f}"
+    )
 
 
 def _colours(runs: Sequence[RecordedRun]) -> list[str]:
@@ -50,15 +62,12 @@ def _colours(runs: Sequence[RecordedRun]) -> list[str]:
     return [GREY] * others + [COLOURS[i % len(COLOURS)] for i in range(len(runs) - others)]
 
 
-def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
+def _draw_losses(runs: Sequence[RecordedRun], axes: Axes) -> None:
     framed = list[float]()
     for run, colour in zip(runs, _colours(runs), strict=True):
-        # "in": matplotlib leaves out a label that begins with _
-        last = f"{run.validation[-1][1]:.4f} " if run.validation else ""
+        last = f": {run.validation[-1][1]:.4f}" if run.validation else ""
         axes.plot(*_columns(run.losses), color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(
-            *_columns(_smooth(run.losses)), color=colour, label=f"{last}in {_plain(run.name)}"
-        )
+        axes.plot(*_columns(_smooth(run.losses)), color=colour, label=_label(run) + last)
         axes.plot(*_columns(run.validation), "o", color=colour, markeredgecolor="white")
         for step in run.moves[:MOST_MARKS]:
             axes.axvline(step, color=colour, linestyle=":", linewidth=1)
@@ -69,23 +78,28 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
     if framed:
         margin = 0.05 * (max(framed) - min(framed)) or 0.1 * abs(framed[0]) or 0.1
         axes.set_ylim(min(framed) - margin, max(framed) + margin)
-    title = "Training loss (smoothed) and validation loss (points)"
     if any(run.moves for run in runs):
-        title += "; dotted: where a value moved"
-    axes.set(title=title, xlabel="step")
+        axes.plot([], [], color="black", linestyle=":", linewidth=1, label="a value moved")
+    points = ", points: validation" if any(run.validation for run in runs) else ""
+    axes.set(title=f"Training loss, smoothed{points}", xlabel="step")
     axes.legend()
 
 
-def _draw_rates(axes: Axes, runs: Sequence[RecordedRun]) -> None:
+def _draw_rates(runs: Sequence[RecordedRun], axes: Axes) -> None:
     for run, colour in zip(runs, _colours(runs), strict=True):
-        axes.plot(*_columns(run.rates), color=colour, label=f"in {_plain(run.name)}")
+        axes.plot(*_columns(run.rates), color=colour, label=_label(run))
         axes.plot(*_columns(run.schedule), color="black", linestyle="--", linewidth=1)
     rates = [rate for run in runs for _, rate in (*run.rates, *run.schedule)]
     top = max((rate for rate in rates if rate > 1 / LARGEST), default=1.0)
     axes.set_yscale("log")
     axes.set_ylim(top / 1e4, 2 * top)  # the end of a schedule may leave the frame
-    axes.set(title="Learning rate: base value, and the untouched schedule (dashed)", xlabel="step")
+    axes.set(title="Learning rate, dashed: your schedule as it was", xlabel="step")
     axes.legend()
+
+
+def _label(run: RecordedRun) -> str:
+    """Matplotlib leaves out a label that begins with _."""
+    return f"run {_plain(run.name)}"
 
 
 def _plain(name: str) -> str:

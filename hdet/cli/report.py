@@ -10,7 +10,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from html import escape
-from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hdet
-from hdet.cli.drawing import draw_runs
-from hdet.cli.runs import RecordedRun, find_runs, printable
+from hdet.cli.drawing import Chart, charts_of, draw
+from hdet.cli.runs import Points, RecordedRun, find_runs, printable
 
 PICTURES, PAGES = (".png", ".svg", ".pdf"), (".html", ".htm")
 SHOWN_EVENTS = 10
@@ -32,17 +32,30 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>hdet report: {names}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 72rem; }}
+h1 {{ font-size: 1.4rem; }}
+.found {{ font-size: 1.15rem; }}
+.charts {{ display: grid; gap: 1rem; }}
+@media (min-width: 60rem) {{ .charts {{ grid-template-columns: 1fr 1fr; }} }}
 img {{ width: 100%; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }}
+th, td {{ border-bottom: 1px solid #ddd; padding: 0.2rem 0.7rem 0.2rem 0; text-align: left; }}
+td:first-child {{ min-width: 4rem; }}
+details img {{ max-width: 36rem; display: block; }}
+h1, p, li, .runs td:first-child {{ overflow-wrap: anywhere; }}
 </style>
 </head>
 <body>
 <h1>hdet report: {names}</h1>
-<p>{summary}</p>
-<img alt="The losses of trials; losses and learning rates over steps" src="{picture}">
-<pre>{report}</pre>
-<details><summary>Settings</summary><pre>{settings}</pre></details>
+{found}
+{table}
+<div class="charts">
+{charts}
+</div>
+<details>
+<summary>Details</summary>
+{details}
+</details>
 <footer>Written by hdet report, version {version}.</footer>
 </body>
 </html>
@@ -56,77 +69,134 @@ def run(options: argparse.Namespace) -> int:
             check_target(path, suffixes)
     runs = find_runs(options.runs)
     if options.out is not None:
-        write_whole(options.out, draw_runs(runs, options.out.suffix[1:].lower()))
+        trials, losses, rates = charts_of(runs)
+        picture = draw([*trials, losses, rates], options.out.suffix[1:].lower())
+        write_whole(options.out, picture)
     if options.html is not None:
         write_whole(options.html, make_page(runs).encode())
-    print_report(runs, most_events=SHOWN_EVENTS)
+    print_report(runs)
     return 0
 
 
-def print_report(
-    runs: Sequence[RecordedRun], file: IO[str] | None = None, most_events: int | None = None
-) -> None:
-    """A table, and the events of each run. ``file``: in the place of the terminal."""
-    width = None if file is None else 100
-    console = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+def print_report(runs: Sequence[RecordedRun], file: IO[str] | None = None) -> None:
+    """A table, what trials measured, and the first events of each run. ``file``: in the place of
+    the terminal."""
+    console = Console(file=file, markup=False, emoji=False, highlight=False)
+    headings, *rows = table_of(runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for heading in ("validation loss", "time", "trial cost", "probe cost", "converge cost"):
-        table.add_column(heading, justify="right")
-    for one in runs:
-        table.add_row(one.name, *_cells(one))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     for one in runs:
-        for event in one.events[:most_events]:
-            console.out(f"{one.name}: {event}")
-        hidden = 0 if most_events is None else len(one.events) - most_events
-        if hidden > 0:
+        events = _events(one)
+        shown = events[:SHOWN_EVENTS]
+        for line in (*chain.from_iterable(one.findings), *shown):
+            console.out(f"{one.name}: {line}")
+        if hidden := len(events) - len(shown):
             console.out(f"{one.name}: {hidden} more events: pass --html FILE for all")
 
 
-def _cells(run: RecordedRun) -> list[str]:
-    """Of a row of the table, after the run's name."""
-    last = run.validation[-1][1] if run.validation else None
-    loss = "-" if last is None else "not finite" if math.isnan(last) else f"{last:.4f}"
-    trial = "-" if run.trial_cost is None else f"{100 * run.trial_cost:.1f} %"
-    if run.seconds is None:
-        return [f"{loss} (not ended)", "-", trial, "-", "-"]
+def table_of(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Headings, then a row for each run. What is known of no run is left out."""
+    of = "validation" if any(run.validation for run in runs) else "training"
+    columns = {
+        "run": [run.name for run in runs],
+        f"{of} loss": [_loss(run.validation if of == "validation" else run.losses) for run in runs],
+        "time": ["" if run.seconds is None else f"{run.seconds:.1f} s" for run in runs],
+        "cost of trials": [
+            "" if run.trial_cost is None else f"{100 * run.trial_cost:.1f} % of steps"
+            for run in runs
+        ],
+    }
+    known = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return [[*known], *([cell or "-" for cell in row] for row in zip(*known.values(), strict=True))]
+
+
+def _loss(points: Points) -> str:
+    if not points:
+        return ""
+    return "not finite" if math.isnan(points[-1][1]) else f"{points[-1][1]:.4f}"
+
+
+def _events(run: RecordedRun) -> list[str]:
+    """And what the method has cost beside a trial."""
     costs = [
-        f"{0.1 * ms / run.seconds:.2f} %" if run.cycles and run.seconds else "-"
-        for ms in (run.probe_ms, run.converge_ms)
+        f"{what} took {0.1 * ms / run.seconds:.2f} % of the time"
+        for what, ms in (("measuring", run.probe_ms), ("averages", run.converge_ms))
+        if ms and run.seconds
     ]
-    return [loss, f"{run.seconds:.1f} s", trial, *costs]
+    return [*costs, *run.events]
 
 
-def _summary(run: RecordedRun) -> str:
-    """What became of its learning rate, in a sentence."""
-    if run.trials:
-        said = printable(str(run.trials[-1][1]).splitlines()[0])
-    elif run.moves:
-        said = f"{len(run.moves)} moves, the last one before step {run.moves[-1]:.0f}"
-    else:
-        said = "nothing has moved"
-    return f"{run.name}: {said}"
+# -- the page --------------------------------------------------------------------------------------
 
 
 def make_page(runs: Sequence[RecordedRun]) -> str:
     """For a browser: no script, no network, nothing beside the file."""
-    report = StringIO()
-    print_report(runs, report)
-    picture = base64.b64encode(draw_runs(runs, "svg")).decode()
-    settings = [
-        printable(f"{run.name}: {name}: {value}")
-        for run in runs
-        for name, value in run.settings.items()
-    ]
+    trials, losses, rates = charts_of(runs)
+    names, charts = ", ".join(run.name for run in runs), [*trials, losses]
+    searched = [run for run in runs if run.cycles] or runs
+    found = [f"{run.name}: " * (len(runs) > 1) + _summary(run) for run in searched]
     return PAGE.format(
-        names=escape(", ".join(run.name for run in runs)),
-        summary="<br>".join(escape(_summary(run)) for run in runs),
-        picture=f"data:image/svg+xml;base64,{picture}",
-        report=escape(report.getvalue()),
-        settings=escape("\n".join(settings)),
+        names=escape(names),
+        found="\n".join(f'<p class="found">{escape(sentence)}</p>' for sentence in found),
+        table=_table(table_of(runs), "runs"),
+        charts="\n".join(_image(chart) for chart in charts),
+        details="\n".join([_image(rates), *(_details(run) for run in runs)]),
         version=escape(hdet.__version__),
     )
+
+
+def _summary(run: RecordedRun) -> str:
+    """What became of its learning rate, in a sentence."""
+    if run.findings:
+        found = run.findings[-1][0]
+        return found[:1].upper() + found[1:]
+    if run.moves:
+        return f"{len(run.moves)} moves, the last one before step {run.moves[-1]:.0f}"
+    return "Nothing has moved"
+
+
+def _details(run: RecordedRun) -> str:
+    """What was measured, said and set."""
+    parts = []
+    for step, interval in run.trials:
+        rows = [
+            [
+                f"{arm.rate:.3g}",
+                f"{arm.loss:.4g}",
+                f"{arm.error:.2g}",
+                f"{arm.displacement or 0:.2g}",
+            ]
+            for arm in interval.trial.arms
+        ]
+        title = (
+            f"{run.name}: trial before step {step:.0f}, {interval.trial.steps} steps at each rate"
+        )
+        headings = ["rate", "loss after it", "standard error", "change of the weights"]
+        parts += [f"<p>{escape(title)}</p>", _table([headings, *rows], "arms")]
+    settings = [printable(f"{name}: {value}") for name, value in run.settings.items()]
+    for title, lines in (("events", _events(run)), ("settings", settings)):
+        if lines:
+            items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
+            parts.append(f"<p>{escape(run.name)}: {title}</p>\n<ul>\n{items}</ul>")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Sequence[str]], kind: str) -> str:
+    """With a row of headings."""
+    lines = [
+        "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for row, tag in zip(rows, ["th", *["td"] * (len(rows) - 1)], strict=True)
+    ]
+    return "\n".join([f'<table class="{kind}">', *lines, "</table>"])
+
+
+def _image(chart: Chart) -> str:
+    picture = base64.b64encode(draw([chart], "svg")).decode()
+    return f'<img alt="A chart; its title is in it" src="data:image/svg+xml;base64,{picture}">'
 
 
 # -- files -----------------------------------------------------------------------------------------

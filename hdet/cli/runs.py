@@ -29,7 +29,9 @@ class RecordedRun:
         rates, schedule: the learning rate's base values, and what the untouched schedule has.
         cycle_losses, cycle_rates: the mean losses of cycles and their base values, which stand in
             where nobody has recorded ``train`` events.
-        events: sentences, by step: what trials found, moved corrections, notes.
+        trials: the steps before which they were recorded, and what they measured.
+        findings: of each trial, in lines.
+        events: sentences, by step: moved values, notes.
         moves: steps at which a correction has changed.
         trial_cost: of all trials, as a part of the run. None: there was no trial.
         seconds: of training. None: the run has not ended.
@@ -44,8 +46,9 @@ class RecordedRun:
     schedule: Points = field(default_factory=list)
     cycle_losses: Points = field(default_factory=list)
     cycle_rates: Points = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
     trials: list[tuple[float, RateInterval]] = field(default_factory=list)
+    findings: list[list[str]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
     moves: list[float] = field(default_factory=list)
     trial_cost: float | None = None
     seconds: float | None = None
@@ -87,9 +90,8 @@ class RecordedRun:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
             self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
-            found = printable("; ".join(str(interval).splitlines()))
-            self.events.append(f"trial before step {step:.0f}: {found}")
-            # which says the move, and the note about it
+            self.findings.append([printable(line) for line in str(interval).splitlines()])
+            # which say the move, and the note about it
             moves, new = [], [note for note in new if not note.startswith("learning rate ")]
         self.events += [f"step {step:.0f}: {printable(text)}" for text in (*moves, *new)]
         self.probe_ms += _number(record.get("probe_ms", 0))
@@ -102,7 +104,7 @@ class RecordedRun:
             before, now = _number(last.get(name, 1.0)), _number(value)
             if now != before:
                 self.moves.append(_number(record["step"]))
-                yield f"{name}: correction {before:.4g} -> {now:.4g}"
+                yield f"{name}: from {before:.4g} to {now:.4g} times its schedule"
 
 
 def find_runs(folders: Sequence[Path]) -> list[RecordedRun]:

@@ -289,12 +289,16 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         )
 
 
+def decides_at_ends(controller: Controller) -> bool:
+    """Does it decide where cycles end? Not if it only searches in the first steps."""
+    return controller.search is None or controller.needs_replicas
+
+
 def check_controller(controller: Controller, run: Run) -> None:
     """Is this run one the controller, which has started, can work in? Raises ValueError if not;
     warns where it can, and next to nothing comes of it."""
     total, length = run.total_steps, run.sync_interval
-    decides_at_ends = controller.search is None or controller.needs_replicas
-    if total is not None and total < 2 * length and decides_at_ends:
+    if total is not None and total < 2 * length and decides_at_ends(controller):
         warnings.warn(
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
             f"the controller {controller.name!r} decides where a cycle ends, so it will hardly do "

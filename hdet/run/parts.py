@@ -21,7 +21,13 @@ from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
 from ..schedule import Schedule, Scheduler
 from ..trial.searched import Searched
-from .compatibility import averaged_tensors, check_arguments, check_controller, checked_design
+from .compatibility import (
+    averaged_tensors,
+    check_arguments,
+    check_controller,
+    checked_design,
+    decides_at_ends,
+)
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
@@ -74,6 +80,10 @@ class Parts:
             design, self.knobs, optimizer, self.replicas, controller, self.sync
         )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
+        length = self.schedule.total_steps
+        if sync is None and length and controller is not None and not decides_at_ends(controller):
+            # Where a cycle ends, nothing happens but a record: often enough for a curve.
+            self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
         self._make_engine(warmup_steps, seed)
         self._make_cycles()

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hdet.cli.drawing import draw_runs
 from hdet.cli.main import main
 from hdet.cli.report import make_page, print_report
 from hdet.cli.runs import RecordedRun, find_runs
@@ -34,11 +33,15 @@ def test_the_table_and_the_events(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.strip()]
-    assert rows[2] == ["fixed", "2.0000", "(not", "ended)", "-", "-", "-", "-"]
-    assert rows[3] == ["with", "4.2500", "0.2", "s", "7.0", "%", "2.00", "%", "1.00", "%"]
-    found = str(INTERVAL).replace("\n", "; ")
-    assert f"with: trial before step 50: {found}\nwith: step 50: a note\n" in out
-    assert "with: step 100: lr: correction 1 -> 2.5\n" in out
+    assert rows[2] == ["fixed", "2.0000", "-", "-"]
+    assert rows[3] == ["with", "4.2500", "0.2", "s", "7.0", "%", "of", "steps"]
+    for line in str(INTERVAL).splitlines():
+        assert f"with: {line}\n" in out
+    assert (
+        "with: measuring took 2.00 % of the time\nwith: averages took 1.00 % of the time\n" in out
+    )
+    assert "with: step 50: a note\n" in out
+    assert "with: step 100: lr: from 1 to 2.5 times its schedule\n" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed", "with"], "nothing written"
 
 
@@ -57,7 +60,7 @@ def test_losses_and_rates_of_cycles_stand_in_for_train_records(tmp_path: Path) -
     assert run.losses == [(50, 5.0), (100, 4.0), (150, 5.0)]
     assert run.rates == [(50, 0.1), (100, 0.2), (150, 0.2)]
     assert run.schedule == [(50, 0.1), (100, 0.1), (150, 0.1)]
-    assert run.events == ["step 100: lr: correction 1 -> 2"]
+    assert run.events == ["step 100: lr: from 1 to 2 times its schedule"]
 
 
 class _Elements(HTMLParser):
@@ -86,25 +89,26 @@ def test_names_and_notes_are_shown_as_they_are(
     out, text = capsys.readouterr().out, page.read_text(encoding="utf-8")
     shown = HOSTILE.replace("\x1b", " ").replace("\x07", " ")
     name = shown.replace("/", "|")
-    assert out.count(shown) == 2 and out.count(name + ":") == 2
-    assert text.count(escape(shown)) == 5  # two of the settings, a note, the trial's reason (twice)
-    assert text.count(escape(name)) >= 5  # two titles, before the settings, note and trial
+    assert out.count(shown) == 2 and out.count(name + ":") == 4
+    assert text.count(escape(shown)) == 4  # two of the settings, a note, the trial's reason
+    assert text.count(escape(name)) == 6  # two titles, in the table, over trial, events, settings
     assert not {"\x1b", "\x07"} & {*out, *text}
     elements = _Elements(text)
     assert not {"script", "link", "red"} & {*elements.names}
-    [picture] = elements.links
-    assert picture.startswith("data:image/svg+xml;base64,")
-    drawing = ElementTree.fromstring(base64.b64decode(picture.partition(",")[2]))
-    assert not [part for part in drawing.iter() if "script" in part.tag]
+    assert len(elements.links) == 3
+    for picture in elements.links:
+        assert picture.startswith("data:image/svg+xml;base64,")
+        drawing = ElementTree.fromstring(base64.b64decode(picture.partition(",")[2]))
+        assert not [part for part in drawing.iter() if "script" in part.tag]
 
 
 def test_a_page_has_all_events_and_the_terminal_some(tmp_path: Path) -> None:
     write_run(tmp_path / "run", *(cycle(s, notes=[f"note {s}"]) for s in range(1, 31)))
     runs, short = find_runs([tmp_path / "run"]), StringIO()
-    print_report(runs, short, most_events=10)
+    print_report(runs, short)
     assert "note 10\n" in short.getvalue() and "note 11" not in short.getvalue()
     assert "run: 20 more events: pass --html FILE for all" in short.getvalue()
-    assert "note 30\n" in make_page(runs)
+    assert "note 30<" in make_page(runs)
 
 
 # -- where it may write ----------------------------------------------------------------------------
@@ -263,4 +267,4 @@ def test_what_is_accepted_can_be_drawn(
     record = {**RECORDS[number], key: value}
     runs = _report(tmp_path, _lines(*RECORDS[:2], record, *RECORDS[2:]))
     if runs:
-        draw_runs(runs, "png")
+        make_page(runs)

@@ -1,0 +1,70 @@
+"""A report's page in a browser. With HDET_PICTURE=docs/report.png it draws README's picture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hdet.cli.main import main
+
+from ..browser import CHROMIUM, TOO_WIDE, Browser
+from ..test_docs import COMPLETE, ROOT
+from .common import write_run
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+LOADED = "[...document.images].filter(one => one.checkVisibility() && one.naturalWidth > 0).length"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of README's program, as it stands there, with a log."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    history = f"hdet.logging.History({str(folder / 'history.jsonl')!r})"
+    source = COMPLETE[0].source.replace("controller=auto)", f"controller=auto, log={history})")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", source], env=environment, timeout=60, check=True)
+    assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 0
+    return folder / "page.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with closing(Browser()) as one:
+        yield one
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_the_page_fits(page: Path, browser: Browser, width: int) -> None:
+    browser.open(page, width)
+    assert browser.value("document.querySelector('.found').innerText").startswith("Learning rate: ")
+    assert browser.value(LOADED) == 2, "the trial and the losses"
+    assert browser.value("document.images[0].getBoundingClientRect().bottom") < 900, "too far down"
+    assert browser.value(TOO_WIDE) == []
+    browser.value("document.querySelector('details').open = true")
+    assert browser.value(LOADED) == 3
+    assert browser.value(TOO_WIDE) == []
+
+
+def test_long_names_of_several_runs_fit(tmp_path: Path, browser: Browser) -> None:
+    for name in ("with", "x" * 99):
+        write_run(tmp_path / name)
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    browser.open(tmp_path / "page.html", 400)
+    browser.value("document.querySelector('details').open = true")
+    assert browser.value(LOADED) == 4 and browser.value(TOO_WIDE) == []
+
+
+def test_the_readmes_picture(page: Path, browser: Browser) -> None:
+    browser.open(page, 1100)
+    picture = browser.picture()
+    if target := os.environ.get("HDET_PICTURE"):
+        Path(target).write_bytes(picture)
+    assert len(picture) < 150_000
+    assert "(docs/report.png)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / "docs" / "report.png").stat().st_size < 150_000
