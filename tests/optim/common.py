@@ -30,75 +30,62 @@ SHAPES = [(33, 17), (17,), (0,), (5, 3, 2), (), (64,)]
 BACKENDS = ["cpu", "torch"]
 
 
-class LerpLion(Optimizer):
-    """Lion (Chen et al. 2023, Algorithm 2) as torch would write it: one tensor after the other
-    in float32, with the averages of its Adam."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        )
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                m = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                g = -param.grad if group["maximize"] else param.grad
-                if group["weight_decay"] != 0:
-                    param.mul_(1 - lr * group["weight_decay"])
-                param.add_(m.lerp(g, 1 - beta1).sign(), alpha=-lr)
-                m.lerp_(g, 1 - beta2)
+Update = Callable[..., None]
+"""(group, number of the step, parameter, gradient, moments), which it changes in place"""
+PEERS: dict[str, Update] = {}
+"""of rules that torch does not have, as torch would write them after decoupled decay"""
 
 
-class LoopNAdamW(Optimizer):
-    """NAdamW (Choi et al. 2019, Table 1), one tensor after the other, in torch's own operations."""
+def peer(update: Update) -> Update:
+    PEERS[update.__name__] = update
+    return update
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        maximize: bool = False,
-    ) -> None:
-        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**given, "maximize": maximize})
+
+@peer
+def lion(group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor) -> None:
+    """Chen et al. 2023, Algorithm 2"""
+    p.add_(m.lerp(g, 1 - group["betas"][0]).sign(), alpha=-group["lr"])
+    m.lerp_(g, 1 - group["betas"][1])
+
+
+@peer
+def nadamw(group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    """Choi et al. 2019, Table 1"""
+    beta1, beta2 = group["betas"]
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+    p.addcdiv_(m.lerp(g, 1 - beta1), root, value=-group["lr"] / (1 - beta1**t))
+
+
+class Loop(Optimizer):
+    """One tensor after the other in float32, with decoupled decay."""
+
+    rule: facts.Rule
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {**self.rule.settings, "maximize": False, **settings})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            group = {**group, "lr": float(group["lr"])}
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                if not state:
-                    state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param)}
-                    state["exp_avg_sq"] = torch.zeros_like(param)
-                state["step"] += 1
-                t, m, v = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                zeros = torch.zeros_like(param)
+                moments = [state.setdefault(name, zeros.clone()) for name in self.rule.moments]
                 g = -param.grad if group["maximize"] else param.grad
-                m.lerp_(g, 1 - beta1)
-                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
-                param.mul_(1 - lr * group["weight_decay"])
-                param.addcdiv_(m.lerp(g, 1 - beta1), root, value=-lr / (1 - beta1**t))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                PEERS[self.rule.name](group, state["step"].item(), param, g, *moments)
 
 
-PEERS: dict[str, type[Optimizer]] = {"lion": LerpLion, "nadamw": LoopNAdamW}
-"""of rules that torch does not have"""
+def _peer_of(rule: facts.Rule) -> type[Optimizer]:
+    if rule.name in PEERS:
+        return type(f"Loop{rule.optimizer}", (Loop,), {"rule": rule})
+    return getattr(torch.optim, rule.takes or f"there is no @peer {rule.name}")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -128,10 +115,10 @@ def known(rule: facts.Rule, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(rule: facts.Rule) -> Iterator[Rule]:
-    peer = PEERS.get(rule.name) or getattr(torch.optim, rule.takes or f"{rule.name}: add a peer")
     fused = getattr(hdet.optim, rule.optimizer)
     keeps = {} if rule.kept_if is None else {rule.kept_if: 0.9}
     groups = [known(rule, group) for group in GROUPS]
+    peer = _peer_of(rule)
     yield Rule(rule.name, fused, peer, groups, rule.moments, keeps)
     if keeps:
         yield Rule(f"plain {rule.name}", fused, peer, _PLAIN, (), {})
