@@ -1,6 +1,6 @@
 """Moments in 8 bits: csrc/core/eight_bit.h in Triton.
 
-A table is a Codebook of that file: values by code, thresholds, starts.
+A table is a Codebook of that file: values by code, parts.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 from .numbers import CODE_BLOCK, bits_of, float_of
 
 LEAST_SHARE, LEAST_SHARE_BITS = tl.constexpr(2.0**-21), tl.constexpr(106 << 23)
-TABLE_FLOATS = tl.constexpr(512 + 2704 // 4)
+TABLE_FLOATS = tl.constexpr(256 + 2704)
 """a table's size"""
 
 
@@ -27,14 +27,14 @@ def encode(table, share, SIGNED: tl.constexpr):
     magnitude = share
     if SIGNED:
         magnitude = tl.abs(share)
-    thresholds = table + 256
-    starts = (table + 512).to(tl.pointer_type(tl.uint8))
-    part = tl.where(magnitude > LEAST_SHARE, (bits_of(magnitude) - LEAST_SHARE_BITS) >> 16, 0)
-    code = tl.load(starts + part).to(tl.int32)
-    code += (tl.load(thresholds + code) < magnitude).to(tl.int32)
+    # 0 for NaN as well
+    place = tl.where(magnitude > LEAST_SHARE, bits_of(magnitude) - LEAST_SHARE_BITS, 0)
+    parts = (table + 256).to(tl.pointer_type(tl.uint32))
+    code = (tl.load(parts + (place >> 16).to(tl.int32)) + (place & 0xFFFF)) >> 16
     if SIGNED:
-        code += tl.where(share < -tl.load(thresholds), 128, 0)
-    return code
+        return tl.where((code != 0) & (share < 0), code | 128, code)
+    else:
+        return tl.where(share > 0, code, 0)
 
 
 @triton.jit
@@ -49,18 +49,8 @@ def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK:
     )
     scale = float_of(scale_bits.to(tl.uint32))
     unit = tl.where(scale > 1.0, 0.25, 1.0)  # the inverse of a large scale is not a normal number
-    codes = encode(
-        table,
-        values
-        * unit[:, None]
-        * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), unit * scale)[:, None],
-        SIGNED,
-    )
-    any_live = tl.max(tl.reshape(live.to(tl.int32), (BLOCKS, CODE_BLOCK)), axis=1) != 0
-    first = tl.min(tl.reshape(offsets, (BLOCKS, CODE_BLOCK)), axis=1)
-    tl.store(scales + first // CODE_BLOCK, scale, mask=any_live)
-    tl.store(
-        p + offsets,
-        tl.reshape(codes, (BLOCK,)).to(tl.uint8),
-        mask=live,
-    )
+    inverse = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), unit * scale)
+    shares = tl.reshape(values * unit[:, None] * inverse[:, None], (BLOCK,))
+    spread = tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS, CODE_BLOCK)), (BLOCK,))
+    tl.store(scales + offsets // CODE_BLOCK, spread, mask=live & (offsets % CODE_BLOCK == 0))
+    tl.store(p + offsets, encode(table, shares, SIGNED).to(tl.uint8), mask=live)

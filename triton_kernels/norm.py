@@ -14,7 +14,7 @@ normal float32"""
 
 @triton.jit
 def add_squares(total, rest, x):
-    """What rounding takes away from the total is in `rest`, which is NaN if a square is infinite."""
+    """What rounding takes away is in `rest`, which is NaN if a square is infinite."""
     square = x * x
     after = total + square
     added = after - total

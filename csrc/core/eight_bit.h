@@ -8,15 +8,15 @@ namespace hdet {
 
 constexpr int kCodeBlock = 256;  // elements of a tensor, from its first one on, that share a scale
 
-// A search among 255 thresholds would take 8 reads one after the other. The exponent and 7 bits of the mantissa leave one threshold.
-constexpr uint32_t kLeastShare = 106u << 23;  // 2^-21: below it there is one threshold at most
-constexpr int kStarts = 2704;                 // 21 exponents of 128 parts, 1, and some more to a multiple of 16
+// A search among 255 thresholds would take 8 reads one after the other. The exponent and 7 bits of the mantissa, which are a part of the numbers
+// from 2^-21 on, leave one threshold, so that one read is enough.
+constexpr float kLeastShare = 0x1p-21f;  // no threshold but 0 is below it
+constexpr int kParts = 2704;             // 21 exponents of 128 parts, 1, and some more to a multiple of 16
 
 // The table of signed numbers, which are first moments, or of unsigned ones, which are second moments.
-struct Codebook {
-  float values[256];        // by code
-  float thresholds[256];    // ascending; those that are not needed are infinite
-  uint8_t starts[kStarts];  // how many thresholds are below the numbers of a part, but for one that may lie in it
+struct alignas(16) Codebook {
+  float values[256];       // by code
+  uint32_t parts[kParts];  // upper half: how many thresholds are below the part; lower half: 0xffff less that of a threshold in it, or 0
 };
 
 // Finite magnitudes have smaller bits than infinity, and that smaller ones than NaN: so a block's largest is found among whole numbers.
@@ -39,19 +39,24 @@ HDET_HD Shares shares_of(float scale) {
 }
 HDET_HD float share_of(const Shares& shares, float x) { return shares.unit * x * shares.inverse; }
 
-// The part in which a magnitude from 0 to 1 lies. Of NaN, and of what has another sign than it may have, the first one.
-HDET_HD uint32_t part_of(float magnitude) {
-  const uint32_t bits = bits_of(magnitude);
-  return magnitude > float_of(kLeastShare) ? (bits - kLeastShare) >> 16 : 0u;
+// Where in the parts a magnitude from 0 to 1 lies: the number of a part, and 16 bits of the place in it. NaN, and what has another sign than it
+// may have, counts as too small.
+HDET_HD uint32_t place_of(float magnitude) {
+  return bits_of(magnitude > kLeastShare ? magnitude : kLeastShare) - bits_of(kLeastShare);
 }
 
-// The code of a share: how many thresholds are below it. NaN gets code 0; its scale tells what it is.
+// The code of a share, how many thresholds are below it, from its place and that part's entry. NaN gets code 0; its scale tells what it is.
+template <bool kSigned>
+HDET_HD uint32_t code_of(float share, uint32_t place, uint32_t part) {
+  const uint32_t code = (part + (place & 0xffffu)) >> 16;
+  if (kSigned) return code != 0 && share < 0.0f ? code | 128u : code;
+  return share > 0.0f ? code : 0u;
+}
+
 template <bool kSigned>
 HDET_HD uint32_t encode(const Codebook& book, float share) {
-  const float magnitude = kSigned ? float_of(magnitude_bits(share)) : share;
-  const uint32_t start = book.starts[part_of(magnitude)];
-  const uint32_t code = start + (book.thresholds[start] < magnitude ? 1u : 0u);
-  return kSigned && share < -book.thresholds[0] ? code | 128u : code;
+  const uint32_t place = place_of(kSigned ? float_of(magnitude_bits(share)) : share);
+  return code_of<kSigned>(share, place, book.parts[place >> 16]);
 }
 
 }  // namespace hdet

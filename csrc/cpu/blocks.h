@@ -99,19 +99,16 @@ void decode(const hdet::Codebook& book, float scale, const uint8_t* __restrict c
 
 template <bool kSigned>
 void encode(const hdet::Codebook& book, float scale, const float* __restrict values, uint8_t* __restrict codes, int length) {
-  const float* const thresholds = book.thresholds;
-  const float negative = kSigned ? -thresholds[0] : 0.0f;
-  float shares[kCodeBlock], magnitudes[kCodeBlock];
-  int32_t places[kCodeBlock];
+  const uint32_t* const table = book.parts;
+  float shares[kCodeBlock];
+  uint32_t places[kCodeBlock], parts[kCodeBlock];
   const hdet::Shares shares_in = hdet::shares_of(scale);
   for (int i = 0; i < length; ++i) {
     shares[i] = hdet::share_of(shares_in, values[i]);
-    magnitudes[i] = kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i];
-    places[i] = static_cast<int32_t>(hdet::part_of(magnitudes[i]));
+    places[i] = hdet::place_of(kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i]);
   }
-  for (int i = 0; i < length; ++i) places[i] = book.starts[places[i]];
-  for (int i = 0; i < length; ++i) places[i] += thresholds[places[i]] < magnitudes[i] ? 1 : 0;
-  for (int i = 0; i < length; ++i) codes[i] = static_cast<uint8_t>(places[i] | (kSigned && shares[i] < negative ? 128 : 0));
+  for (int i = 0; i < length; ++i) parts[i] = table[places[i] >> 16];
+  for (int i = 0; i < length; ++i) codes[i] = static_cast<uint8_t>(hdet::code_of<kSigned>(shares[i], places[i], parts[i]));
 }
 
 uint32_t largest_bits(const float* __restrict values, int length) {

@@ -78,13 +78,10 @@ struct Coded : Update<Rule, kMany, kKnown> {
   // Of a chunk that is coded. Fills shared memory.
   __device__ __forceinline__ void prepare(Codebook* books) {
     phase([&](int thread) {
-      for (int book = 0; book < (Rule::kSecond ? 2 : 1); ++book) {
-        for (int i = thread; i < 256; i += kStepThreads) {
-          books[book].values[i] = plan.codebooks[book].values[i];
-          books[book].thresholds[i] = plan.codebooks[book].thresholds[i];
-        }
-        for (int i = thread; i < kStarts; i += kStepThreads) books[book].starts[i] = plan.codebooks[book].starts[i];
-      }
+      constexpr int kUnits = (Rule::kSecond ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
+      const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
+      const auto to = reinterpret_cast<uint4*>(books);
+      for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
     first = codes_of(plan.exp_avgs, plan.exp_avg_scales, books);
     if (Rule::kSecond) second = codes_of(plan.exp_avg_sqs, plan.exp_avg_sq_scales, books + 1);
@@ -223,7 +220,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
   }
 };
 
-// As many blocks as ptxas can make without a spill (with cautious decay one fewer for masters): while a warp waits for its tables and shuffles, others go on.
+// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
@@ -231,14 +228,14 @@ constexpr int coded_blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;
 #else
-  return kKnown == Known::floats ? 6 : 5;
+  return 6;
 #endif
 }
 
 template <class Rule, bool kMany, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
     coded_kernel(const __grid_constant__ StepPlan plan) {
-  __shared__ Codebook books[2];
+  __shared__ Codebook books[Rule::kSecond ? 2 : 1];
   const Chunk& chunk = plan.chunks[blockIdx.x];
   after_the_kernel_before();
   if (without_gradient(plan, chunk)) return;

@@ -132,9 +132,8 @@ CODE_BLOCK = 256
 A chunk holds whole blocks.
 """
 CODES = torch.uint8
-STARTS = 2704
-"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent: where a
-kernel's search for a code begins"""
+PARTS = 2704
+"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent"""
 LEAST_SCALE = 2.0**-104
 """from here on scale * table is a normal float32, for every entry but 0"""
 
@@ -190,18 +189,15 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 @functools.cache
 def codebook() -> Tensor:
     """[signed, unsigned][bytes] on the CPU: what kernels read, as csrc/core/eight_bit.h has it."""
-    parts = (torch.arange(STARTS, device="cpu") << 16) + (
-        127 - 21 << 23
-    )  # the bits of the numbers at which they begin
+    # the bits of the numbers at which parts begin
+    edges = (torch.arange(PARTS + 1, device="cpu") << 16) + (127 - 21 << 23)
     rows = []
     for signed in (True, False):
         values, limits = _tables(signed, torch.device("cpu"))
-        starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
-        starts[0] = 0
-        limits = torch.cat(
-            (limits, torch.full((256 - len(limits),), math.inf, dtype=torch.float32, device="cpu"))
-        )
-        rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
+        below = torch.bucketize(edges.int().view(torch.float32), limits)
+        lower = _bits(limits)[below[:-1].clamp(max=len(limits) - 1)] & 0xFFFF
+        parts = (below[:-1] << 16) + torch.where(below.diff() == 1, 0xFFFF - lower, 0)
+        rows.append(torch.cat((values.view(torch.uint8), parts.int().view(torch.uint8))))
     return torch.stack(rows)
 
 

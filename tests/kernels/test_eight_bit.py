@@ -49,11 +49,53 @@ def test_the_table_is_the_papers(signed: bool) -> None:
     assert signed or thresholds[0] == 0, "a second moment that is not 0 never becomes 0"
     assert _C.CODE_BLOCK == numbers.CODE_BLOCK
     assert numbers.codebook().shape == (2, _C.CODEBOOK_BYTES)
-    # where a search begins: a part of 128 for each exponent has one threshold at most, and the
-    # first part reaches down to 0
+    # a part, 128 for each exponent, has one threshold at most, and the first one reaches down to 0
     edges = (torch.arange(21 * 128 + 2) << 16) + (106 << 23)
     parts = torch.bucketize(thresholds.float(), edges.int().view(F32), right=True).clamp(min=1)
     assert parts.unique().numel() == len(thresholds)
+
+
+def around_thresholds(signed: bool, power: float) -> Tensor:
+    """Numbers next to those whose power is a threshold, and others from 0 to 1, of both signs;
+    blocks begin with 1, so that their scale is 1."""
+    edges = torch.tensor(numbers.thresholds(signed), dtype=torch.float64) ** (1 / power)
+    near = (edges.float().view(torch.int32)[:, None] + torch.arange(-3, 4)).clamp(min=0)
+    dense = torch.rand(20_000, generator=torch.Generator().manual_seed(2))
+    small = 2.0 ** -(torch.arange(18.0, 60.0) ** (1 / power))
+    values = torch.cat([near.int().view(F32).flatten(), dense, dense**8, dense**16, small])
+    values = torch.cat([values, -values])
+    blocks = torch.ones(-(-len(values) // 255), 256)
+    blocks.view(-1)[torch.arange(blocks.numel()) % 256 != 0] = torch.cat(
+        [values, values.new_ones(-len(values) % 255)]
+    )
+    return blocks.flatten()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_find_the_codes_of_all_numbers(backend: str) -> None:
+    """Without what moments were before, they are the gradient and its square."""
+    device = device_of(backend)
+    for signed, power, rule in ((True, 1, "sgd"), (False, 2, "adamw")):
+        gradient = around_thresholds(signed, power)
+        expected, scales = numbers.encode(gradient**power, signed)
+        zeros = [torch.zeros_like(expected, device=device) for _ in range(2)]
+        ones = [torch.ones_like(scales, device=device) for _ in range(2)]
+        second = {} if signed else {"exp_avg_sqs": zeros[1:], "exp_avg_sq_scales": ones[1:]}
+        tensors = StepTensors(
+            rule,
+            [[torch.zeros_like(gradient, device=device)]],
+            [0],
+            [torch.zeros((), device=device)],
+            zeros[:1],
+            exp_avg_scales=ones[:1],
+            **second,
+        )
+        kernels.step_plan(tensors, backend).step(
+            [gradient.to(device)], [StepSettings(lr=0.0, beta1=0.0, beta2=0.0)]
+        )
+        found = zeros[0 if signed else 1].cpu()
+        assert torch.equal(found, expected)
+        assert signed or found.unique().numel() == 256
 
 
 @SIGNED

@@ -32,6 +32,7 @@ from hdet.triton_kernels import symmetric as triton_symmetric
 from tests.kernels import (
     cases,
     test_average,
+    test_eight_bit,
     test_gradients,
     test_memory,
     test_norm,
@@ -138,7 +139,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_gradients, test_norm, test_numbers):
+    for module in (cases, test_average, test_eight_bit, test_gradients, test_norm, test_numbers):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -260,6 +261,10 @@ def test_norm_edges() -> None:
         test_norm.test_numbers_of_every_size_count_in_full("triton", exponent)
     for bad in (math.nan, -math.inf):
         test_norm.test_is_not_finite_where_one_element_is_not("triton", torch.float16, bad)
+
+
+def test_codes_of_8_bits() -> None:
+    test_eight_bit.test_kernels_find_the_codes_of_all_numbers("triton")
 
 
 # around the kernels
