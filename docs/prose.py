@@ -2,14 +2,16 @@
 
     python docs/prose.py
 
-Reads README.md, CONTRIBUTING.md, CHANGELOG.md and the pages of docs/. Exit
-status 1 if a page's mean sentence has more than `LIMIT` words, or if one of
-`WORDS` stands on a page outside of code. (Neither vale nor proselint does this
+Reads README.md, CONTRIBUTING.md, CHANGELOG.md, the pages of docs/, and the
+docstrings and messages of hdet/. Exit status 1 if a page's mean sentence has
+more than `LIMIT` words, or if one of `WORDS` stands on a page outside of code,
+or in a text of hdet/. (Neither vale nor proselint does this
 offline with a list of one's own.)
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -20,17 +22,20 @@ WORDS = {
     "to the bit": "bitwise",
     "bit for bit": "bitwise",
     "in force": "in use",
-    "judges?": "held-out loss, decide",
+    "honest": "valid, without",
+    "judge[sd]?": "held-out loss, decide",
     "anew": "again",
     "come again": "several epochs",
     "examples that come": "several epochs",
     "is told": "is given, is recorded",
     "of before": "former",
-    "take[ns]? back": "restored, removed",
+    "take[ns]? back": "rolled back, restored",
     "what is missing of": "gap",
-    "nothing travels": "nothing is communicated",
+    "travels?": "is sent",
     "rooms?": "package",
-    "not anymore": "no longer",
+    "not any ?more": "no longer",
+    "have parted": "differ",
+    "beside the run": "a trial",
     "utili[sz]e": "use",
     "simply": "",
     "blazing(ly)?": "",
@@ -82,6 +87,16 @@ def mean_length(text: str) -> float:
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
+def texts(source: str) -> str:
+    """The docstrings and messages of a module: its strings of several words."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return "\n\n".join(" ".join(s.split()) for s in strings if " " in s)
+
+
 def unwanted(text: str) -> list[str]:
     """Words that stand in the text, with what to write instead."""
     found = []
@@ -112,6 +127,10 @@ def main() -> int:
         print(
             f"{page.relative_to(ROOT)!s:28} {mean:5.1f}  {'; '.join([*long, *words])}".rstrip()
         )
+    for module in sorted((ROOT / "hdet").rglob("*.py")):
+        if words := unwanted(texts(module.read_text(encoding="utf-8"))):
+            faults += len(words)
+            print(f"{module.relative_to(ROOT)}: {'; '.join(words)}")
     return int(faults > 0)
 
 

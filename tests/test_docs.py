@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import hdet
+from docs import prose
 
 from .distributed import run_ranks
 from .docs_toys import run, run_on_rank
@@ -188,6 +189,14 @@ def test_the_page_of_reasons_has_every_reason() -> None:
              for part in quoted.split("…")]  # fmt: skip
     unknown = [part for part in shown if part.strip(" .()%") not in source]
     assert not unknown, unknown
+
+
+def test_documents_docstrings_and_messages_have_our_words() -> None:
+    source = (
+        'def f():\n    """Take the trial back."""\n    raise ValueError(f"no {x} is a judge")\n'
+    )
+    assert prose.unwanted(prose.texts(source)) == ["'judge': write held-out loss, decide"]
+    assert prose.main() == 0, "see what it prints"
 
 
 def test_code_of_the_documents_has_at_most_80_columns() -> None:

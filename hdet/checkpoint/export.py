@@ -34,7 +34,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
         ``path``, on every rank, once the file is there.
 
     Raises:
-        ValueError: the replicas have parted and ``ensemble.mean()`` does not know their mean: call
+        ValueError: the replicas differ and ``ensemble.mean()`` does not know their mean: call
             ``ensemble.converge()`` before.
         CheckpointError: on every rank alike: the file cannot be written; or replicas differ that
             should not, as after a noisy start.

@@ -129,7 +129,7 @@ class SavedState:
             if not (is_cut_alike or rank.is_whole(key) or name in self.ours.own_buffers):
                 raise ValueError(
                     f"it was saved with other numbers of ranks in a replica, and {name!r}, which "
-                    "differs between these, is not a DTensor that can be cut anew: use the saved "
+                    "differs between these, is not a DTensor that can be cut again: use the saved "
                     "layout"
                 )
 

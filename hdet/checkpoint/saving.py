@@ -29,7 +29,7 @@ def save(
 ) -> Path:
     """Write ``root/step-XXXXXXXX``, durably and whole, or not at all. Every rank calls it.
 
-    Converges first if the replicas have parted. The folder gets its name by one rename, once all is
+    Converges first if the replicas differ. The folder gets its name by one rename, once all is
     written and synced; before that earlier checkpoints are untouched. A step that is there already
     is replaced. What a killed save has left is removed by the next one.
 

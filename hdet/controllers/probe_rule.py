@@ -112,7 +112,7 @@ class ProbeRule(Controller):
 
     def report(self) -> str:
         if self.idle:
-            return "rests: nothing is measured any more, and what was found stays in force"
+            return "rests: nothing is measured any more, and values stay where they are"
         return (
             f"a value moves where |t| is above {self.dead:g}, while the schedule is near its peak"
         )

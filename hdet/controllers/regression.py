@@ -19,7 +19,7 @@ def slopes(multipliers: Matrix, probes: Rows) -> list[list[float]] | None:
     whose row is not None.
 
     Each mini-batch is fitted by itself: what its losses have in common cancels, and the scatter
-    between mini-batches is the honest error (the residual over replicas is not: with shared
+    between mini-batches is the error (the residual over replicas is not: with shared
     gradients all replicas lie on one line and share their noise). None if the design cannot tell
     the knobs apart: fewer than two replicas, or multipliers that are collinear.
     """

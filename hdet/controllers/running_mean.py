@@ -19,7 +19,7 @@ class RunningMean:
     Args:
         tensors: parameters, of which DTensors stand for their shards.
         masters: gives the master of each of them, whose value counts, or None.
-        place: "device", or "host" for the host's memory, to which a copy then travels at every
+        place: "device", or "host" for the host's memory, to which they are copied at every
             sample.
     """
 

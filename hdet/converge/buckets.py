@@ -112,7 +112,7 @@ def check_averageable(tensor: torch.Tensor, name: str) -> None:
 
 
 class Filling:
-    """Parts that travel together in ``flat`` memory, whose end is zeros, up to a multiple."""
+    """Parts that are sent together in ``flat`` memory, whose end is zeros, up to a multiple."""
 
     def __init__(self, memory: torch.Tensor, parts: Sequence[Part], multiple: int) -> None:
         sizes = [part.tensor.numel() for part in parts]

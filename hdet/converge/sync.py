@@ -32,7 +32,7 @@ class Sync:
         converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one
             pays).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``:
-            each with its own, so that nothing travels between averages (DDP inside ``no_sync()``,
+            each with its own, so that nothing is sent between averages (DDP inside ``no_sync()``,
             or a one-dimensional FSDP mesh for each replica); then ``moments`` is needed. The first
             step checks which of them it is.
         moments: with local gradients, what becomes of the optimizer's moments at an average:

@@ -298,7 +298,7 @@ class Engine:
 
     def check_state(self, state: Any) -> dict[str, Any]:
         """The values in it; changes nothing. A run without a controller takes the state of any:
-        its corrections stay, and nothing is searched any more. Raises ValueError for a state that
+        its corrections stay, and no other values are tried. Raises ValueError for a state that
         does not belong to this run, or is damaged."""
         where, own, of_knobs = "the ensemble's state", self.state_dict(), len(self.knobs)
         for key, saved in read(state, IDENTITY, where).items():

@@ -146,7 +146,7 @@ class FusedOptimizer(Optimizer):
     (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather), and with K
     replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. Each `step` counts for
     its own parameter, also after a write to it; a parameter without a gradient does not count.
-    States of torch's optimizer load here and ours there; moments and masters pass bit for bit,
+    States of torch's optimizer load here and ours there; moments and masters pass bitwise,
     whatever the parameter's dtype is. A state without masters gets them from the parameters, and
     "fp32" and "split" load into each other exactly.
 
@@ -154,7 +154,7 @@ class FusedOptimizer(Optimizer):
     float32 scales under `<moment>_scale`. `state_dict()` has float32 values in their place, made
     for it: 4 bytes for each element and moment, for as long as it lives. So it loads everywhere,
     torch.distributed.checkpoint reshards it, and float32 states load here. Values that were codes
-    become the same codes again: a resume with the same shards is exact. Blocks begin anew in each
+    become the same codes again: a resume with the same shards is exact. Blocks begin again in each
     shard. If a number of a block is not finite, its block of 256 is NaN; a step with max_grad_norm,
     or under a GradScaler, is skipped before.
 

@@ -3,7 +3,7 @@
 One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
 
 As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices
-of the next round are on their way while those of this one are computed. An element travels twice,
+of the next round are on their way while those of this one are computed. An element is sent twice,
 in the dtype of Newton-Schulz.
 """
 

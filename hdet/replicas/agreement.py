@@ -60,8 +60,8 @@ scope of what all ranks share is ``()``."""
 def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise `ReplicaDisagreement`, on all ranks of ``group`` alike, unless their entries agree.
 
-    Digests travel first, in one collective. Where they differ one rank for each value tells it, so
-    that the message leads to the very number in a nested value. ``device``: this rank's.
+    Digests are sent first, in one collective. Where they differ one rank for each value sends it,
+    so that the message leads to the very number in a nested value. ``device``: this rank's.
     """
     differing = _differing(_gathered_digests(entries, group, device))
     if not differing:

@@ -100,7 +100,7 @@ class CoresidentReplicas(Replicas):
         innermost counts.
 
         Raises:
-            ValueError: there is no such replica; a parameter that was frozen is not any more; or
+            ValueError: there is no such replica; a parameter that was frozen no longer is; or
                 the model was moved or cast.
         """
         self._check_number(replica)

@@ -114,7 +114,7 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     if needed:
         raise ValueError(
             f"scheduler is {type(scheduler).__name__}, whose step needs {needed[0]!r} (timm's "
-            "schedulers are told where they are): leave scheduler out, pass "
+            "schedulers are given their step): leave scheduler out, pass "
             "total_steps, and call it inside `with ensemble.rescheduling():` (docs/loop.md)"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -171,7 +171,7 @@ def checked_design(
     controller: Controller | None,
     sync: Sync,
 ) -> str:
-    """Can these knobs be explored in this run, and judged by this controller? Returns the design
+    """Can these knobs be explored in this run, and moved by this controller? Returns the design
     that is used, and None's meaning.
 
     Raises ValueError if not, which names the knob, why not, and the way out.
@@ -182,8 +182,8 @@ def checked_design(
         _check_acts(knob, replicas, shared)
         if not (knob.valid_on_train_loss or controller is None or controller.judges_held_out):
             raise ValueError(
-                f"the training loss is no honest judge of the knob {knob.name!r} (it votes for "
-                f"less), and the controller {controller.name!r} would let it judge: use "
+                f"the training loss always prefers less of the knob {knob.name!r}, and the "
+                f"controller {controller.name!r} learns from the training loss: use "
                 "ProbeController(..., held_out=True), controller=None, or a controller of your own "
                 "that learns from held-out data alone and says judges_held_out = True"
             )

@@ -290,7 +290,8 @@ class Cycles:
                 attempts = self.engine.rollbacks_in_row
                 if attempts >= self.divergence.attempts:
                     raise self._all_diverged(
-                        f"{attempts} cycles in a row were taken back, and the next one diverged too"
+                        f"{attempts} cycles in a row were rolled back, and the next one diverged "
+                        "too"
                     )
                 self.weights.roll_back(attempts)
             elif not verdict.healthy:
@@ -302,7 +303,7 @@ class Cycles:
     def _roll_back(self) -> CycleOutcome:
         """Lower rates in the place of a decision."""
         lower = self.divergence.lower
-        self.notes.append(f"cycle taken back; base values multiplied by {lower:g}")
+        self.notes.append(f"cycle rolled back; base values multiplied by {lower:g}")
         return self.engine.roll_back(lower)
 
     def _decide(

@@ -54,7 +54,7 @@ def warn_of_no_controller(engine: Engine, saved: str) -> None:
     spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
     warnings.warn(
         f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
-        f"corrections {kept} stay in force, nothing is searched any more"
+        f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}",
         stacklevel=3,
     )

@@ -100,7 +100,7 @@ class Searched:
 
     @contextmanager
     def keep_gradients(self) -> Iterator[None]:
-        """Inside there are none, to which a closure would add; afterwards those of before."""
+        """Inside there are none, to which a closure would add; afterwards those that were there."""
         # DDP's gradients may be views of its buckets, into which others are written too.
         shared = getattr(self.model, "gradient_as_bucket_view", False)
         held = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None)

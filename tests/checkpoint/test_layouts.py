@@ -107,7 +107,7 @@ def test_hand_made_shards_are_each_members_own(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, str(tmp_path), ddp)
     assert first == second and "it is of another model, or of replicas of other ranks" in first
     for message in run_ranks(refused, 4, str(tmp_path), shards_alone):
-        assert "is not a DTensor that can be cut anew: use the saved layout" in message
+        assert "is not a DTensor that can be cut again: use the saved layout" in message
 
 
 class Laid(torch.Tensor):

@@ -160,7 +160,7 @@ def test_all_replicas_are_taken_back_and_the_run_ends_finite(
 
 
 @pytest.mark.parametrize(("rollback", "cycles", "says"), [
-    ("device", 3, "3 cycles in a row were taken back"), (None, 0, "no replica has"),
+    ("device", 3, "3 cycles in a row were rolled back"), (None, 0, "no replica has"),
 ])  # fmt: skip
 def test_what_never_gets_better_ends_in_one_error_on_every_rank(rollback, cycles, says) -> None:
     one, two = run_ranks(all_explode, 2, rollback, "always NaN", 3)

@@ -112,7 +112,7 @@ def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
     for make in (lambda net: hdet.SoftmaxController(decay=None), probe_of):
         net, knob, settings = knob_of(name)
         controller = make(net)
-        says = f"no honest judge of the knob '{title(name)}'.*'{controller.name}'"
+        says = f"prefers less of the knob '{title(name)}'.*'{controller.name}'"
         with pytest.raises(ValueError, match=f"{says}.*held_out=True.*judges_held_out = True"):
             ensemble(net, [knob], controller=controller, **settings)
         assert "step" not in settings["optimizer"].__dict__

@@ -43,7 +43,7 @@ def block_for(longest: int) -> int:
 def chunk_for(formats: Sequence[int]) -> int:
     """A program's elements.
 
-    Codes are looked up in tables, which a program reads anew; the interpreter takes each program in
+    Codes are looked up in tables, which each program reads; the interpreter takes each program in
     turn.
     """
     coded = t.FORMATS[torch.uint8] in formats
