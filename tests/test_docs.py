@@ -149,7 +149,8 @@ def test_the_reference_has_every_public_name() -> None:
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "hdet").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*(?:\+ )?f?"', "", source)  # a message that goes on in the next line
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    pages = [path for path in PAGES if path.stem.startswith(("troubleshooting", "errors"))]
+    page = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     missing = [part for message in messages for part in message.split(" … ") if part not in source]
     assert len(messages) > 30 and not missing, missing
@@ -215,6 +216,20 @@ def test_code_of_the_documents_has_at_most_80_columns() -> None:
 
 def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").split()) < 700
+
+
+def test_how_to_pages_are_short_and_all_pages_are_not_long() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    how_to = navigation.partition("  - How-to:")[2].partition("  - Reference:")[0]
+    names = [*re.findall(r": (\S+\.md)$", how_to, re.MULTILINE), "extending.md"]
+    names += [path.name for path in (ROOT / "docs").glob("adding-*.md")]
+    words = {
+        name: len((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in names
+    }
+    assert len(words) > 25 and max(words.values()) <= 900, words
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    texts = [code.sub("", page.read_text(encoding="utf-8")) for page in PAGES[1:]]
+    assert sum(len(text.split()) for text in texts) < 35_000
 
 
 RUN = [block for block in blocks(PAGES[0]) if not block.left_out]

@@ -1,4 +1,4 @@
-"""docs/frameworks.md: its blocks run as written, with toys for what is the reader's."""
+"""The pages on trainers: their blocks run as written, with toys for what is the reader's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ needs(
     "transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core"
 )
 
-PAGE = next(page for page in PAGES if page.name == "frameworks.md")
-BLOCKS = blocks(PAGE)
+NAMES = ("huggingface", "lightning", "torchtitan-megatron", "frameworks")
+TRAINERS = [next(page for page in PAGES if page.stem == name) for name in NAMES]
+BLOCKS = [block for page in TRAINERS for block in blocks(page)]
 
 
 QUIET = {"max_steps": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
@@ -113,8 +114,8 @@ TOYS: list[Callable[[str], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_the_page_shows_the_examples() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+def test_the_pages_show_the_examples() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in TRAINERS)
     assert re.findall(r'^--8<-- "examples/(\w+)\.py"$', text, re.MULTILINE) == [
         "hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "timm_scheduler",
         "torchtitan_llama", "megatron_gpt",
