@@ -114,11 +114,11 @@ class Schedule:
             if place is not None:
                 raise ValueError(
                     f"{knob.name_of(place)} is {float(knob.read()[place]):g}, and was left at "
-                    f"{float(knob.left[place]):g}: somebody else has written it. The Ensemble is "
-                    "the one owner of this value, and steps the scheduler that it was given, which "
-                    "is to be built before it and stepped by nobody else. Step any other schedule, "
-                    "build it, and load its values inside `with ensemble.rescheduling():`, or set "
-                    f"a new base value by ensemble.set_value({knob.name!r}, ...)"
+                    f"{float(knob.left[place]):g}: somebody else has written it. Remove "
+                    "scheduler.step() from the loop, ensemble.step() calls it; build the scheduler "
+                    "before the Ensemble. Write a value of your own by "
+                    f"ensemble.set_value({knob.name!r}, ...), and step, build or load a schedule "
+                    "of your own inside `with ensemble.rescheduling():`"
                 )
 
     def check_at_rest(self) -> None:

@@ -55,7 +55,10 @@ def check_arguments(
     if type(seed) is not int:
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if log is not None and not callable(log):
-        raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
+        raise TypeError(
+            "log must be callable as log(record, step), such as hdet.logging.History(path), got "
+            f"{type(log).__name__}"
+        )
     _check_scheduler(scheduler, optimizer)
     if not isinstance(knobs, Sequence) or not all(
         hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs
@@ -66,8 +69,9 @@ def check_arguments(
     for name, value in others.items():
         kind, example = _KINDS[name]
         if value is not None and not isinstance(value, kind):
+            given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
             raise TypeError(
-                f"{name} must be an hdet.{kind.__name__}, such as hdet.{example}, got {value!r}"
+                f"{name} must be an hdet.{kind.__name__}, such as hdet.{example}, got {given}"
             )
     replicas, sync = others["replicas"], others["sync"]
     if replicas is None:
@@ -84,7 +88,9 @@ def _check_optimizer(optimizer: Any) -> None:
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
         remedy = ""
-        if isinstance(optimizer, LRScheduler):
+        if isinstance(optimizer, nn.Module):
+            remedy = ": pass torch.optim.AdamW(model.parameters())"
+        elif isinstance(optimizer, LRScheduler):
             remedy = ": the optimizer comes first, then its scheduler"
         elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             remedy = ": pass the one inside, its .optimizer"
@@ -105,6 +111,10 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         raise ValueError(
             "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
             "the controller reacts to losses"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}"
         )
     needed = [
         p.name

@@ -101,7 +101,7 @@ class AutoLR(Controller):
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
         if budget is not None:
-            within(budget, "budget", "[0, 1)", "a part of the run's compute: for 3 % write 0.03")
+            within(budget, "budget", "[0, 1)", "it is a part of the run: for 3 % write 0.03")
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
         self.best_weights = None if val_batches is None else BestWeights(*val_batches)

@@ -49,8 +49,10 @@ class Budget:
                 f"costs at most {self.cost(MOST)}"
             )
         looks = f"only how far the first {STEPS} steps move the weights is looked at"
-        if self.total_steps is None or self.part == 0:
+        if self.part == 0:
             return looks
+        if self.total_steps is None:
+            return f"{looks}: a trial needs Ensemble(total_steps=...)"
         remedy = "hdet.find_rate"
         if self.total_steps > MOST:
             remedy = f"budget={math.ceil(100 * MOST / self.total_steps) / 100:g}, or {remedy}"

@@ -202,18 +202,24 @@ class RateInterval:
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
-        low = f"{self.low:.2g}" if self.low else "any lower rate"
-        high = f"{self.high:.2g}" if math.isfinite(self.high) else "any higher rate"
         lines = [
             f"learning rate: {to} ({self.reason})",
-            f"good rates for {self.total_steps} steps: {low} to {high}",
+            f"good rates for {self.total_steps} steps: {self._ends()}",
         ]
         if arms:
             tried = ", ".join(f"{arm.loss:.4g} at {arm.rate:.2g}" for arm in arms)
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
             if not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
+        elif len(self.trial.arms) == 1:
+            lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
         return "\n".join(lines)
+
+    def _ends(self) -> str:
+        """In words."""
+        if not math.isfinite(self.high):
+            return f"{self.low:.2g} and higher" if self.low else "none was ruled out"
+        return f"{self.low:.2g} to {self.high:.2g}" if self.low else f"up to {self.high:.2g}"
 
     def plot(self, axes: Any = None) -> Any:
         """Draws losses over rates with the interval, by matplotlib: into ``axes``, or a new figure.

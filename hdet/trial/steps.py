@@ -265,7 +265,7 @@ class TrialSteps:
         if is_measured and not 1 / STRAYED < arm / run < STRAYED:
             self._given_up = (
                 "the trial was given up: on the same batch and at the same rate, a copy's first "
-                f"step was {arm / run:.2g} times as long as the run's. Does the loop train on the "
+                f"step was {arm / run:.3g} times as long as the run's. Does the loop train on the "
                 "sum of the losses (use the mean), or change gradients before optimizer.step() "
                 "(pass before_step=)?"
             )

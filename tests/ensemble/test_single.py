@@ -190,9 +190,10 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"moments": "keep"}, "leave it out"),
     *(({"seed": seed}, "seed must be") for seed in (None, 1.5, True)),
     ({"log": 3}, "log must be callable"),
+    ({"scheduler": "cosine"}, "scheduler must be one of torch.optim.lr_scheduler, got str"),
     ({"replicas": "x"}, "replicas must be"),
     ({"controller": hdet.SoftmaxController},
-     r"controller must be an hdet.Controller, such as hdet.AutoLR.*got <class .*Softmax"),
+     r"controller must be an hdet.Controller, such as hdet.AutoLR.*got the class Softmax"),
     ({"controller": "AutoLR"}, r"must be an hdet.Controller, such as hdet.AutoLR\(model\)"),
     ({"controller": SOFTMAX, **WARM}, "warm-up"),
     ({"controller": hdet.SoftmaxController(decay=None, freeze_after=0.5)},
@@ -219,6 +220,10 @@ def test_wrong_objects_are_refused() -> None:
     optimizer = sgd()
     with pytest.raises(TypeError, match="optimizer"):
         Ensemble(object())
+    with pytest.raises(TypeError, match=r"got Linear: pass torch.optim.AdamW\(model.parameters"):
+        Ensemble(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="the optimizer comes first, then its scheduler"):
+        Ensemble(torch.optim.lr_scheduler.StepLR(optimizer, 5), optimizer)
     with pytest.raises(TypeError, match="got Wrapper: pass the one inside, its .optimizer"):
         Ensemble(type("Wrapper", (), {"optimizer": optimizer})())
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
