@@ -12,8 +12,9 @@ step         torch computes Newton-Schulz in bfloat16 on every device; hdet in f
              "kernels_ms" and "launches" are the profiler's
 directions   relative distances |O - exact| / |exact|, Frobenius; "steep": singular values fall by
              six orders of magnitude
-ways         Newton-Schulz in two numbers, and on the Gram matrix, begun anew after so many steps
-             (Zhang, Amsel, Chen and Dao 2026); without the host on CUDA
+ways         Newton-Schulz in two types, step by step and two steps at a time on X X^T, and with the
+             coefficients of Polar Express; without the host on CUDA. "predicted": what decides:
+             if float16 is as fast and as near as that, it becomes the default on GPUs
 products     on CUDA: halves of symmetric products of GPT-2 124M in tiles of several kinds, beside
              torch's whole ones
 """
@@ -31,8 +32,8 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torchs_directions
 
 from hdet import FusedMuon
-from hdet.optim import newton_schulz
-from hdet.optim.newton_schulz import Iteration, SymmetricProduct, iterate, symmetric_product
+from hdet.optim import POLAR_EXPRESS, newton_schulz
+from hdet.optim.newton_schulz import Iteration
 
 from .kernels import Machine, Shapes, gpt2, graph_of, machine_of, owned, parser
 
@@ -40,12 +41,12 @@ USUAL = (3.4445, -4.7750, 2.0315)
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def exact(x: Tensor) -> Tensor:
+def exact(x: Tensor, coefficients: Sequence[Any] = (USUAL,) * 5) -> Tensor:
     """The direction in float64, from singular values."""
     left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
     s = values / values.norm()
-    for _ in range(5):
-        s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
     return (left * s) @ right
 
 
@@ -54,7 +55,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 def how(dtype: torch.dtype) -> Iteration:
-    return Iteration(USUAL, 5, 1e-7, dtype)
+    return Iteration((USUAL,) * 5, 1e-7, dtype)
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def directions(machine: Machine, width: int, blocks: int, tokens: int) -> None:
         if kind == "steep":
             x = x * torch.logspace(0, -6, 4 * width, device=machine.device)
         made = {"torch": torchs_directions(x, USUAL, 5, 1e-7)}
-        for dtype in (torch.float32, BF16):
+        for dtype in (torch.float32, BF16, FP16):
             (made[f"hdet {dtype}"],) = newton_schulz.orthogonalise([x], how(dtype))
         expected = exact(x)
         distances = {name: off(found, expected) for name, found in made.items()}
@@ -146,29 +147,13 @@ def profiled(call: Callable[[], object]) -> dict[str, Any]:
     }
 
 
-def gram(x: Tensor, how: Iteration, product: SymmetricProduct, cuts: Sequence[int]) -> Tensor:
-    """Newton-Schulz on the Gram matrix X X^T, begun anew after each of ``cuts`` steps."""
-    a, b, c = how.coefficients
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = x / norms.clamp(min=how.eps).to(x.dtype)
-    eye = torch.eye(x.shape[-2], device=x.device, dtype=x.dtype)
-    for steps in cuts:
-        r, q = product(x, x, None, 1.0, 0.0), None
-        for left in reversed(range(steps)):
-            z = product(r, r, r, c, b)
-            q = z + a * eye if q is None else product(q, z, q, 1.0, a)
-            if left:
-                rz = product(r, z, r, 1.0, a)
-                r = product(z, rz, rz, 1.0, a)
-        assert q is not None
-        x = torch.bmm(q, x)
-    return x
-
-
-WAYS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-    "bf16": (BF16, ()), "fp16": (FP16, ()), "gram, fp16, 2 + 3": (FP16, (2, 3)),
-    "gram, fp16, 2 + 2 + 1": (FP16, (2, 2, 1)),
-}  # fmt: skip
+WAYS: dict[str, tuple[Iteration, float, dict[str, float]]] = {
+    "bf16": (how(BF16), 0.0, {"ms": 1.6, "error": 0.012}),
+    "fp16, step by step": (how(FP16), 0.0, {"ms": 1.6, "error": 0.0016}),
+    "fp16": (how(FP16), newton_schulz._GROWTH[FP16], {"ms": 1.25, "error": 0.003}),
+    "bf16, polar express": (Iteration(POLAR_EXPRESS, 1e-7, BF16), 0.0, {"ms": 1.6, "error": 0.011}),
+}
+"""how, growth of steps that are taken together, and what is predicted of 24 of 768 x 3072"""
 
 
 def ways(machine: Machine, width: int, blocks: int, tokens: int) -> None:
@@ -176,20 +161,20 @@ def ways(machine: Machine, width: int, blocks: int, tokens: int) -> None:
     sizes = [(24, 768, 3072), (12, 768, 2304), (12, 768, 768), (8, 4096, 11008)]
     for size in sizes if machine.is_gpu else [(2, 32, 128)]:
         x = torch.randn(size, device=machine.device)
-        expected = exact(x[0]) if size[1] < 4096 else None
-        for name, (dtype, cuts) in WAYS.items():
-            y = x.to(dtype)
-            product = symmetric_product(y, "auto")
-            more = (cuts,) if cuts else ()
-            run = partial(gram if cuts else iterate, y, how(dtype), product, *more)
-            error = None if expected is None else off(run()[0], expected)
-            call = graph_of(run).replay if machine.is_gpu else run
-            machine.say(
-                operation=f"newton-schulz, {name}",
-                shapes=f"{size[0]} of {size[1]} x {size[2]}",
-                alone_ms=_ms(machine.seconds({"it": call})["it"]),
-                error=error,
-            )
+        for name, (way, growth, predicted) in WAYS.items():
+            y = x.to(newton_schulz.given_in(way.dtype))
+            run = partial(newton_schulz.of_stacks, y, y.new_empty(0, *reversed(size[1:])), way)
+            with mock.patch.dict(newton_schulz._GROWTH, {way.dtype: growth}):
+                small = size[1] < 4096
+                error = off(run()[0][0], exact(x[0], way.coefficients)) if small else None
+                call = graph_of(run).replay if machine.is_gpu else run
+                machine.say(
+                    operation=f"newton-schulz, {name}",
+                    shapes=f"{size[0]} of {size[1]} x {size[2]}",
+                    alone_ms=_ms(machine.seconds({"it": call})["it"]),
+                    error=error,
+                    **({"predicted": predicted} if size == sizes[0] else {}),
+                )
 
 
 KINDS = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 4)]

@@ -159,12 +159,10 @@ class MatrixStep:
     def whole(self, batch: Sequence[Matrix]) -> None:
         """Directions and updates of a batch that this rank has all of."""
         how = self.rows[batch[0].group].how
-        self.update(
-            batch,
-            orthogonalise(
-                self.directions(batch), how, self.backend, skip=self.skip, dtype=torch.float32
-            ),
-        )
+        made = orthogonalise(self.directions(batch), how, self.backend)
+        if self.skip is not None:
+            torch._foreach_copy_(made, [torch.where(self.skip, 0.0, one) for one in made])
+        self.update(batch, made)
 
     def end(self, matrices: Sequence[Matrix]) -> None:
         """All of them are updated: counters and gradients."""

@@ -22,7 +22,7 @@ from . import step_plans as plans
 from .fused import FusedOptimizer, Options
 from .matrices import Matrix, Row
 from .moment_storage import dtype_for
-from .newton_schulz import Iteration
+from .newton_schulz import Iteration, Triple
 from .owners import MatrixPlan
 from .split_params import KEYS, MATRICES, split_groups
 from .state import Layout, kept_masters
@@ -54,14 +54,16 @@ class FusedMuon(FusedOptimizer):
             as torch.optim.Muon. Momentum lies in [0, 1). adjust_lr_fn: "original" (None) multiplies
             the rate of an (m, n) matrix by sqrt(max(1, m / n)), "match_rms_adamw" by 0.2
             sqrt(max(m, n)), with which AdamW's rate and decay can be used (Liu et al. 2025, arXiv
-            2502.16982).
+            2502.16982). ns_coefficients: of all steps, or ns_steps triples, one for each, such as
+            `hdet.optim.POLAR_EXPRESS`.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
         use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which
             have to be given then, see `hdet.optim.hidden_matrix`. Parameters of more than two
             dimensions are stacks of matrices, (E, m, n): experts, not convolutions. Settings of a
             group that it splits, such as lr and weight_decay, are those of both kinds.
-        ns_dtype: of Newton-Schulz, torch.float32 or torch.bfloat16. None: float32 on a CPU,
-            bfloat16 elsewhere; torch's is bfloat16.
+        ns_dtype: of Newton-Schulz, torch.float32, torch.bfloat16 or torch.float16, which is
+            three to eight times nearer to float32 than bfloat16. None: float32 on a CPU, bfloat16
+            elsewhere; torch's is bfloat16.
         decay_at: as FusedAdamW, of both kinds.
         others: as FusedOptimizer. max_grad_norm is the norm of all gradients, of both kinds.
 
@@ -104,7 +106,7 @@ class FusedMuon(FusedOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: Triple | Sequence[Triple] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -118,10 +120,10 @@ class FusedMuon(FusedOptimizer):
         decay_at: str = "replica",
         **options: Unpack[Options],
     ) -> None:
-        if ns_dtype not in (None, torch.float32, torch.bfloat16):
+        if ns_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16 or "
-                "None"
+                f"ns_dtype={ns_dtype!r} is not supported; choose torch.float32, torch.bfloat16, "
+                "torch.float16 or None"
             )
         self.ns_dtype = ns_dtype
         values = (
@@ -241,8 +243,7 @@ class FusedMuon(FusedOptimizer):
                 )
             check_group(s, "adamw", self.num_replicas, part.device, name)
             dtype = self._dtype_on(part.device)
-            a, b, c = map(float, group["ns_coefficients"])
-            how = Iteration((a, b, c), int(group["ns_steps"]), float(group["eps"]), dtype)
+            how = Iteration(_coefficients(group), float(group["eps"]), dtype)
             made.append(Row(s, how, group["adjust_lr_fn"]))
         return made
 
@@ -316,17 +317,30 @@ class FusedMuon(FusedOptimizer):
         return Matrix(place, group, param, own, kept_masters(state) or [None] * len(sets), state)
 
 
+def _coefficients(group: Mapping[str, Any]) -> tuple[Triple, ...]:
+    """Of each step."""
+    said = group["ns_coefficients"]
+    each = any(isinstance(entry, Sequence) for entry in said)
+    triples = said if each else [said] * group["ns_steps"]
+    return tuple(tuple(map(float, triple)) for triple in triples)  # type: ignore[misc]
+
+
 def _check_muon(group: Mapping[str, Any], name: str) -> None:
     numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
     groups.check_numbers(numbers, MATRICES, name)
     if not 0.0 <= float(group["momentum"]) < 1.0:
         raise ValueError(f"momentum={group['momentum']} of {name} must be in [0, 1)")
-    coefficients = group["ns_coefficients"]
-    if len(coefficients) != 3 or not all(math.isfinite(c) for c in coefficients):
-        raise ValueError(f"ns_coefficients={coefficients} of {name} must be three finite numbers")
     steps = group["ns_steps"]
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps={steps!r} of {name} must be a whole number from 1 to 99")
+    triples = _coefficients(group)
+    if len(triples) != steps or any(
+        len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in triples
+    ):
+        raise ValueError(
+            f"ns_coefficients={group['ns_coefficients']} of {name} must be three finite numbers, "
+            f"or {steps} times three, as ns_steps={steps}"
+        )
     if group["adjust_lr_fn"] not in _ADJUST:
         raise ValueError(
             f'adjust_lr_fn={group["adjust_lr_fn"]!r} of {name} is unknown; choose "original" (or '

@@ -1,14 +1,14 @@
 """Newton-Schulz: a matrix with its singular values pushed to about 1, from products alone (Jordan
 et al. 2024, kellerjordan.github.io/posts/muon).
 
-One step is X <- a X + b (X X^T) X + c (X X^T)^2 X. Matrices of one shape go through it together,
-lying: no more rows than columns.
+One step is X <- a X + b (X X^T) X + c (X X^T)^2 X. Matrices of one shape go through it
+together, lying: no more rows than columns.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,24 +16,48 @@ from torch import Tensor
 
 from hdet import kernels
 
+Triple = tuple[float, float, float]
+
 SymmetricProduct = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
 """(left, right, added, alpha, beta) -> beta * added + alpha * left @ right.mT, (B, m, m), where the
 caller knows that it is symmetric"""
 
-_GRAM_STEPS = 3
-"""steps that are taken on X X^T alone.
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.205160414, -22.901934987, 16.460724910),
+    (4.066395160, -2.861154087, 0.518399523),
+    (3.909594904, -2.823351735, 0.525036977),
+    (3.285564017, -2.415301960, 0.485294066),
+    (2.300652020, -1.668903985, 0.418807312),
+)
+"""Coefficients of five steps for `ns_coefficients` (Amsel, Persson, Musco and Gower 2025, arXiv
+2505.16932, Algorithm 1): the best ones for singular values from 1e-3 to 1, those of all steps but
+the last for values up to 1.01, as the authors do against rounding."""
 
-Each one multiplies what rounding has put into small eigenvalues by a^2, 12 for the usual
-coefficients: three leave 1e-5 in float32"""
+_GROWTH = {torch.float32: 2000.0, torch.float16: 150.0}
+"""How much rounding may grow in steps on X X^T alone. Each multiplies what it has put into small
+eigenvalues by a^2, 12 for the usual coefficients: three steps at a time are exact to 1e-4 in
+float32. Two in float16 are off by 0.003 to 0.0045, one by 0.0015, one in bfloat16, which takes them
+so, by 0.01 to 0.018."""
+
+_FLOAT16_SCALE = 64.0
+"""What X is multiplied by in float16. Its norm is 1 at first, so that elements of a large matrix
+would be below 6e-5, where float16 has fewer digits. X X^T stays below 65504 up to singular values
+of 4."""
 
 
 class Iteration(NamedTuple):
-    """How matrices are orthogonalised. Equal for all of one batch."""
+    """How matrices are orthogonalised, with coefficients for each step. Equal for all of one
+    batch."""
 
-    coefficients: tuple[float, float, float]
-    steps: int
+    coefficients: tuple[Triple, ...]
     eps: float
     dtype: torch.dtype
+
+
+def given_in(dtype: torch.dtype) -> torch.dtype:
+    """What is orthogonalised in this type is kept so until then: float16 holds no gradient whose
+    norm is not known."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def work(shape: torch.Size | tuple[int, ...]) -> int:
@@ -42,100 +66,102 @@ def work(shape: torch.Size | tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel()) * min(shape[-2:])
 
 
-def orthogonalise(
-    matrices: list[Tensor],
-    how: Iteration,
-    backend: str = "auto",
-    *,
-    skip: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
+def orthogonalise(matrices: list[Tensor], how: Iteration, backend: str = "auto") -> list[Tensor]:
     """The directions of some matrices: list of (..., m, n) -> list of the same shapes, contiguous,
-    in `dtype`, by default `how.dtype`.
+    in `how.dtype`.
 
-    All have the same m and n, or n and m: they are computed as one batch (B, min, max). A matrix of
-    zeros gives zeros. A matrix with NaN or infinity gives NaN, and leaves the others alone. Where
-    `skip` (0-d) holds, all directions are zeros.
+    All have the same m and n, or n and m: they are computed as one batch. A matrix of zeros gives
+    zeros. A matrix with NaN or infinity gives NaN, and leaves the others alone.
     """
-    lying = [matrix for matrix in matrices if not _stands(matrix)]
-    standing = [matrix for matrix in matrices if _stands(matrix)]
     short, long = sorted(matrices[0].shape[-2:])
-    cut = _count(lying)
-    batch = torch.empty(
-        cut + _count(standing), short, long, dtype=how.dtype, device=matrices[0].device
+    kinds = [[m for m in matrices if stands(m.shape) == kind] for kind in (False, True)]
+    nothing = [matrices[0].new_empty(0, short, long), matrices[0].new_empty(0, long, short)]
+    lying, standing = (
+        torch.cat([none, *(m.reshape(m.shape[:-2].numel(), *m.shape[-2:]) for m in kind)])
+        for kind, none in zip(kinds, nothing, strict=True)
     )
-    if lying:
-        torch._foreach_copy_(_parts(batch[:cut], lying), lying)
-    if standing:  # turned together: one by one they would be as many launches on a GPU
-        stack = batch.new_empty(_count(standing), long, short)
-        torch._foreach_copy_(_parts(stack, standing), standing)
-        batch[cut:] = stack.mT
-    if batch.numel():
-        batch = iterate(batch, how, symmetric_product(batch, backend))
-    if skip is not None:
-        batch.masked_fill_(skip, 0.0)
-    dtype = dtype or how.dtype
-    turned = (
-        batch[cut:].mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    )  # one copy, whether the type changes or not
-    made = iter(_parts(batch[:cut].to(dtype), lying)), iter(_parts(turned, standing))
-    return [next(made[_stands(matrix)]) for matrix in matrices]
-
-
-def _stands(matrix: Tensor) -> bool:
-    return matrix.shape[-2] > matrix.shape[-1]
-
-
-def _count(matrices: list[Tensor]) -> int:
-    return sum(matrix.shape[:-2].numel() for matrix in matrices)
-
-
-def _parts(stack: Tensor, matrices: list[Tensor]) -> list[Tensor]:
-    """Views of a stack that are like these."""
-    if all(matrix.dim() == 2 for matrix in matrices):
-        return list(stack.unbind())
-    counts = [matrix.shape[:-2].numel() for matrix in matrices]
-    return [
-        part.view(matrix.shape) for part, matrix in zip(stack.split(counts), matrices, strict=True)
+    given = given_in(how.dtype)
+    made = [
+        iter(parts(stack, [m.shape for m in kind]))
+        for stack, kind in zip(
+            of_stacks(lying.to(given), standing.to(given), how, backend), kinds, strict=True
+        )
     ]
+    return [next(made[stands(m.shape)]) for m in matrices]
 
 
-def iterate(x: Tensor, how: Iteration, symmetric: SymmetricProduct) -> Tensor:
-    """(B, m, n), m <= n -> (B, m, n).
+def stands(shape: torch.Size) -> bool:
+    return shape[-2] > shape[-1]
 
-    In float32, from n = 2 m on, up to three steps are taken on the (m, m) matrix X X^T: with P = a
-    + b A + c A^2 the next A is P A P, and X is multiplied by the product of all P at once. That is
-    a third fewer operations for n = 4 m.
+
+def parts(stack: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a stack (B, m, n) that have these shapes (..., m, n), one after the other."""
+    if all(len(shape) == 2 for shape in shapes):
+        return list(stack.unbind())
+    counts = [shape[:-2].numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(stack.split(counts), shapes, strict=True)]
+
+
+def of_stacks(
+    lying: Tensor, standing: Tensor, how: Iteration, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The same of (L, m, n) and (S, n, m), m <= n, of which either may be empty; they are of the
+    type that `given_in` says."""
+    cut, (short, long) = len(lying), lying.shape[1:]
+    x = lying.new_empty(cut + len(standing), short, long, dtype=how.dtype)
+    scale = _FLOAT16_SCALE if how.dtype == torch.float16 else 1.0
+    for part, given in ((x[:cut], lying), (x[cut:], standing.mT)):
+        # in float32, as 16 bits cannot hold a sum of so many squares
+        norms = torch.linalg.vector_norm(given, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        torch.div(given, norms.clamp(min=how.eps).to(given.dtype) / scale, out=part)
+    if x.numel():
+        x = _iterate(x, how, scale, symmetric_product(x, backend))
+    return x[:cut], x[cut:].mT.contiguous()
+
+
+def _iterate(x: Tensor, how: Iteration, scale: float, symmetric: SymmetricProduct) -> Tensor:
+    """(B, m, n), m <= n -> (B, m, n). `scale`: x is that many times too large, until the last step.
+
+    From n = 2 m on, several steps may be taken on the (m, m) matrix A = X X^T: the next A is P A P,
+    and X is multiplied by the product of all P at once. That is a third fewer operations for n = 4
+    m. Else a X is added to the product: as a number on P's diagonal, rounding would be 1.7 times as
+    much.
     """
-    a, b, c = how.coefficients
-    # in float32 also for 16 bits, which cannot hold a sum of so many squares
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = x / norms.clamp(min=how.eps).to(x.dtype)
-    together = _GRAM_STEPS if x.dtype == torch.float32 and x.shape[-1] >= 2 * x.shape[-2] else 1
-    for steps in _cut(how.steps, together):
+    growth = _GROWTH.get(x.dtype, 0.0) if x.shape[-1] >= 2 * x.shape[-2] else 0.0
+    scales = [1.0] * (len(how.coefficients) - 1) + [scale]
+    steps = [
+        (a / out, b / scale**2 / out, c / scale**4 / out)
+        for (a, b, c), out in zip(how.coefficients, scales, strict=True)
+    ]
+    for first, end in itertools.pairwise(_cut(how.coefficients, growth)):
         gram = symmetric(x, x, None, 1.0, 0.0)
-        if steps == 1:
-            x = torch.baddbmm(x, symmetric(gram, gram, gram, c, b), x, beta=a)
-            continue
         total: Tensor | None = None
-        for left in reversed(range(steps)):
+        for i, (a, b, c) in enumerate(steps[first:end], first + 1):
             p = symmetric(gram, gram, gram, c, b)
+            if end - first == 1:
+                x = torch.baddbmm(x, p, x, beta=a)
+                break
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             # all of these are polynomials of one matrix: they commute, and each product is
             # symmetric
             total = p if total is None else symmetric(p, total, None, 1.0, 0.0)
-            if left:
+            if i < end:
                 gram = symmetric(symmetric(p, gram, None, 1.0, 0.0), p, None, 1.0, 0.0)
-        assert total is not None
-        x = torch.bmm(total, x)
+        if total is not None:
+            x = torch.bmm(total, x)
     return x
 
 
-def _cut(steps: int, most: int) -> list[int]:
-    """Numbers as equal as can be, none above `most`, that sum to `steps`."""
-    parts = -(-steps // most)
-    bounds = [steps * i // parts for i in range(parts + 1)]
-    return [end - begin for begin, end in itertools.pairwise(bounds)]
+def _cut(steps: Sequence[Triple], growth: float) -> list[int]:
+    """Where to begin anew, from 0 to the number of steps: after each, or after so many that a^2
+    of all multiplies to at most `growth`."""
+    made, reached = [0], 1.0
+    for i, (a, _, _) in enumerate(steps):
+        if i > made[-1] and reached * a * a > growth:
+            made.append(i)
+            reached = 1.0
+        reached *= a * a
+    return [*made, len(steps)]
 
 
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:

@@ -3,8 +3,13 @@
 One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
 
 As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices
+<<<<<<< HEAD
 of the next round are on their way while those of this one are computed. An element is sent twice,
 in the dtype of Newton-Schulz.
+=======
+of the next round are on their way while those of this one are computed. An element travels twice,
+in the dtype of Newton-Schulz; there in float32 if that is float16.
+>>>>>>> bb683e5 (Muon orthogonalises in float16 if asked, and with coefficients for each step)
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
 
 from .matrices import Matrix, MatrixStep, batches, check_matrices
-from .newton_schulz import orthogonalise, work
+from .newton_schulz import given_in, orthogonalise, work
 
 _ROUNDS = 4
 """exchanges of a step, as far as an owner has so many matrices.
@@ -82,12 +87,12 @@ def _gathered(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
     """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
     how = step.rows[matrices[0].group].how
     whole: list[Any] = [
-        shards.like(u.to(how.dtype), m.param)
+        shards.like(u.to(given_in(how.dtype)), m.param)
         for u, m in zip(step.directions(matrices), matrices, strict=True)
     ]
-    made = orthogonalise(
-        [tensor.full_tensor() for tensor in whole], how, step.backend, skip=step.skip
-    )
+    made = orthogonalise([tensor.full_tensor() for tensor in whole], how, step.backend)
+    if step.skip is not None:
+        made = [torch.where(step.skip, 0.0, one) for one in made]
     step.update(
         matrices, [shards.part_of(full, m.param) for full, m in zip(made, matrices, strict=True)]
     )
@@ -178,13 +183,15 @@ class _Exchange:
         assert back is not None
         self._finish(step, *back)
 
-    def _swap(self, parts: list[Tensor], send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
+    def _swap(
+        self, parts: list[Tensor], send: list[int], receive: list[int], dtype: torch.dtype
+    ) -> tuple[Any, Tensor]:
         sent = (
-            torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
+            torch.cat([part.reshape(-1).to(dtype) for part in parts])
             if parts
-            else torch.empty(0, dtype=self.dtype)
+            else torch.empty(0, dtype=dtype)
         )
-        received = torch.empty(sum(receive), dtype=self.dtype, device=self.device)
+        received = torch.empty(sum(receive), dtype=dtype, device=self.device)
         return dist.all_to_all_single(
             received, sent.to(self.device), receive, send, group=self.group, async_op=True
         ), received
@@ -196,7 +203,9 @@ class _Exchange:
         send = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
         mine = self.rounds[t][self.rank]
         receive = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
-        return self._swap([made[id(piece.matrix)] for piece in members], send, receive)
+        return self._swap(
+            [made[id(piece.matrix)] for piece in members], send, receive, given_in(self.dtype)
+        )
 
     def _solved(self, step: MatrixStep, t: int, arrived: tuple[Any, Tensor]) -> list[Tensor]:
         """The directions of the matrices that this rank owns."""
@@ -234,7 +243,7 @@ class _Exchange:
         ]
         send = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
         receive = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
-        return t, *self._swap(parts, send, receive)
+        return t, *self._swap(parts, send, receive, self.dtype)
 
     def _finish(self, step: MatrixStep, t: int, waiting: Any, received: Tensor) -> None:
         waiting.wait()

@@ -68,7 +68,7 @@ def test_directions(shape: tuple[int, int], device: str) -> None:
         s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
     exact = left @ torch.diag(s) @ right
     (ours,) = newton_schulz.orthogonalise(
-        [x], newton_schulz.Iteration(USUAL, 5, 1e-7, torch.bfloat16)
+        [x], newton_schulz.Iteration((USUAL,) * 5, 1e-7, torch.bfloat16)
     )
     ours_off, theirs_off = (
         float((made.double() - exact).norm() / exact.norm())

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hdet
 from hdet.kernels import StepOptions, StepSettings
 from hdet.optim import (
+    POLAR_EXPRESS,
     FusedMuon,
     hidden_matrices,
     hidden_matrix,
@@ -68,14 +69,13 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range, scale: float = 1
 
 
 def twin_direction(
-    u: Tensor, coefficients: Sequence[float] = USUAL, steps: int = 5, eps: float = 1e-7
+    u: Tensor, coefficients: Sequence[Any] = USUAL, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """(m, n) in float64, from the equation alone: singular values go through the polynomial,
-    singular vectors stay."""
+    """(m, n) in float64, from the equation alone: singular values go through the polynomials,
+    singular vectors stay. `coefficients`: of all steps, or of each."""
     left, values, right = torch.linalg.svd(u, full_matrices=False)
     s = values / max(float(values.square().sum().sqrt()), eps)
-    a, b, c = coefficients
-    for _ in range(steps):
+    for a, b, c in coefficients if isinstance(coefficients[0], tuple) else [coefficients] * steps:
         s = a * s + b * s**3 + c * s**5
     return left @ torch.diag(s) @ right
 
@@ -125,6 +125,7 @@ SAID: list[dict[str, Any]] = [
     {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
     {"adjust_lr_fn": "original", "ns_steps": 1},
     {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
+    {"ns_coefficients": POLAR_EXPRESS},
     {"maximize": True, "eps": 3.0},
 ]
 
@@ -166,7 +167,7 @@ def test_newton_schulz_of_ill_conditioned_matrices(shape: tuple[int, int, int], 
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.logspace(0, -6, shape[2])
     x[0, :, : shape[2] // 2] *= 1e-3
-    how = newton_schulz.Iteration(USUAL, steps, 1e-7, torch.float32)
+    how = newton_schulz.Iteration((USUAL,) * steps, 1e-7, torch.float32)
     (made,) = newton_schulz.orthogonalise([x], how)
     expected = (
         torch.stack([twin_direction(one.double(), steps=steps) for one in x]) if x.numel() else x
@@ -176,10 +177,66 @@ def test_newton_schulz_of_ill_conditioned_matrices(shape: tuple[int, int, int], 
     torch.testing.assert_close(standing, made.mT, rtol=0, atol=1e-4)
 
 
+def spectrum(kind: str, shape: tuple[int, int]) -> Tensor:
+    x = torch.randn(shape)
+    if kind == "steep":  # over six orders of magnitude
+        return x * torch.logspace(0, -6, shape[1])
+    if kind == "one large":
+        return x + 10 * torch.randn(shape[0], 1) @ torch.randn(1, shape[1])
+    return x * {"normal": 1.0, "large": 1e12, "small": 1e-12}[kind]
+
+
+@pytest.mark.parametrize("kind", ["normal", "steep", "one large", "large", "small"])
+@pytest.mark.parametrize("shape", [(64, 64), (96, 144), (48, 192), (192, 768)], ids=str)
+@pytest.mark.parametrize("coefficients", [(USUAL,) * 5, POLAR_EXPRESS], ids=["usual", "polar"])
+def test_float16_is_several_times_nearer_than_bfloat16(
+    coefficients: Any, shape: tuple[int, int], kind: str
+) -> None:
+    """Beside singular values in float64. From twice as long as high, float16 takes two steps at
+    a time on X X^T."""
+    torch.manual_seed(0)
+    x = spectrum(kind, shape)
+    exact = twin_direction(x.double(), coefficients, eps=1e-30)
+    off = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        how = newton_schulz.Iteration(coefficients, 1e-30, dtype)
+        (made,) = newton_schulz.orthogonalise([x], how)
+        assert made.dtype == dtype
+        off[dtype] = float((made.double() - exact).norm() / exact.norm())
+    in_pairs = shape[1] >= 2 * shape[0]
+    assert off[torch.float16] < off[torch.bfloat16] / (2.5 if in_pairs else 6.0)
+    assert off[torch.float32] < off[torch.float16] / 30
+    if kind != "one large":  # where all else is small beside it
+        assert off[torch.float16] < (5e-3 if in_pairs else 2.5e-3)
+
+
+def test_float16_has_all_its_digits_in_large_matrices() -> None:
+    """Whose elements would be too small for them at norm 1."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 1 << 17)
+    how = newton_schulz.Iteration((USUAL,) * 5, 1e-7, torch.float16)
+    (made,) = newton_schulz.orthogonalise([x], how)
+    exact = twin_direction(x.double())
+    assert (made.double() - exact).norm() / exact.norm() < 3e-3
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 144), (48, 192)], ids=str)
+def test_polar_express_is_nearer_to_orthogonal_than_the_quintic(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
+    off = []
+    for coefficients in ((USUAL,) * 5, POLAR_EXPRESS):
+        how = newton_schulz.Iteration(coefficients, 1e-7, torch.float32)
+        (made,) = newton_schulz.orthogonalise([x], how)
+        off.append(float((made.double() - left @ right).norm() / shape[0] ** 0.5))
+    assert off[1] < 0.7 * off[0] < 0.2
+
+
 def test_a_matrix_that_is_not_finite_or_zero_leaves_the_others_of_its_batch_alone() -> None:
     torch.manual_seed(0)
     x = [torch.randn(3, 5), torch.full((5, 3), math.nan), torch.zeros(3, 5)]
-    how = newton_schulz.Iteration(USUAL, 5, 1e-7, torch.float32)
+    how = newton_schulz.Iteration((USUAL,) * 5, 1e-7, torch.float32)
     first, bad, nothing = newton_schulz.orthogonalise(x, how)
     assert_close([first], [twin_direction(x[0].double()).float()], 1e-5)
     assert bad.isnan().all() and not nothing.any()
@@ -602,7 +659,7 @@ def step_of(
     rows = [
         matrices.Row(
             StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True),
-            newton_schulz.Iteration(USUAL, 5, 1e-7, ns_dtype),
+            newton_schulz.Iteration((USUAL,) * 5, 1e-7, ns_dtype),
             None,
         )
     ]
@@ -833,10 +890,15 @@ def test_what_is_refused_when_it_is_made() -> None:
         ),
         (
             ValueError,
+            "ns_coefficients=.* three finite numbers, or 4 times three",
+            lambda: FusedMuon(named, ns_coefficients=POLAR_EXPRESS, ns_steps=4),
+        ),
+        (
+            ValueError,
             "adjust_lr_fn='rms' of .* choose \"original\"",
             lambda: FusedMuon(named, adjust_lr_fn="rms"),
         ),
-        (ValueError, "ns_dtype=torch.float16", lambda: FusedMuon(named, ns_dtype=torch.float16)),
+        (ValueError, "ns_dtype=torch.float64", lambda: FusedMuon(named, ns_dtype=torch.float64)),
         (ValueError, "lr=-1.0 of the defaults", lambda: FusedMuon(named, lr=-1.0)),
         (ValueError, "beta1=", lambda: FusedMuon(named, adamw_betas=(1.0, 0.5))),
         (

@@ -340,7 +340,7 @@ def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype)
 def test_newton_schulz_by_symmetric_products() -> None:
     torch.manual_seed(0)
     x = [torch.randn(18, 30), torch.randn(30, 18)]
-    how = newton_schulz.Iteration((3.4445, -4.7750, 2.0315), 2, 1e-7, torch.bfloat16)
+    how = newton_schulz.Iteration(((3.4445, -4.7750, 2.0315),) * 2, 1e-7, torch.bfloat16)
     ours, theirs = (newton_schulz.orthogonalise(x, how, backend) for backend in ("triton", "torch"))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.02)
