@@ -402,7 +402,7 @@ def replicas(machine: Machine) -> None:
             sets = [machine.randn(shapes) for _ in range(count)]
             steps = [torch.zeros((), device=machine.device) for _ in shapes]
             moments = [machine.zeros(shapes) for _ in range(2)]
-            state = StepTensors("adamw", sets, [0] * len(shapes), steps, *moments)
+            state = StepTensors("adamw", sets, [0] * len(shapes), steps, moments)
             plan = kernels.step_plan(state, machine.backend)
             rates = [0.8 + 0.4 * k / count for k in range(count)]
             rows = [StepSettings(1e-4, rates, 0.9, 0.999, 1e-8, 1e-2, decay_at_base=True)]

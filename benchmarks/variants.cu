@@ -125,10 +125,8 @@ void run(const Form& form) {
   plan.gradients = placed<void*>({streams[0]});
   plan.params = placed<void*>({streams[1]});
   plan.masters = form.master == Master::none ? nullptr : placed<void*>({streams[2]});
-  plan.exp_avgs = placed<void*>({streams[3]});
-  plan.exp_avg_sqs = placed<void*>({streams[4]});
-  plan.exp_avg_scales = placed<float*>({scales[0]});
-  plan.exp_avg_sq_scales = placed<float*>({scales[1]});
+  plan.moments = placed<void*>({streams[3], streams[4]});
+  plan.scales = placed<float*>({scales[0], scales[1]});
   plan.codebooks = reinterpret_cast<const Codebook*>(placed<unsigned char>({std::begin(kCodebooks), std::end(kCodebooks)}));
   plan.ids = placed<int32_t>({3});
   plan.rows = placed<HyperRow>({derive_row(Rule::adamw, {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0}, 1, 1.0f)});

@@ -51,8 +51,7 @@ void define_step_plan(py::module_& m) {
   PlanClass<Plan>(m, "StepPlan")
       HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(longest) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
       HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(known) HDET_FIELD(seed) HDET_FIELD(first_replica)
-      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
-      HDET_FIELD(exp_avg_scales) HDET_FIELD(exp_avg_sq_scales) HDET_FIELD(codebooks)
+      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(moments) HDET_FIELD(scales) HDET_FIELD(codebooks)
       HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
       HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
       HDET_FIELD(grad_scale) HDET_FIELD(found_inf) HDET_FIELD(carried) HDET_FIELD(num_carried);

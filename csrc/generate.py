@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hdet.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
-from hdet.rules.trace import INPUTS, Scalar, Tensor, walk
+from hdet.rules.trace import Scalar, Tensor, walk
 
 HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
 CLASSES = ROOT / "hdet/optim/classes.py"
@@ -115,29 +115,35 @@ class Cpp(Language):
 
     def rule(self, rule: Rule) -> str:
         lines, (u, *moments) = self.statements(rule)
-        outs = dict(zip(INPUTS[2:], moments, strict=False))
+        _, param, *names = rule.trace.inputs
+        outs = dict(zip(names, moments, strict=True))
         scalars = [bare(self.scalar(s)) for s in rule.trace.scalars]
         divisor = bare(self.scalar(rule.trace.divisor))
-        second = "v" if "v" in outs else "/*v*/"
         facts = {
-            "kSecond": len(moments) == 2,
+            "kSquares": not all(rule.signed),
             "kCoupled": rule.coupled,
-            "kMayLackFirst": rule.kept_if is not None,
+            "kMayLackMoments": rule.kept_if is not None,
         }
-        param = "p" if rule.coupled else "/*p*/"
+        signed = sum(one << j for j, one in enumerate(rule.signed))
+        param = param if rule.coupled else f"/*{param}*/"
         news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
+        stored = [text if text in lines else f"new_{name}" for name, text in outs.items()]
         return f"""\
 struct {_class(rule.name)} {{
+  static constexpr int kMoments = {len(moments)};
   static constexpr bool {", ".join(f"{name} = {str(x).lower()}" for name, x in facts.items())};
+  HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
 
   HDET_HD void derive({_parameters(scalars)}, float* s) {{
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
   HDET_HD double divisor({_parameters([divisor])}) {{ return {divisor}; }}
 
-  HDET_HD float direction(const HyperRow& row, float g, float {param}, float& m, float& {second}) {{
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float {param}, const Moments& moments) {{
     const float {", ".join(f"s{i} = row.s[{i}]" for i in range(len(scalars)))};
+    const float {", ".join(f"{name} = moments[{j}]" for j, name in enumerate(outs))};
 {_lines(f"    const float {n} = {text};" for n, text in {**lines, **news, "u": u}.items())}\
-{_lines(f"    {m} = {text if text in lines else f'new_{m}'};" for m, text in outs.items())}\
+{_lines(f"    moments[{j}] = {text};" for j, text in enumerate(stored))}\
     return u;
   }}
 }};
@@ -156,10 +162,11 @@ struct {_class(rule.name)} {{
         return f"""\
 // {NOTE}
 //
-// Of each rule: whether it keeps a second moment, whether decay is part of its gradient, whether
-// the first moment may be missing; what of the host's settings its elements meet (derive) and what
-// the rate is divided by, in double; and new moments and the direction u of one element. `g` is
-// scaled (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
+// Of each rule: how many moments it keeps, which have a sign, and whether some, averages of
+// squares, have none; whether decay is part of its gradient, whether moments may be missing; what
+// of the host's settings its elements meet (derive) and what the rate is divided by, in double; and
+// new moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is
+// 0 where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
@@ -232,7 +239,7 @@ def {rule.name}_scalars(h, step, s, live):
 {_lines(f"    tl.store(s + {i}, s{i}.to(tl.float32), mask=live)" for i in range(len(scalars)))}
 
 @triton.jit
-def {rule.name}(row, g, p, {", ".join(INPUTS[2 : 1 + len(results)])}):
+def {rule.name}(row, {", ".join(rule.trace.inputs)}):
 {_lines(f"    s{i} = row.s[{i}]" for i in range(len(scalars)))}\
 {_lines(f"    {name} = {text}" for name, text in lines.items())}\
     return {", ".join(results)}
@@ -250,8 +257,8 @@ def {rule.name}(row, g, p, {", ".join(INPUTS[2 : 1 + len(results)])}):
 
     def file(self) -> str:
         def step(rule: Rule) -> str:
-            moments = ", ".join(INPUTS[2 : 2 + len(rule.moments)])
-            return f"u, {moments} = {rule.name}(row, g, p, {moments})"
+            moments = ", ".join(f"moments[{j}]" for j in range(len(rule.moments)))
+            return f"result = {rule.name}(row, g, p, {moments})"
 
         loads = (f"        tl.load(source + {i}, mask=live, other=0)," for i in range(len(FIELDS)))
         return f'''\
@@ -298,10 +305,10 @@ def divisor(h, step, RULE: tl.constexpr):
 
 
 @triton.jit
-def direction(row, g, p, m, v, RULE: tl.constexpr):
+def direction(row, g, p, moments, RULE: tl.constexpr):
     """u and the new moments. `g` is scaled; `p` is 0 where replicas share u."""
 {self.branches(step)}
-    return u, m, v
+    return result
 '''
 
 

@@ -214,18 +214,18 @@ def divisor(h, step, RULE: tl.constexpr):
 
 
 @triton.jit
-def direction(row, g, p, m, v, RULE: tl.constexpr):
+def direction(row, g, p, moments, RULE: tl.constexpr):
     """u and the new moments. `g` is scaled; `p` is 0 where replicas share u."""
     if RULE == "adamw":
-        u, m, v = adamw(row, g, p, m, v)
+        result = adamw(row, g, p, moments[0], moments[1])
     elif RULE == "adam":
-        u, m, v = adam(row, g, p, m, v)
+        result = adam(row, g, p, moments[0], moments[1])
     elif RULE == "lion":
-        u, m = lion(row, g, p, m)
+        result = lion(row, g, p, moments[0])
     elif RULE == "nadamw":
-        u, m, v = nadamw(row, g, p, m, v)
+        result = nadamw(row, g, p, moments[0], moments[1])
     elif RULE == "sgd":
-        u, m = sgd(row, g, p, m)
+        result = sgd(row, g, p, moments[0])
     else:
         tl.static_assert(False, "no rule")
-    return u, m, v
+    return result

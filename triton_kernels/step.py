@@ -25,9 +25,6 @@ from .numbers import (
 )
 from .rules import direction
 
-SHARED = tl.constexpr(4)
-"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq and the scales of
-both; then params[K], masters[K]"""
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each
 block"""
@@ -42,8 +39,8 @@ class StepVariant:
     gradient: int = 1
     param: int = 1
     master: int = 0
-    exp_avg: int = 1
-    exp_avg_sq: int = 1
+    moments: tuple[int, ...] = (1, 1)
+    signed: tuple[bool, ...] = (True, False)
     stochastic: bool = False
     # the plan's first replica is replica 0, so that it can share random bits with the second moment
     first: bool = True
@@ -51,16 +48,30 @@ class StepVariant:
     vector: int = 4
     zero_gradients: bool = False
 
+    @property
+    def coded(self) -> bool:
+        return self.moments[0] == CODES.value
+
+    @property
+    def rounds_moments(self) -> bool:
+        """Stochastically: averages of squares in bfloat16."""
+        kinds = zip(self.moments, self.signed, strict=True)
+        return self.stochastic and (BF16.value, False) in kinds
+
+    @property
+    def shared(self) -> int:
+        """Columns of the address table before those of the replicas: moments, and their scales;
+        then params[K], masters[K]."""
+        return 2 * len(self.moments)
+
 
 class Shared(NamedTuple):
     """Where the streams of a chunk begin that all replicas share."""
 
     gradient: tl.tensor
-    exp_avg: tl.tensor
-    exp_avg_sq: tl.tensor
-    exp_avg_scales: tl.tensor  # as numbers: addresses of the chunk's first block of codes
-    exp_avg_sq_scales: tl.tensor
-    tables: tl.tensor  # of first and of second moments
+    moments: tuple
+    scales: tuple  # as numbers: addresses of the chunk's first block of codes
+    tables: tl.tensor  # of moments with a sign, and of those without
 
 
 class Place(NamedTuple):
@@ -116,28 +127,47 @@ def floats(address):
 
 
 @triton.jit
+def table_of(shared, SIGNED: tl.constexpr):
+    return floats(shared.tables) + (0 if SIGNED else TABLE_FLOATS)
+
+
+@triton.jit
+def load_moment(shared, gradient, offsets, mask, j: tl.constexpr, V: tl.constexpr):
+    FORMAT: tl.constexpr = V.moments[j]
+    if FORMAT == NONE:
+        return tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
+    elif FORMAT == CODES:
+        table = table_of(shared, V.signed[j])
+        return load_codes(shared.moments[j], floats(shared.scales[j]), table, offsets, mask)
+    else:
+        return load(shared.moments[j], offsets, mask, FORMAT)
+
+
+@triton.jit
 def load_shared(shared, offsets, mask, V: tl.constexpr):
     """Gradient and moments."""
     gradient = load(shared.gradient, offsets, mask, V.gradient)
-    exp_avg = tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
-    exp_avg_sq = exp_avg
-    if V.exp_avg == CODES:
-        exp_avg = load_codes(
-            shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, mask
-        )
-    elif V.exp_avg != NONE:
-        exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg)
-    if V.exp_avg_sq == CODES:
-        exp_avg_sq = load_codes(
-            shared.exp_avg_sq,
-            floats(shared.exp_avg_sq_scales),
-            floats(shared.tables) + TABLE_FLOATS,
-            offsets,
-            mask,
-        )
-    elif V.exp_avg_sq != NONE:
-        exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq)
-    return gradient, exp_avg, exp_avg_sq
+    moments = ()
+    for j in tl.static_range(len(V.moments)):
+        moments = moments + (load_moment(shared, gradient, offsets, mask, j, V),)
+    return gradient, moments
+
+
+@triton.jit
+def store_moment(
+    shared, offsets, live, x, bits, j: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`bits`: random ones, of replica 0."""
+    FORMAT: tl.constexpr = V.moments[j]
+    SIGNED: tl.constexpr = V.signed[j]
+    p = shared.moments[j]
+    if FORMAT == CODES:
+        table = table_of(shared, SIGNED)
+        store_codes(p, floats(shared.scales[j]), table, offsets, live, x, SIGNED, BLOCK)
+    elif FORMAT == BF16 and V.stochastic and not SIGNED:
+        tl.store(p + offsets, to_bf16_stochastic(x, bits >> 16), mask=live)
+    elif FORMAT != NONE:
+        store(p, offsets, live, x, FORMAT)
 
 
 @triton.jit
@@ -147,49 +177,16 @@ def new_direction(
     """Moves the moments along what load_shared has read, returns u and the random bits of replica
     0."""
     RULE: tl.constexpr = V.rule
-    gradient, exp_avg, exp_avg_sq = loaded
-    u, exp_avg, exp_avg_sq = direction(
-        row, gradient * row.gradient_scale, param, exp_avg, exp_avg_sq, RULE
-    )
+    gradient, moments = loaded
+    made = direction(row, gradient * row.gradient_scale, param, moments, RULE)
     bits = tl.zeros((BLOCK,), tl.uint32)
-    if V.stochastic and (V.exp_avg_sq == BF16 or (V.first and V.param == BF16)):
+    if V.rounds_moments or (V.stochastic and V.first and V.param == BF16):
         bits = rounding_bits(
             place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK
         )
-    if V.exp_avg == CODES:
-        store_codes(
-            shared.exp_avg,
-            floats(shared.exp_avg_scales),
-            floats(shared.tables),
-            offsets,
-            live,
-            exp_avg,
-            True,
-            BLOCK,
-        )
-    elif V.exp_avg != NONE:
-        store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg)
-    if V.exp_avg_sq == BF16 and V.stochastic:
-        tl.store(
-            shared.exp_avg_sq + offsets,
-            to_bf16_stochastic(exp_avg_sq, bits >> 16),
-            mask=live,
-        )
-    elif V.exp_avg_sq == CODES:
-        tables = floats(shared.tables) + TABLE_FLOATS
-        store_codes(
-            shared.exp_avg_sq,
-            floats(shared.exp_avg_sq_scales),
-            tables,
-            offsets,
-            live,
-            exp_avg_sq,
-            False,
-            BLOCK,
-        )
-    elif V.exp_avg_sq != NONE:
-        store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq)
-    return u, bits
+    for j in tl.static_range(len(V.moments)):
+        store_moment(shared, offsets, live, made[1 + j], bits, j, V, BLOCK)
+    return made[0], bits
 
 
 @triton.jit
@@ -255,26 +252,29 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
 def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: tl.constexpr):
     """The streams of a chunk, and what its blocks must know."""
     K: tl.constexpr = V.replicas
-    columns = addresses + chunk.tensor * (SHARED + 2 * K)
+    M: tl.constexpr = len(V.moments)
+    columns = addresses + chunk.tensor * (V.shared + 2 * K)
     pointers = ()
     if K <= HELD:
         for k in tl.static_range(K):
-            pointers = pointers + load_pointers(columns + SHARED, chunk.offset, k, V)
+            pointers = pointers + load_pointers(columns + V.shared, chunk.offset, k, V)
     row_numbers = ()
     for i in tl.static_range(3 * K):
         row_numbers = row_numbers + (tl.load(replica_rows + chunk.tensor * (3 * K) + i),)
     gradient = tl.load(gradients + 2 * chunk.tensor)
+    moments = ()
+    scales = ()
+    for j in tl.static_range(M):
+        moments = moments + (
+            pointer(tl.load(columns + j), chunk.offset, V.moments[j], V.vector),
+        )
+        scales = scales + (tl.load(columns + M + j) + chunk.offset // CODE_BLOCK * 4,)
     shared = Shared(
-        pointer(gradient, chunk.offset, V.gradient, V.vector),
-        pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
-        pointer(tl.load(columns + 1), chunk.offset, V.exp_avg_sq, V.vector),
-        tl.load(columns + 2) + chunk.offset // CODE_BLOCK * 4,
-        tl.load(columns + 3) + chunk.offset // CODE_BLOCK * 4,
-        tl.load(random + 2),
+        pointer(gradient, chunk.offset, V.gradient, V.vector), moments, scales, tl.load(random + 2)
     )
     place = Place(
         gradient,
-        columns + SHARED,
+        columns + V.shared,
         pointers,
         row_numbers,
         chunk.offset,
@@ -290,7 +290,7 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
 def update(
     chunks,
     gradients,  # [tensor][2] address, type
-    addresses,  # [tensor][SHARED + 2 K]
+    addresses,  # [tensor][moments, their scales, params[K], masters[K]]
     ids,
     rows,
     replica_rows,
@@ -300,8 +300,8 @@ def update(
 ):
     # what is left of a chunk after its last whole vector, or its last whole block of codes, goes
     # into one block
-    UNIT: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else V.vector
-    REST: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else TAIL
+    UNIT: tl.constexpr = CODE_BLOCK if V.coded else V.vector
+    REST: tl.constexpr = CODE_BLOCK if V.coded else TAIL
     chunk = load_chunk(chunks)
     shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
     row = load_row(rows + chunk.tensor * HYPER_ROW)

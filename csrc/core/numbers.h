@@ -95,11 +95,12 @@ HDET_HD uint16_t lower_half(float x) {
 }
 
 // How the streams of one tensor are stored, four bits each, in Chunk::formats.
+constexpr int kMaxMoments = 3;
 struct Formats {
   DType gradient, param;
   Master master;
-  DType exp_avg, exp_avg_sq;
-  bool stochastic;  // bfloat16 parameters without a master and a bfloat16 second moment are rounded stochastically
+  DType moments[kMaxMoments];
+  bool stochastic;  // bfloat16 parameters without a master and bfloat16 averages of squares are rounded stochastically
 };
 
 // How all tensors of a step are stored, where kernels have been compiled for just that: float32; or bfloat16 parameters and gradients, with
@@ -109,15 +110,15 @@ enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3, halve
 
 // Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
-  if (known == Known::halves) return {DType::bf16, DType::bf16, Master::none, DType::bf16, DType::bf16, true};
+  if (known == Known::halves) return {DType::bf16, DType::bf16, Master::none, {DType::bf16, DType::bf16, DType::bf16}, true};
   const DType halves = known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
   const Master master = known == Known::masters ? Master::f32 : known == Known::split ? Master::split : Master::none;
-  return {halves, halves, master, DType::f32, DType::f32, false};
+  return {halves, halves, master, {DType::f32, DType::f32, DType::f32}, false};
 }
 
 HDET_HD Formats unpack_formats(int32_t packed) {
-  return {static_cast<DType>(packed & 15),       static_cast<DType>(packed >> 4 & 15),  static_cast<Master>(packed >> 8 & 15),
-          static_cast<DType>(packed >> 12 & 15), static_cast<DType>(packed >> 16 & 15), (packed >> 20 & 1) != 0};
+  const auto type = [packed](int place) { return static_cast<DType>(packed >> 4 * place & 15); };
+  return {type(0), type(1), static_cast<Master>(packed >> 8 & 15), {type(3), type(4), type(5)}, (packed >> 24 & 1) != 0};
 }
 
 // Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are never rounded so.
@@ -125,9 +126,11 @@ HDET_HD Known known_of(const Formats& f) {
   for (const Known one : {Known::floats, Known::masters, Known::split, Known::halves}) {
     const Formats like = formats_of(one);
     const bool coded = one != Known::halves;  // may be
-    const auto is_usual = [&](DType moment) { return moment == like.exp_avg || moment == DType::none || (coded && moment == DType::codes); };
-    const bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
-    if (alike && is_usual(f.exp_avg) && is_usual(f.exp_avg_sq) && (f.stochastic || !like.stochastic)) return one;
+    bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
+    for (const DType moment : f.moments) {
+      alike = alike && (moment == like.moments[0] || moment == DType::none || (coded && moment == DType::codes));
+    }
+    if (alike && (f.stochastic || !like.stochastic)) return one;
   }
   return Known::none;
 }

@@ -85,11 +85,9 @@ struct StepPlan {
   void* const* gradients;      // [tensor]; null: the tensor has no gradient in this step, which leaves it and its counter alone
   void* const* params;         // [replica][tensor]
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
-  void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
-  void* const* exp_avg_sqs;    // the same
-  float* const* exp_avg_scales;     // [tensor][block], where Formats::exp_avg is codes; or null
-  float* const* exp_avg_sq_scales;  // the same
-  const Codebook* codebooks;   // of first and of second moments; null where no tensor has codes. A tensor's moments all are codes, or none is
+  void* const* moments;        // [moment][tensor], where Formats::moments is not none
+  float* const* scales;        // [moment][tensor][block], where it is codes
+  const Codebook* codebooks;   // signed, unsigned; null where no tensor has codes. A tensor's moments all are codes, or none is
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* groups;       // [tensor] whose settings it has

@@ -1,16 +1,17 @@
 // Printed by csrc/generate.py from hdet/rules: change that, and print again.
 //
-// Of each rule: whether it keeps a second moment, whether decay is part of its gradient, whether
-// the first moment may be missing; what of the host's settings its elements meet (derive) and what
-// the rate is divided by, in double; and new moments and the direction u of one element. `g` is
-// scaled (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
+// Of each rule: how many moments it keeps, which have a sign, and whether some, averages of
+// squares, have none; whether decay is part of its gradient, whether moments may be missing; what
+// of the host's settings its elements meet (derive) and what the rate is divided by, in double; and
+// new moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is
+// 0 where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "f0865521e55e6b26";
+constexpr const char* kRulesDigest = "641ad85fe1a8a32f";
 
 enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, nadamw = 3, sgd = 4 };
 
@@ -20,7 +21,9 @@ struct GroupSettings {
 };
 
 struct AdamwRule {
-  static constexpr bool kSecond = true, kCoupled = false, kMayLackFirst = false;
+  static constexpr int kMoments = 2;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -32,19 +35,23 @@ struct AdamwRule {
   }
   HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
 
-  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& v) {
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float m = moments[0], v = moments[1];
     const float t0 = lerp(m, g, s0, s1);
     const float t1 = (v * s2) + ((g * s3) * g);
     const float u = t0 / ((square_root(t1) * s4) + s5);
-    m = t0;
-    v = t1;
+    moments[0] = t0;
+    moments[1] = t1;
     return u;
   }
 };
 
 struct AdamRule {
-  static constexpr bool kSecond = true, kCoupled = true, kMayLackFirst = false;
+  static constexpr int kMoments = 2;
+  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(h.weight_decay);
@@ -57,20 +64,24 @@ struct AdamRule {
   }
   HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
 
-  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& v) {
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float p, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6];
+    const float m = moments[0], v = moments[1];
     const float t0 = add_weighted(g, s0, p);
     const float t1 = lerp(m, t0, s1, s2);
     const float t2 = (v * s3) + ((t0 * s4) * t0);
     const float u = t1 / ((square_root(t2) * s5) + s6);
-    m = t1;
-    v = t2;
+    moments[0] = t1;
+    moments[1] = t2;
     return u;
   }
 };
 
 struct LionRule {
-  static constexpr bool kSecond = false, kCoupled = false, kMayLackFirst = false;
+  static constexpr int kMoments = 1;
+  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t /*step*/, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -80,17 +91,21 @@ struct LionRule {
   }
   HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
 
-  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& /*v*/) {
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float m = moments[0];
     const float new_m = lerp(m, g, s2, s3);
     const float u = sign(lerp(m, g, s0, s1));
-    m = new_m;
+    moments[0] = new_m;
     return u;
   }
 };
 
 struct NadamwRule {
-  static constexpr bool kSecond = true, kCoupled = false, kMayLackFirst = false;
+  static constexpr int kMoments = 2;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -102,19 +117,23 @@ struct NadamwRule {
   }
   HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
 
-  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, float& m, float& v) {
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float m = moments[0], v = moments[1];
     const float t0 = lerp(m, g, s0, s1);
     const float t1 = (v * s2) + ((g * s3) * g);
     const float u = lerp(t0, g, s0, s1) / ((square_root(t1) * s4) + s5);
-    m = t0;
-    v = t1;
+    moments[0] = t0;
+    moments[1] = t1;
     return u;
   }
 };
 
 struct SgdRule {
-  static constexpr bool kSecond = false, kCoupled = true, kMayLackFirst = true;
+  static constexpr int kMoments = 1;
+  static constexpr bool kSquares = false, kCoupled = true, kMayLackMoments = true;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(h.nesterov);
@@ -124,12 +143,14 @@ struct SgdRule {
   }
   HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
 
-  HDET_HD float direction(const HyperRow& row, float g, float p, float& m, float& /*v*/) {
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float p, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float m = moments[0];
     const float t0 = add_weighted(g, s1, p);
     const float t1 = add_weighted(t0 * s2, s3, m);
     const float u = s0 != 0 ? (t0 + (t1 * s3)) : t1;
-    m = t1;
+    moments[0] = t1;
     return u;
   }
 };

@@ -34,13 +34,11 @@ void fused_loop(const Work& w, const Batch<N>& batch) {
   const HyperRow row = w.row;  // a copy cannot alias the floats written below
   const Chunk& c = w.chunk;
   const float* const g = at<const float>(w.plan.gradients[c.tensor], c.offset);
-  float* const m = at<float>(w.plan.exp_avgs[c.tensor], c.offset);
-  float* const v = Rule::kSecond ? at<float>(w.plan.exp_avg_sqs[c.tensor], c.offset) : nullptr;
+  float* moments[Rule::kMoments];
+  for (int j = 0; j < Rule::kMoments; ++j) moments[j] = at<float>(w.moment(j), c.offset);
   HDET_INDEPENDENT
   for (int i = 0; i < c.length; ++i) {
-    float none = 0.0f;
-    float& second = Rule::kSecond ? v[i] : none;
-    const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f, m[i], second);
+    const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f, Element{moments, i});
     batch.template take_steps<kCautious>(i, u);
   }
 }
@@ -79,7 +77,7 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
 // The update of a chunk that holds float32 only, if there is one loop for it.
 template <class Rule>
 bool fused_chunk(const Work& w) {
-  if (w.formats.exp_avg != DType::f32) return false;  // SGD without momentum, and codes
+  if (w.formats.moments[0] != DType::f32) return false;  // SGD without momentum, and codes
   switch (w.plan.num_replicas) {
     case 1: return fused<Rule, 1>(w);
     case 2: return fused<Rule, 2>(w);

@@ -14,16 +14,22 @@ using hdet::HyperRow;
 using hdet::ReplicaRow;
 using hdet::StepPlan;
 
-// The rule on a block: new moments, and the direction that all replicas share. `p` is read by coupled rules, `v` if the rule has a
-// second moment.
+// The moments of one element, of blocks of all moments.
+struct Element {
+  float* const* moments;
+  int i;
+  float& operator[](int j) const { return moments[j][i]; }
+};
+
+// The rule on a block: new moments, and the direction that all replicas share. `p` is read by coupled rules.
 template <class Rule>
-void directions(const HyperRow& shared_row, const float* __restrict g, const float* __restrict p, float* __restrict m,
-                float* __restrict v, float* __restrict u, int length) {
+void directions(const HyperRow& shared_row, const float* g, const float* p, float* const* blocks, float* u, int length) {
   const HyperRow row = shared_row;  // a copy cannot alias the floats written below
+  float* moments[Rule::kMoments];
+  for (int j = 0; j < Rule::kMoments; ++j) moments[j] = blocks[j];
+  HDET_INDEPENDENT
   for (int i = 0; i < length; ++i) {
-    float none = 0.0f;
-    float& second = Rule::kSecond ? v[i] : none;
-    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled ? p[i] : 0.0f, m[i], second);
+    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled ? p[i] : 0.0f, Element{moments, i});
   }
 }
 
@@ -69,12 +75,11 @@ struct Work {
     const Master kind = plan.masters == nullptr ? Master::none : formats.master;
     return {formats.param, kind, plan.params[place(k)], entry(plan.masters, place(k))};
   }
-  Moment first() const { return moment(true, formats.exp_avg, plan.exp_avgs, plan.exp_avg_scales); }
-  Moment second() const { return moment(false, formats.exp_avg_sq, plan.exp_avg_sqs, plan.exp_avg_sq_scales); }
-  Moment moment(bool is_first, DType type, void* const* numbers, float* const* scales) const {
-    const bool coded = type == DType::codes;
-    return {type, is_first, entry(numbers, chunk.tensor), coded ? scales[chunk.tensor] : nullptr,
-            coded ? plan.codebooks + (is_first ? 0 : 1) : nullptr};
+  void* moment(int j) const { return plan.moments[place(j)]; }
+  Moment moment(int j, bool is_signed) const {
+    const bool coded = formats.moments[j] == DType::codes;
+    return {formats.moments[j], is_signed, moment(j), coded ? plan.scales[place(j)] : nullptr,
+            coded ? plan.codebooks + (is_signed ? 0 : 1) : nullptr};
   }
   bool random_params() const { return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none; }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
@@ -85,25 +90,25 @@ struct Work {
 // Gradient and moments of a block -> new moments in memory, and u. `p` is the parameter for a coupled rule, null if replicas share u.
 template <class Rule>
 void share(const Work& w, int64_t element, int length, const float* p, float* u) {
-  Staging g_buffer, p_buffer, m_buffer, v_buffer;
+  Staging g_buffer, p_buffer, buffers[Rule::kMoments];
   if (Rule::kCoupled && p == nullptr) p = static_cast<float*>(__builtin_memset(p_buffer.values, 0, sizeof p_buffer.values));
   uint16_t random[kBlock];
   const Formats& f = w.formats;
   const int32_t tensor = w.chunk.tensor;
   const float* const g = open(f.gradient, w.plan.gradients[tensor], element, length, g_buffer);
-  const bool kept = f.exp_avg != DType::none && w.plan.exp_avgs != nullptr;
-  const Moment first = w.first(), second = w.second();
-  float* m = m_buffer.values;
-  if (kept) m = open(first, element, length, m_buffer);
-  else __builtin_memset(m, 0, static_cast<unsigned long>(length) * sizeof(float));  // SGD without momentum
-  float* const v = Rule::kSecond ? open(second, element, length, v_buffer) : nullptr;
-
-  directions<Rule>(w.row, g, p, m, v, u, length);
-  if (kept) put(first, element, length, m);
-  if (!Rule::kSecond) return;
-  const bool stochastic = f.stochastic && f.exp_avg_sq == DType::bf16;
-  if (stochastic) w.random(0, element, length, 16, random);
-  put(second, element, length, v, stochastic ? random : nullptr);
+  float* moments[Rule::kMoments];
+  for (int j = 0; j < Rule::kMoments; ++j) {
+    moments[j] = buffers[j].values;
+    if (f.moments[j] != DType::none) moments[j] = open(w.moment(j, Rule::is_signed(j)), element, length, buffers[j]);
+    else __builtin_memset(moments[j], 0, static_cast<unsigned long>(length) * sizeof(float));  // SGD without momentum
+  }
+  directions<Rule>(w.row, g, p, moments, u, length);
+  for (int j = 0; j < Rule::kMoments; ++j) {
+    if (f.moments[j] == DType::none) continue;
+    const bool stochastic = f.stochastic && !Rule::is_signed(j) && f.moments[j] == DType::bf16;
+    if (stochastic) w.random(0, element, length, 16, random);
+    put(w.moment(j, Rule::is_signed(j)), element, length, moments[j], stochastic ? random : nullptr);
+  }
 }
 
 void zero_gradient(const Work& w) {

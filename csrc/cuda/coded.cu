@@ -57,20 +57,20 @@ struct Coded : Update<Rule, kMany, kKnown> {
   template <int kWidth>
   struct Loaded {
     Raw<kWidth> gradient, param;
-    uint2 first, second;
-    float first_scale, second_scale;
+    uint2 moments[Rule::kMoments];
+    float scales[Rule::kMoments];
   };
 
   // The same between the rule and the codes.
   template <int kWidth>
   struct Turn {
     Raw<kWidth> params[kBatch];
-    float m[kWidth], v[kWidth] = {}, u[kWidth];
+    float moments[Rule::kMoments][kWidth], u[kWidth];
   };
   template <class T>
   using Each = PerThread<T, kStepThreads>;
 
-  Codes first, second;
+  Codes codes[Rule::kMoments];
   bool vectors;
 
   __device__ __forceinline__ Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
@@ -78,31 +78,32 @@ struct Coded : Update<Rule, kMany, kKnown> {
   // Of a chunk that is coded. Fills shared memory.
   __device__ __forceinline__ void prepare(Codebook* books) {
     phase([&](int thread) {
-      constexpr int kUnits = (Rule::kSecond ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
+      constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
       const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
       const auto to = reinterpret_cast<uint4*>(books);
       for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
-    first = codes_of(plan.exp_avgs, plan.exp_avg_scales, books);
-    if (Rule::kSecond) second = codes_of(plan.exp_avg_sqs, plan.exp_avg_sq_scales, books + 1);
-    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false) && aligned(first) &&
-              (!Rule::kSecond || aligned(second));
+    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      const int64_t place = j * plan.num_tensors + chunk.tensor;
+      codes[j] = {static_cast<uint8_t*>(plan.moments[place]) + chunk.offset, plan.scales[place] + chunk.offset / kCodeBlock,
+                  books + (Rule::is_signed(j) ? 0 : 1)};
+      vectors = vectors && aligned(codes[j]);
+    }
   }
 
-  __device__ __forceinline__ Codes codes_of(void* const* numbers, float* const* scales, const Codebook* book) const {
-    return {static_cast<uint8_t*>(numbers[chunk.tensor]) + chunk.offset, scales[chunk.tensor] + chunk.offset / kCodeBlock, book};
-  }
   __device__ __forceinline__ static bool aligned(const Codes& moment) { return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0; }
 
   // `block`: number of the block of codes in the chunk.
   template <int kWidth>
   __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
     load(formats.gradient, gradient, at, loaded.gradient);
-    loaded.first = first.load(at, Width<kWidth>{});
-    if (Rule::kSecond) loaded.second = second.load(at, Width<kWidth>{});
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
     if (!kMany) load(Base::replica(0).param, at, loaded.param);
-    loaded.first_scale = *global(first.scales + block);
-    if (Rule::kSecond) loaded.second_scale = *global(second.scales + block);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) loaded.scales[j] = *global(codes[j].scales + block);
   }
 
   // New moments and the direction; nothing is written.
@@ -112,19 +113,22 @@ struct Coded : Update<Rule, kMany, kKnown> {
     else turn.params[0] = loaded.param;
     float g[kWidth], p[kWidth] = {};
     unpack(formats.gradient, loaded.gradient, g);
-    first.decode(loaded.first_scale, loaded.first, turn.m);
-    if (Rule::kSecond) second.decode(loaded.second_scale, loaded.second, turn.v);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
     if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], turn.m[i], turn.v[i]);
+    for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{turn.moments, i});
   }
 
   // All that is written of these elements.
   template <int kWidth>
-  __device__ __forceinline__ void keep(const Place& at, float first_scale, float second_scale, Turn<kWidth>& turn) const {
+  __device__ __forceinline__ void keep(const Place& at, const float (&scales)[Rule::kMoments], Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
-    first.template store<true>(at, first_scale, turn.m);
-    if (Rule::kSecond) second.template store<false>(at, second_scale, turn.v);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
+      else codes[j].template store<false>(at, scales[j], turn.moments[j]);
+    }
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
     Base::follow_all(at, turn.params, turn.u, bits);
   }
@@ -134,6 +138,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) bits = magnitude_bits(x[i]) < bits ? bits : magnitude_bits(x[i]);
     return bits;
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ static void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) {
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) found[j] = largest(turn.moments[j], found[j]);
   }
 
   __device__ __forceinline__ bool is_whole(int block) const { return vectors && (block + 1) * kCodeBlock <= chunk.length; }
@@ -167,43 +177,41 @@ struct Coded : Update<Rule, kMany, kKnown> {
   // A block of codes for each warp. `loaded`, if kAhead: theirs, and afterwards that of the next blocks.
   __device__ __forceinline__ void blocks(int start, Each<Loaded<kEight>>& loaded) const {
     Each<Turn<kEight>> turns;
-    Each<uint32_t> first_largest, second_largest;
+    Each<uint32_t> largests[Rule::kMoments];
     threads([&](int thread) {
       const int block = start + thread / kWarp, lane = thread % kWarp;
-      uint32_t of_first = 0, of_second = 0;
+      uint32_t found[Rule::kMoments] = {};
       if (is_whole(block)) {
         Turn<kEight>& turn = turns[thread];
         if (!kAhead) load_block(block, lane, loaded[thread]);
         compute(place_in(block, lane), loaded[thread], turn);
         if (kAhead) load_block(block + kStepThreads / kWarp, lane, loaded[thread]);
-        of_first = largest(turn.m, 0);
-        if (Rule::kSecond) of_second = largest(turn.v, 0);
+        add_largest(turn, found);
       } else {
-        one_by_one(block, lane, [&](const Place&, const Turn<1>& turn) {
-          of_first = largest(turn.m, of_first);
-          if (Rule::kSecond) of_second = largest(turn.v, of_second);
-        });
+        one_by_one(block, lane, [&](const Place&, const Turn<1>& turn) { add_largest(turn, found); });
       }
-      first_largest[thread] = of_first;
-      second_largest[thread] = of_second;
+#pragma unroll
+      for (int j = 0; j < Rule::kMoments; ++j) largests[j][thread] = found[j];
     });
-    largest_of_warps(first_largest);
-    if (Rule::kSecond) largest_of_warps(second_largest);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) largest_of_warps(largests[j]);
     threads([&](int thread) {
       const int block = start + thread / kWarp, lane = thread % kWarp;
-      const float first_scale = scale_of(first_largest[thread]), second_scale = scale_of(second_largest[thread]);
+      float scales[Rule::kMoments];
+#pragma unroll
+      for (int j = 0; j < Rule::kMoments; ++j) scales[j] = scale_of(largests[j][thread]);
       if (is_whole(block)) {
-        keep(place_in(block, lane), first_scale, second_scale, turns[thread]);
+        keep(place_in(block, lane), scales, turns[thread]);
       } else {
-        one_by_one(block, lane, [&](const Place& at, Turn<1>& turn) { keep(at, first_scale, second_scale, turn); });
+        one_by_one(block, lane, [&](const Place& at, Turn<1>& turn) { keep(at, scales, turn); });
       }
     });
     warps_meet();  // until here the old scales are read
     threads([&](int thread) {
       const int block = start + thread / kWarp;
       if (thread % kWarp != 0 || block * kCodeBlock >= chunk.length) return;
-      *global(first.scales + block) = scale_of(first_largest[thread]);
-      if (Rule::kSecond) *global(second.scales + block) = scale_of(second_largest[thread]);
+#pragma unroll
+      for (int j = 0; j < Rule::kMoments; ++j) *global(codes[j].scales + block) = scale_of(largests[j][thread]);
     });
   }
 
@@ -235,7 +243,7 @@ constexpr int coded_blocks_per_multiprocessor() {
 template <class Rule, bool kMany, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
     coded_kernel(const __grid_constant__ StepPlan plan) {
-  __shared__ Codebook books[Rule::kSecond ? 2 : 1];
+  __shared__ Codebook books[Rule::kSquares ? 2 : 1];
   const Chunk& chunk = plan.chunks[blockIdx.x];
   after_the_kernel_before();
   if (without_gradient(plan, chunk)) return;
@@ -243,7 +251,7 @@ __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   // Known does not say whether moments are codes. Where they are, the addresses of moments in Shared are none.
-  const bool is_coded = unpack_formats(chunk.formats).exp_avg == DType::codes;
+  const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown>(update);
   update.prepare(books);
   update.update_codes();

@@ -48,6 +48,14 @@ struct Replica {
   bool in_step;
 };
 
+// The moments of one element.
+template <int kWidth>
+struct Element {
+  float (*x)[kWidth];
+  int i;
+  __device__ __forceinline__ float& operator[](int j) const { return x[j][i]; }
+};
+
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown: StepPlan::known. Unless it is none, formats
 // are constants to the compiler.
 template <class Rule, bool kMany, Known kKnown>
@@ -57,7 +65,7 @@ struct Update {
 
   template <int kWidth>
   struct RawTurn {
-    Raw<kWidth> gradient, first, second;
+    Raw<kWidth> gradient, moments[Rule::kMoments];
   };
 
   const StepPlan& plan;
@@ -65,54 +73,73 @@ struct Update {
   const Control control;
   const HyperRow row;
   Formats formats;
-  void *gradient, *exp_avg, *exp_avg_sq;
+  void *gradient, *moments[Rule::kMoments];
   Replica* replicas;  // in shared memory, where there are many
   Replica own;
 
   __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
       : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
-    if (kIsKnown && Rule::kMayLackFirst && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
-    exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
-    exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none) formats.moments[j] = DType::none;
+      moments[j] = keeps(j) ? advance(plan.moments[j * plan.num_tensors + chunk.tensor], formats.moments[j], chunk.offset) : nullptr;
+    }
     if constexpr (kMany) replicas = dynamic_shared<Replica>();
     else own = replica_at(0);
   }
 
-  __device__ __forceinline__ bool keeps_first() const { return !Rule::kMayLackFirst || formats.exp_avg != DType::none; }
+  __device__ __forceinline__ bool keeps(int j) const { return !Rule::kMayLackMoments || formats.moments[j] != DType::none; }
   __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
-  __device__ __forceinline__ bool draws_second() const { return Rule::kSecond && formats.stochastic && formats.exp_avg_sq == DType::bf16; }
+  // Whether moment j is rounded stochastically, with the bits of replica number 0.
+  __device__ __forceinline__ bool draws(int j) const {
+    return !Rule::is_signed(j) && formats.stochastic && formats.moments[j] == DType::bf16;
+  }
+  __device__ __forceinline__ bool draws_any() const {
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) any = any || draws(j);
+    return any;
+  }
 
   // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.
   __device__ __forceinline__ bool are_in_step(int head, bool wide) const {
-    return in_step(exp_avg, formats.exp_avg, head, wide) && in_step(exp_avg_sq, formats.exp_avg_sq, head, wide) &&
-           !(formats.stochastic && head % 4 != 0);
+    bool all = !(formats.stochastic && head % 4 != 0);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) all = all && in_step(moments[j], formats.moments[j], head, wide);
+    return all;
   }
 
   template <int kWidth>
   __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
     load(formats.gradient, gradient, at, raw.gradient);
-    if (keeps_first()) load(formats.exp_avg, exp_avg, at, raw.first);
-    if (Rule::kSecond) load(formats.exp_avg_sq, exp_avg_sq, at, raw.second);
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
+    }
   }
 
   // Gradient and moments -> new moments, in memory, and u. `p`: the parameter, for coupled rules. `bits`: those of replica number 0
-  // afterwards, if draws_second().
+  // afterwards, if draws_any().
   template <int kWidth>
   __device__ __forceinline__ void direction(const Place& at, const RawTurn<kWidth>& raw, const float (&p)[kWidth], uint32_t (&bits)[kWidth],
                                             float (&u)[kWidth]) const {
-    float g[kWidth], m[kWidth] = {}, v[kWidth] = {};
+    float g[kWidth], x[Rule::kMoments][kWidth] = {};
     unpack(formats.gradient, raw.gradient, g);
-    if (keeps_first()) unpack(formats.exp_avg, raw.first, m);
-    if (Rule::kSecond) unpack(formats.exp_avg_sq, raw.second, v);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], m[i], v[i]);
-    if (keeps_first()) store(formats.exp_avg, exp_avg, at, m);
-    if (draws_second()) {
-      random(0, at, bits);
-      store_halves<kWidth>(exp_avg_sq, at, [&](int i) { return to_bf16(v[i], bits[i] >> 16); });
-    } else if (Rule::kSecond) {
-      store(formats.exp_avg_sq, exp_avg_sq, at, v);
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (keeps(j)) unpack(formats.moments[j], raw.moments[j], x[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (draws(j)) {
+        random(0, at, bits);
+        store_halves<kWidth>(moments[j], at, [&](int i) { return to_bf16(x[j][i], bits[i] >> 16); });
+      } else if (keeps(j)) {
+        store(formats.moments[j], moments[j], at, x[j]);
+      }
     }
   }
 
@@ -144,8 +171,11 @@ struct Update {
   // Whether 16-byte accesses hold eight elements in all streams.
   __device__ __forceinline__ bool wide() const {
     const auto has_16_bits = [](DType type) { return type != DType::f32; };
-    return (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) && has_16_bits(formats.exp_avg) &&
-           has_16_bits(formats.exp_avg_sq) && has_16_bits(formats.param) && formats.master != Master::f32;
+    bool all = (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) && has_16_bits(formats.param) &&
+               formats.master != Master::f32;
+#pragma unroll
+    for (int j = 0; j < Rule::kMoments; ++j) all = all && has_16_bits(formats.moments[j]);
+    return all;
   }
 
   __device__ __forceinline__ Replica replica_at(int k) const {
@@ -250,7 +280,7 @@ struct Update {
   __device__ __forceinline__ void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth], uint32_t (&bits)[kWidth]) const {
     if (formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16) {
       const int number = plan.first_replica + k;
-      const bool drawn = !kMany && number == 0 && draws_second();  // one draw serves the second moment and the parameter
+      const bool drawn = !kMany && number == 0 && draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
       store_halves<kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
     } else {
@@ -270,7 +300,7 @@ constexpr int blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 5;
 #else
-  return Rule::kMayLackFirst ? 5 : 6;
+  return Rule::kMayLackMoments ? 5 : 6;
 #endif
 }
 

@@ -156,18 +156,16 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 
 def _check_lengths(t: StepTensors, count: int) -> None:
-    columns = [
-        (name, getattr(t, name))
-        for name in (
-            "groups",
-            "steps",
-            "exp_avgs",
-            "exp_avg_sqs",
-            "exp_avg_scales",
-            "exp_avg_sq_scales",
-            "ids",
-        )
-    ]
+    rule = RULES[t.rule]
+    columns = [(name, getattr(t, name)) for name in ("groups", "steps", "ids")]
+    for name in ("moments", "scales"):
+        sets = getattr(t, name)
+        if sets is not None and len(sets) != len(rule.moments):
+            raise ValueError(
+                f"{name} has {len(sets)} lists, but {t.rule} keeps {', '.join(rule.moments)}"
+            )
+        of = "" if name == "moments" else "scales of "
+        columns += [(of + one, c) for one, c in zip(rule.moments, sets or (), strict=False)]
     for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:
@@ -180,14 +178,10 @@ def _check_lengths(t: StepTensors, count: int) -> None:
         raise ValueError(
             f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
         )
-    rule = RULES[t.rule]
-    for place, name in enumerate(("exp_avgs", "exp_avg_sqs")):
-        column, keeps = getattr(t, name), place < len(rule.moments)
-        absent = [i for i in range(count) if column is None or column[i] is None]
-        if keeps and absent and rule.kept_if is None:  # else: see check_settings
+    for name, column in zip(rule.moments, t.moments, strict=True):
+        absent = [i for i in range(count) if column[i] is None]
+        if absent and rule.kept_if is None:  # else: see check_settings
             raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
-        if not keeps and len(absent) < count:
-            raise ValueError(f"{name} given, but {t.rule} keeps no second moment: leave it out")
 
 
 def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[torch.dtype]]]:
@@ -199,10 +193,14 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
             (f"master of {whose}", k, column, MASTER_TYPES)
             for k, column in enumerate(t.masters or [])
         ),
-        ("exp_avg of parameter {}", 0, t.exp_avgs or [], MOMENTS),
-        ("exp_avg_sq of parameter {}", 0, t.exp_avg_sqs or [], MOMENTS),
-        ("scales of exp_avg of parameter {}", 0, t.exp_avg_scales or [], (torch.float32,)),
-        ("scales of exp_avg_sq of parameter {}", 0, t.exp_avg_sq_scales or [], (torch.float32,)),
+        *(
+            (f"{name} of parameter {{}}", 0, column, MOMENTS)
+            for name, column in zip(RULES[t.rule].moments, t.moments, strict=True)
+        ),
+        *(
+            (f"scales of {name} of parameter {{}}", 0, column, (torch.float32,))
+            for name, column in zip(RULES[t.rule].moments, t.scales or (), strict=False)
+        ),
         ("step of parameter {}", 0, t.steps, (torch.float32,)),
     ]
     for name, k, column, dtypes in columns:
@@ -214,20 +212,18 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
 
 
 def _check_codes(t: StepTensors) -> None:
-    """Codes have scales, nothing else has, and a tensor's moments are both codes or none is."""
-    coded = set(t.coded())
-    for name, moments, scales in (
-        ("exp_avg", t.exp_avgs, t.exp_avg_scales),
-        ("exp_avg_sq", t.exp_avg_sqs, t.exp_avg_sq_scales),
-    ):
-        for i, moment in enumerate(moments or ()):
+    """Codes have scales, nothing else has, and all moments of a tensor are codes or none is."""
+    coded, names = set(t.coded()), RULES[t.rule].moments
+    for j, (name, moments) in enumerate(zip(names, t.moments, strict=True)):
+        scales = t.scales_of(j)
+        for i, moment in enumerate(moments):
             if moment is None:
                 continue
             if (moment.dtype == CODES) != (i in coded):
                 raise TypeError(
-                    f"exp_avg and exp_avg_sq of parameter {i} must both be {CODES}, or neither"
+                    f"{' and '.join(names)} of parameter {i} must all be {CODES}, or none of them"
                 )
-            if (i in coded) != (scales is not None and scales[i] is not None):
+            if (i in coded) != (scales[i] is not None):
                 raise ValueError(
                     f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, "
                     "and none else"
@@ -401,10 +397,10 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
     kept_if = RULES[tensors.rule].kept_if
     for i, group in enumerate(tensors.groups if kept_if else ()):
         value = getattr(settings[group], kept_if)  # type: ignore[arg-type]
-        if value != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
+        if value != 0 and tensors.moments[0][i] is None:
             raise ValueError(
-                f"{kept_if} is {value}, but exp_avg of parameter {i} is missing: plan again with "
-                "one"
+                f"{kept_if} is {value}, but {RULES[tensors.rule].moments[0]} of parameter {i} is "
+                "missing: plan again with one"
             )
 
 

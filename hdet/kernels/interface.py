@@ -23,14 +23,14 @@ class StepTensors:
     params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all
     lists. groups: which entry of the settings tensor i uses. Numbered from 0 without a gap. steps:
     torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
-    Each speaks for its own tensor. exp_avgs, exp_avg_sqs: float32, bfloat16, or the uint8 codes of
-    numbers.py, then for both moments of a tensor. Rules with one moment
-        (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD without momentum has None
-        there.
-    exp_avg_scales, exp_avg_sq_scales: of codes, float32, one for each block of 256 elements; None
-    for other tensors. masters: K lists. None for a parameter without one; float32: the parameter is
-    its rounded copy; int16: the lower half of a
-        bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
+    Each speaks for its own tensor.
+    moments: n tensors for each moment of the rule (`RULES`), in its order: float32, bfloat16, or
+    the uint8 codes of numbers.py, then for all moments of a tensor. SGD without momentum has None.
+    scales: the same of codes, float32, one for each block of 256 elements; None for other tensors,
+    and where no tensor has codes.
+    masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy;
+    int16: the lower half of a bfloat16 parameter's exact float32 value (the split form,
+    csrc/core/numbers.h).
     ids: numbers of the tensors for stochastic rounding, default their positions.
     stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of
         bfloat16 second moments; None rounds to nearest.
@@ -41,14 +41,12 @@ class StepTensors:
     params: Sequence[Sequence[Tensor]]
     groups: Sequence[int]
     steps: Sequence[Tensor]
-    exp_avgs: Column | None = None
-    exp_avg_sqs: Column | None = None
+    moments: Sequence[Column]
     masters: Sequence[Column] | None = None
     ids: Sequence[int] | None = None
     stochastic: int | None = None
     first_replica: int = 0
-    exp_avg_scales: Column | None = None
-    exp_avg_sq_scales: Column | None = None
+    scales: Sequence[Column] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -61,10 +59,12 @@ class StepTensors:
     def coded(self) -> list[int]:
         """The tensors whose moments are codes."""
         return [
-            i
-            for i, moment in enumerate(self.exp_avgs or ())
-            if getattr(moment, "dtype", None) == CODES
+            i for i, moment in enumerate(self.moments[0]) if getattr(moment, "dtype", None) == CODES
         ]
+
+    def scales_of(self, moment: int) -> Column:
+        """Of a moment, by its number."""
+        return [None] * len(self.moments[moment]) if self.scales is None else self.scales[moment]
 
 
 @dataclass(frozen=True)

@@ -813,22 +813,19 @@ class FusedOptimizer(Optimizer):
         `places`: its number among all parameters."""
         count = self.num_replicas
         keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
-        moments = [plans.column(keepers, key) for key in RULES[self.rule].moments]
-        scales = [plans.column(keepers, scale_key(key)) for key in RULES[self.rule].moments]
-        small_second = len(RULES[self.rule].moments) == 2 and self.moment_dtype == torch.bfloat16
+        rule = RULES[self.rule]
+        draws = self.moment_dtype == torch.bfloat16 and not all(rule.signed)
         return StepTensors(
-            rule=self.rule,
+            rule=rule.name,
             params=strides.laid_columns([[shards.local(s[k]) for s in sets] for k in range(count)]),
             groups=groups,
             steps=[state["step"] for state in states],
-            exp_avgs=moments[0],
-            exp_avg_sqs=moments[1] if len(moments) == 2 else None,
+            moments=[plans.column(keepers, key) for key in rule.moments],
             masters=plans.master_columns(states, count),
             ids=places,
-            stochastic=self.seed if self.stochastic_rounding or small_second else None,
+            stochastic=self.seed if self.stochastic_rounding or draws else None,
             first_replica=self.first_replica,
-            exp_avg_scales=scales[0],
-            exp_avg_sq_scales=scales[1] if len(scales) == 2 else None,
+            scales=[plans.column(keepers, scale_key(key)) for key in rule.moments],
         )
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:

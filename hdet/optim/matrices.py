@@ -78,8 +78,8 @@ def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
             sets,
             groups=[0] * len(matrices),
             steps=[state["step"] for state in states],
-            exp_avgs=[state["momentum_buffer"] for state in states],
-            exp_avg_scales=[state.get(scale_key("momentum_buffer")) for state in states],
+            moments=[[state["momentum_buffer"] for state in states]],
+            scales=[[state.get(scale_key("momentum_buffer")) for state in states]],
             masters=[[matrix.masters[k] for matrix in matrices] for k in range(num_replicas)],
         )
     )

@@ -3,13 +3,8 @@
 One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
 
 As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices
-<<<<<<< HEAD
 of the next round are on their way while those of this one are computed. An element is sent twice,
-in the dtype of Newton-Schulz.
-=======
-of the next round are on their way while those of this one are computed. An element travels twice,
 in the dtype of Newton-Schulz; there in float32 if that is float16.
->>>>>>> bb683e5 (Muon orthogonalises in float16 if asked, and with coefficients for each step)
 """
 
 from __future__ import annotations

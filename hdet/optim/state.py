@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hdet.kernels import numbers
 from hdet.kernels.numbers import CODES
+from hdet.rules import is_signed
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -32,8 +33,8 @@ _RELAY = (
 class Layout:
     """How the state of a parameter is stored.
 
-    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs: the first one has a
-    sign. moment_dtype: of 8 bits that of the codes. required: what a loaded state must have.
+    moments: their names, in the rule's order. moment_dtype: of 8 bits that of the codes. required:
+    what a loaded state must have.
     """
 
     moments: tuple[str, ...]
@@ -80,18 +81,14 @@ class Layout:
         entries: dict[str, Any] = {}
         kept = [state.get(name) for name in self.moments]
         if moments:
-            for place, (name, moment) in enumerate(zip(self.moments, kept, strict=True)):
+            for name, moment in zip(self.moments, kept, strict=True):
                 if moment is None:
                     entries.update(stored.zeros(name, param, self.moment_dtype))
                 elif not stored.fits(name, state, param, self.moment_dtype):
-                    values = (
-                        stored.values_of(name, state, signed=place == 0).detach().to(param.device)
-                    )
-                    entries.update(
-                        stored.entries(
-                            name, strides.like(values, param), self.moment_dtype, signed=place == 0
-                        )
-                    )
+                    signed = is_signed(name)
+                    values = stored.values_of(name, state, signed).detach().to(param.device)
+                    values = strides.like(values, param)
+                    entries.update(stored.entries(name, values, self.moment_dtype, signed))
         step = state.get("step")
         if moments and kept[0] is None:
             step = 0.0  # moments that begin at zero need the corrections of a first step
@@ -184,10 +181,10 @@ class Layout:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
             else:
                 placed[key] = value
-        for place, key in enumerate(self.moments):
+        for key in self.moments:
             if coded and key in placed:
                 made = stored.entries(
-                    key, shards.local(placed[key]), self.moment_dtype, signed=place == 0
+                    key, shards.local(placed[key]), self.moment_dtype, is_signed(key)
                 )
                 placed.update(shards.state_like(made, param))
         absent = [key for key in self.required if key not in placed]
@@ -205,16 +202,12 @@ class Layout:
         seen as bfloat16: neither gloo nor NCCL knows int16, and both move bits as they are."""
         if state.get("remainder") is not None:
             state = _with_halves(state, torch.bfloat16)
-        coded = [
-            (place, name)
-            for place, name in enumerate(self.moments)
-            if stored.scale_key(name) in state
-        ]
+        coded = [name for name in self.moments if stored.scale_key(name) in state]
         if not coded:
             return state
         own = shards.local_state(state, param)
-        values = {name: stored.values_of(name, own, signed=place == 0) for place, name in coded}
-        scales = {stored.scale_key(name) for _, name in coded}
+        values = {name: stored.values_of(name, own, is_signed(name)) for name in coded}
+        scales = {stored.scale_key(name) for name in coded}
         return {
             **{key: value for key, value in state.items() if key not in scales},
             **shards.state_like(values, param),

@@ -404,10 +404,9 @@ def by_device(params: Sequence[Tensor], members: Sequence[int]) -> dict[torch.de
     return found
 
 
-def column(states: Sequence[Mapping[str, Any]], key: str) -> Column | None:
-    """One entry for each state, or None where no state has any."""
-    found = [state.get(key) for state in states]
-    return found if any(item is not None for item in found) else None
+def column(states: Sequence[Mapping[str, Any]], key: str) -> Column:
+    """One entry for each state."""
+    return [state.get(key) for state in states]
 
 
 def master_columns(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[Column] | None:

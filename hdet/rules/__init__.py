@@ -16,9 +16,19 @@ import hashlib
 import importlib
 import pkgutil
 
-from .decorator import RULES, TYPES, Facts, Rule, StepSettings
+from .decorator import RULES, TYPES, Facts, Rule, StepSettings, is_signed
 
-__all__ = ["COUPLED", "DECOUPLED", "DIGEST", "RULES", "TYPES", "Facts", "Rule", "StepSettings"]
+__all__ = [
+    "COUPLED",
+    "DECOUPLED",
+    "DIGEST",
+    "RULES",
+    "TYPES",
+    "Facts",
+    "Rule",
+    "StepSettings",
+    "is_signed",
+]
 
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f".{_file.name}", __name__)

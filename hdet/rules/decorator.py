@@ -56,6 +56,11 @@ class Facts:
     kept_if: str | None = None
 
     @property
+    def signed(self) -> tuple[bool, ...]:
+        """Of each moment: has it a sign?"""
+        return tuple(map(is_signed, self.moments))
+
+    @property
     def required(self) -> tuple[str, ...]:
         """What a loaded state must have."""
         return self.moments if self.kept_if is None else ()
@@ -119,6 +124,12 @@ class Rule(Facts):
     def required(self) -> tuple[str, ...]:
         counts = self.trace.counts and self.kept_if is None
         return ("step", *super().required) if counts else super().required
+
+
+def is_signed(moment: str) -> bool:
+    """By a moment's name: averages of squares have no sign, and are rounded stochastically in
+    bfloat16."""
+    return not moment.endswith("_sq")
 
 
 def _why_not(name: str, value: float) -> str | None:

@@ -8,6 +8,7 @@ kernels/reference/arithmetic.py evaluates the tree, csrc/generate.py prints it i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,14 +126,17 @@ def where(condition: Scalar, a: Scalar | float, b: Scalar | float) -> Scalar:
 
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""(h, g, p, m, v) -> (u, m, v), or without v: settings, gradient, parameter and moments; the
-direction, which a step goes against, and the new moments"""
-INPUTS = ("g", "p", "m", "v")
+"""(h, g, p, *moments) -> (u, *moments): settings, gradient, parameter and moments, up to
+MAX_MOMENTS; the direction, which a step goes against, and the new moments"""
+MAX_MOMENTS = 3
+"""csrc/core/numbers.h: Formats"""
 
 
 class Trace(NamedTuple):
     """A rule's function, called once."""
 
+    inputs: tuple[str, ...]
+    """what the function calls the gradient, the parameter and the moments"""
     direction: Tensor
     moments: tuple[Tensor, ...]
     divisor: Scalar
@@ -155,7 +159,9 @@ def _counts(scalar: Scalar) -> bool:
 
 
 def trace(function: Function, num_moments: int) -> Trace:
-    inputs = [Tensor("input", (name,)) for name in INPUTS[: 2 + num_moments]]
+    names = tuple(inspect.signature(function).parameters)[1:]
+    assert len(names) == 2 + num_moments and num_moments <= MAX_MOMENTS, function.__name__
+    inputs = [Tensor("input", (name,)) for name in names]
     u, *moments = function(Settings(), *inputs)
     divisor = Scalar("number", (1.0,))
     if u.op == "div":
@@ -164,7 +170,7 @@ def trace(function: Function, num_moments: int) -> Trace:
             u, divisor = divided, by
     nodes = [node for tree in (u, *moments) for node in walk(tree)]
     scalars = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Scalar)))
-    return Trace(u, tuple(moments), divisor, scalars, Tensor("input", ("p",)) in nodes)
+    return Trace(names, u, tuple(moments), divisor, scalars, inputs[1] in nodes)
 
 
 def walk(node: Tensor) -> Iterator[Tensor | Scalar]:

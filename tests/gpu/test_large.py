@@ -29,7 +29,7 @@ def test_a_tensor_of_more_than_2_31_elements(backend: str) -> None:
         for place in (0, 31, param.numel() - 1):
             param[place], gradient[place] = 3.0, -2.0
         tensors = StepTensors(
-            "adamw", [[param]], [0], [torch.zeros((), device="cuda")], [first], [second]
+            "adamw", [[param]], [0], [torch.zeros((), device="cuda")], [[first], [second]]
         )
         plan = kernels.step_plan(tensors, backend)
         plan.step([gradient], SETTINGS, StepOptions(max_norm=math.inf))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
+from hdet.rules import RULES
 
 from . import reference
 from .cases import Guarded
@@ -88,12 +89,13 @@ class Problem:
         self.formats: list[Format] = [case.format(i) for i in range(count)]
         self.groups = [i % min(case.groups, count) for i in range(count)]
         self.memory: dict[str, Guarded] = {}
-        first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
-        second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
-        first_scales, second_scales = (
-            self._scales(f"{name}_scale", column)
-            for name, column in (("exp_avg", first), ("exp_avg_sq", second))
-        )
+        rule = RULES[case.rule]
+        self.signed = {f"moment {j}": signed for j, signed in enumerate(rule.signed)}
+        moments = [
+            self._column(name, [f.moment(signed) for f in self.formats], 1 + j)
+            for j, (name, signed) in enumerate(self.signed.items())
+        ]
+        scales = [self._scales(f"scales {j}", column) for j, column in enumerate(moments)]
         sets: dict[str, list[Guarded]] = {"param": [], "master": []}
         for k in range(case.replicas):
             for j, (name, column) in enumerate(sets.items()):
@@ -123,7 +125,7 @@ class Problem:
                 i // len(set(self.groups)) % 2
             )  # tensors of one group have not all missed as many steps
             self.steps[i].fill_(taken)
-            for moment in (first.tensors[i], second.tensors[i]):
+            for moment in (column.tensors[i] for column in moments):
                 if moment is not None and moment.dtype != U8:
                     moment.copy_(moment.square() * taken)  # zero before the first step
                 elif moment is not None and taken == 0:
@@ -133,16 +135,14 @@ class Problem:
             params=[column.tensors for column in sets["param"]],
             groups=self.groups,
             steps=self.steps,
-            exp_avgs=first.tensors if first.given() else None,
-            exp_avg_sqs=second.tensors if second.given() else None,
+            moments=[column.tensors for column in moments],
             masters=[column.tensors for column in sets["master"]]
             if sets["master"][0].given()
             else None,
             ids=None if case.stochastic is None else [3 * i + 1 for i in range(count)],
             stochastic=case.stochastic,
             first_replica=0 if case.stochastic is None else 5,
-            exp_avg_scales=first_scales.tensors if first_scales.given() else None,
-            exp_avg_sq_scales=second_scales.tensors if second_scales.given() else None,
+            scales=[column.tensors for column in scales],
         )
 
     def _column(self, name: str, dtypes: list[torch.dtype | None], place: int) -> Guarded:
@@ -221,8 +221,8 @@ class Problem:
                 value_of(*pair)
                 for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)
             ]
-        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            pairs = zip(copies[name], copies[f"{name}_scale"], strict=True)
+        for j, (name, signed) in enumerate(self.signed.items()):
+            pairs = zip(copies[name], copies[f"scales {j}"], strict=True)
             copies[f"value of {name}"] = [
                 codes if scales is None else reference.decoded(codes, scales, signed)  # type: ignore[arg-type]
                 for codes, scales in pairs
@@ -322,14 +322,9 @@ class _Comparison:
         hyper = reference.Hyper(**{**s._asdict(), "lr": float(s.lr)})
         t = int(self._before("steps", i)) + 1
         gradient = self.gradients[i].double()  # type: ignore[union-attr]
-        first, second = (
-            torch.zeros_like(gradient) if moment is None else moment.double()
-            for moment in (
-                self.before["value of exp_avg"][i],
-                self.before["value of exp_avg_sq"][i],
-            )
-        )
-        return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, first, second)  # type: ignore[arg-type]
+        kept = (self.before[f"value of {name}"][i] for name in self.problem.signed)
+        moments = [torch.zeros_like(gradient) if m is None else m.double() for m in kept]
+        return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, moments)  # type: ignore[arg-type]
 
     def _before(self, name: str, i: int) -> Tensor:
         tensor = self.before[name][i]
@@ -349,15 +344,14 @@ class _Comparison:
                 )
 
     def _moments(self, i: int, stepped: reference.Stepped) -> None:
-        for name, exact in (("exp_avg", stepped.first), ("exp_avg_sq", stepped.second)):
-            if self.after[name][i] is not None and exact is not None:
-                moment, scales = self._after(name, i), self.after[f"{name}_scale"][i]
+        signs = self.problem.signed.items()
+        for j, ((name, signed), exact) in enumerate(zip(signs, stepped.moments, strict=True)):
+            if self.after[name][i] is not None:
+                moment, scales = self._after(name, i), self.after[f"scales {j}"][i]
                 if scales is not None:
-                    reference.assert_coded(
-                        moment, scales, exact, f"{name} {i}", signed=name == "exp_avg"
-                    )
+                    reference.assert_coded(moment, scales, exact, f"{name} {i}", signed)
                     continue
-                stochastic = name == "exp_avg_sq" and self._stochastic(moment)
+                stochastic = not signed and self._stochastic(moment)
                 reference.assert_stored(moment, exact, f"{name} {i}", stochastic)
 
     def _parameter(self, i: int, j: int, exact: Bounded) -> None:

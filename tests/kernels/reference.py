@@ -65,9 +65,8 @@ class Hyper:
 
 @dataclass
 class Stepped:
+    moments: list[Bounded]
     params: list[Bounded] = field(default_factory=list)  # of each replica
-    first: Bounded | None = None
-    second: Bounded | None = None
 
 
 def clip_coefficient(
@@ -86,8 +85,7 @@ def step(
     gradient: Tensor,
     factor: float,
     params: Sequence[Tensor],
-    first: Tensor,
-    second: Tensor,
+    moments: Sequence[Tensor],
 ) -> Stepped:
     """Step number t (from 1) of all replicas along the direction of one gradient, which is
     multiplied by `factor` first.
@@ -97,7 +95,7 @@ def step(
     2023, Algorithm 2. nadamw: Choi et al. 2019, Table 1. Decoupled decay acts at the replica's rate
     lr * rho_k, or at lr. Cautious decay: Chen et al. 2025, Algorithm 1.
     """
-    direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
+    direction, new = _direction(rule, h, t, gradient, factor, params[0], moments)
     for theta, rho in zip(params, h.multipliers, strict=True):
         rate = h.lr * rho
         decay = (
@@ -122,8 +120,7 @@ def _direction(
     gradient: Tensor,
     factor: float,
     theta: Tensor,
-    first: Tensor,
-    second: Tensor,
+    moments: Sequence[Tensor],
 ) -> tuple[Bounded, Stepped]:
     """The direction u and the new moments."""
     g = (-factor if h.maximize else factor) * gradient.double()
@@ -133,7 +130,7 @@ def _direction(
     ):  # a decay that is off does not look at the parameter, which may be infinite
         g = g + h.weight_decay * theta
         error = error + EPSILON * (h.weight_decay * theta).abs()
-    return _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
+    return _DIRECTIONS[rule](h, t, Bounded(g, error), *moments)
 
 
 def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
@@ -163,41 +160,41 @@ def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[
     error = m.error / correction1 / (root + h.eps) + u.abs() * (
         EPSILON + root_error / (root + h.eps)
     )
-    return Bounded(u, error), Stepped(first=m, second=v)
+    return Bounded(u, error), Stepped([m, v])
 
 
 def _nadamw(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
     """Adam's direction, with beta1 * m + (1 - beta1) * g in the place of m."""
     plain, new = _adam(h, t, g, first, second)
-    assert new.first is not None and new.second is not None
-    ahead = _mixed(new.first.value, g, h.beta1)
-    root = (new.second.value / (1 - h.beta2**t)).sqrt() + h.eps
+    m, v = new.moments
+    ahead = _mixed(m.value, g, h.beta1)
+    root = (v.value / (1 - h.beta2**t)).sqrt() + h.eps
     value = ahead.value / (1 - h.beta1**t) / root
-    from_m = (ahead.error + h.beta1 * new.first.error) / (1 - h.beta1**t) / root
+    from_m = (ahead.error + h.beta1 * m.error) / (1 - h.beta1**t) / root
     ratio = (plain.error / plain.value.abs()).where(plain.value != 0, torch.zeros_like(root))
     return Bounded(value, from_m + value.abs() * (EPSILON + ratio)), new
 
 
-def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor) -> tuple[Bounded, Stepped]:
     if h.momentum == 0:
-        return g, Stepped(first=g)
+        return g, Stepped([g])
     share = 1.0 if t == 1 else 1 - h.dampening
     buffer = h.momentum * first + share * g.value
     error = EPSILON * ((h.momentum * first).abs() + (share * g.value).abs()) + abs(share) * g.error
     momentum = Bounded(buffer, error)
     if not h.nesterov:
-        return momentum, Stepped(first=momentum)
+        return momentum, Stepped([momentum])
     ahead = g.value + h.momentum * momentum.value
     return Bounded(
         ahead,
         EPSILON * (g.value.abs() + (h.momentum * buffer).abs()) + g.error + h.momentum * error,
-    ), Stepped(first=momentum)
+    ), Stepped([momentum])
 
 
-def _lion(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+def _lion(h: Hyper, t: int, g: Bounded, first: Tensor) -> tuple[Bounded, Stepped]:
     c = _mixed(first, g, h.beta1)
     undecided = (c.value.abs() <= c.error) & (c.error > 0)  # rounding may turn the sign
-    return Bounded(c.value.sign(), 2.0 * undecided), Stepped(first=_mixed(first, g, h.beta2))
+    return Bounded(c.value.sign(), 2.0 * undecided), Stepped([_mixed(first, g, h.beta2)])
 
 
 _DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion, "nadamw": _nadamw}

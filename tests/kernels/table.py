@@ -28,13 +28,17 @@ U8 = torch.uint8
 
 @dataclass(frozen=True)
 class Format:
-    """How one tensor's streams are stored; None where there is none."""
+    """How one tensor's streams are stored; None where there is none. exp_avg: every moment with a
+    sign; exp_avg_sq: those without."""
 
     param: torch.dtype = F32
     master: torch.dtype | None = None
     gradient: torch.dtype = F32
     exp_avg: torch.dtype | None = F32
     exp_avg_sq: torch.dtype | None = F32
+
+    def moment(self, signed: bool) -> torch.dtype | None:
+        return self.exp_avg if signed else self.exp_avg_sq
 
 
 SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1e-30)
@@ -76,11 +80,8 @@ class Case:
     steps: int = 2
 
     def format(self, i: int) -> Format:
-        """Of tensor i; rules without a second moment have none."""
-        chosen = self.formats[i % len(self.formats)]
-        return (
-            chosen if len(ALL_RULES[self.rule].moments) == 2 else replace(chosen, exp_avg_sq=None)
-        )
+        """Of tensor i."""
+        return self.formats[i % len(self.formats)]
 
 
 NO_DECAY = SETTINGS._replace(weight_decay=0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -80,15 +79,14 @@ def test_kernels_find_the_codes_of_all_numbers(backend: str) -> None:
         expected, scales = numbers.encode(gradient**power, signed)
         zeros = [torch.zeros_like(expected, device=device) for _ in range(2)]
         ones = [torch.ones_like(scales, device=device) for _ in range(2)]
-        second = {} if signed else {"exp_avg_sqs": zeros[1:], "exp_avg_sq_scales": ones[1:]}
+        kept = 1 if signed else 2
         tensors = StepTensors(
             rule,
             [[torch.zeros_like(gradient, device=device)]],
             [0],
             [torch.zeros((), device=device)],
-            zeros[:1],
-            exp_avg_scales=ones[:1],
-            **second,
+            [[codes] for codes in zeros[:kept]],
+            scales=[[scale] for scale in ones[:kept]],
         )
         kernels.step_plan(tensors, backend).step(
             [gradient.to(device)], [StepSettings(lr=0.0, beta1=0.0, beta2=0.0)]
@@ -176,15 +174,14 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
         [[param]],
         [0],
         [torch.ones((), device=device)],
-        [codes.clone()],
-        exp_avg_scales=[scales.clone()],
+        [[codes.clone()]],
+        scales=[[scales.clone()]],
     )
     kernels.step_plan(tensors, backend).step(
         [torch.zeros_like(param)], [StepSettings(lr=1.0, momentum=1.0)]
     )
-    assert torch.equal(tensors.exp_avgs[0], codes) and torch.equal(
-        tensors.exp_avg_scales[0], scales
-    )  # type: ignore[index, arg-type]
+    assert torch.equal(tensors.moments[0][0], codes)  # type: ignore[arg-type]
+    assert torch.equal(tensors.scales_of(0)[0], scales)  # type: ignore[arg-type]
     torch.testing.assert_close(param, 1 - numbers.decode(codes, scales, True))
 
 
@@ -195,32 +192,46 @@ def usual() -> StepTensors:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "place", "column", "message"),
     [
-        ({"exp_avg_scales": None}, "exp_avg of parameter 0 .* must have scales"),
-        ({"exp_avg_scales": [None, torch.ones(1)]}, "exp_avg of parameter 0 .* must have scales"),
+        ("scales", 0, [None, torch.ones(1)], "exp_avg of parameter 0 .* must have scales"),
         (
-            {"exp_avg_scales": [torch.ones(1), torch.ones(1)]},
+            "scales",
+            0,
+            [torch.ones(1), torch.ones(1)],
             r"scales of exp_avg of parameter 0 has the shape \(1,\), it must be \(2,\)",
         ),
         (
-            {"exp_avg_sq_scales": [torch.ones(2).bfloat16(), torch.ones(1)]},
+            "scales",
+            1,
+            [torch.ones(2).bfloat16(), torch.ones(1)],
             "scales of exp_avg_sq of parameter 0 has the dtype",
         ),
         (
-            {"exp_avg_sqs": [torch.ones(300), torch.ones(6)]},
-            "exp_avg and exp_avg_sq of parameter 0 must both be torch.uint8",
+            "moments",
+            1,
+            [torch.ones(300), torch.ones(6)],
+            "exp_avg and exp_avg_sq of parameter 0 must all be torch.uint8",
         ),
         (
-            {"exp_avgs": [torch.ones(300), torch.ones(6)]},
+            "moments",
+            0,
+            [torch.ones(300), torch.ones(6)],
             "exp_avg of parameter 0 .* must have scales if it is .* and none else",
         ),
-        ({"exp_avgs": [torch.ones(300).char(), torch.ones(6)]}, "has the dtype torch.int8"),
+        ("moments", 0, [torch.ones(300).char(), torch.ones(6)], "has the dtype torch.int8"),
     ],
 )
-def test_refusals(change: dict[str, Any], message: str) -> None:
+def test_refusals(name: str, place: int, column: list[Tensor], message: str) -> None:
+    columns = list(getattr(usual(), name))
+    columns[place] = column
     with pytest.raises((ValueError, TypeError), match=message):
-        kernels.step_plan(replace(usual(), **change))
+        kernels.step_plan(replace(usual(), **{name: columns}))
+
+
+def test_codes_need_scales() -> None:
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 .* must have scales"):
+        kernels.step_plan(replace(usual(), scales=None))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -245,12 +256,13 @@ def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
             steps=[t.steps[0].clone()],
             masters=None,
             **{
-                name: [getattr(t, name)[0].clone()]
-                for name in ("exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")
+                name: [[column[0].clone()] for column in getattr(t, name)]
+                for name in ("moments", "scales")
             },
         )
         kernels.step_plan(alone, backend).step(gradients.tensors[:1], settings, options)
         plan.step(gradients.tensors, settings, options)
-        for name in ("exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"):
-            assert torch.equal(getattr(t, name)[0], getattr(alone, name)[0])
+        for name in ("moments", "scales"):
+            for one, other in zip(getattr(t, name), getattr(alone, name), strict=True):
+                assert torch.equal(one[0], other[0])
         assert torch.equal(t.params[0][0], alone.params[0][0])

@@ -125,7 +125,7 @@ def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensor
     params = [t.to(BF16).to(dtype) for t in columns[0]]
     moments = [[t.abs() for t in column] for column in columns[1:]]
     steps = [torch.zeros((), device=device_of(backend)) for _ in SIZES]
-    return StepTensors("adamw", [params], [0] * len(SIZES), steps, *moments, **more)  # type: ignore[arg-type]
+    return StepTensors("adamw", [params], [0] * len(SIZES), steps, moments, **more)  # type: ignore[arg-type]
 
 
 @with_exchange
@@ -143,7 +143,7 @@ def test_random_numbers_know_where_they_are(backend: str) -> None:
     )
     kernels.step_plan(exact, backend).step(gradients, settings)
     plan = kernels.step_plan(tensors, backend)
-    streams = [*tensors.params[0], *tensors.exp_avgs, *tensors.exp_avg_sqs]  # type: ignore[misc]
+    streams = [*tensors.params[0], *tensors.moments[0], *tensors.moments[1]]  # type: ignore[misc]
     before = [t.clone() for t in (*streams, *tensors.steps)]  # type: ignore[union-attr]
     plan.step(gradients, settings)  # the tables are written
     torch._foreach_copy_([*streams, *tensors.steps], before)

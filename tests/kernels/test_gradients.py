@@ -43,7 +43,7 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     p = torch.zeros(3, device=device_of(backend))
     g = torch.ones_like(p)
     plan = kernels.step_plan(
-        StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)]), backend
+        StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)], [[None]]), backend
     )
     for _ in range(2):
         with pytest.raises(
@@ -68,7 +68,14 @@ def test_a_plan_follows_gradients_that_move_and_change_type(
         monkeypatch.setattr(kernels.native.step, "Tensor", type("Tensor", (), other))
     params = some(0)
     plan = kernels.step_plan(
-        StepTensors("sgd", [params], [0] * len(SHAPES), [torch.zeros(()) for _ in SHAPES]), "cpu"
+        StepTensors(
+            "sgd",
+            [params],
+            [0] * len(SHAPES),
+            [torch.zeros(()) for _ in SHAPES],
+            [[None] * len(SHAPES)],
+        ),
+        "cpu",
     )
     expected = [p.clone() for p in params]
 

@@ -21,7 +21,7 @@ def check_rates(backend: str) -> None:
     """A rate that is another object for the same memory in each step, as `detach()` makes it,
     travels once."""
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), backend)
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), backend)
     memory, travelled = plan.memory, []  # type: ignore[attr-defined]
     refresh = memory.refresh
     memory.refresh = lambda table, placed: (travelled.append(len(table)), refresh(table, placed))
@@ -72,7 +72,7 @@ class HostMemory(cuda.CudaMemory):
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
     plan = NativeStepPlan(
-        StepTensors("sgd", [[p]], [0], [torch.zeros(())]), HostMemory(torch.device("cpu"))
+        StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), HostMemory(torch.device("cpu"))
     )
     plan.step([g], [StepSettings(rate.detach())])
     copies, device.capturing = device.copies, True
@@ -112,7 +112,7 @@ def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last
     device: SimpleNamespace,
 ) -> None:
     p, g, memory = torch.zeros(3), torch.ones(3), Carrying(torch.device("cpu"))
-    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
+    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), memory)
     plan.step([g], [StepSettings(1.0)])
     memory.broken = True
     with pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(
     device: SimpleNamespace,
 ) -> None:
     p, memory = torch.zeros(3), HostMemory(torch.device("cpu"))
-    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
+    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), memory)
     plan.step([torch.ones(3)], [StepSettings(1.0)])
     device.capturing, half = True, torch.ones(3, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="gradients have moved"):

@@ -20,7 +20,13 @@ MEASURE = StepOptions(max_norm=math.inf)
 def norm_of(gradients: list[Tensor], backend: str) -> Tensor:
     """That of a step that moves nothing."""
     steps = [torch.zeros((), device=g.device) for g in gradients]
-    tensors = StepTensors("sgd", [[g.clone() for g in gradients]], [0] * len(gradients), steps)
+    tensors = StepTensors(
+        "sgd",
+        [[g.clone() for g in gradients]],
+        [0] * len(gradients),
+        steps,
+        [[None] * len(gradients)],
+    )
     plan = kernels.step_plan(tensors, backend)
     plan.step(gradients, [StepSettings(0.0)], MEASURE)
     return plan.norm
@@ -59,7 +65,7 @@ def test_of_each_tensor(backend: str) -> None:
     exact = [float(g.double().norm()) / 4 for g in gradients]
     steps = [torch.zeros((), device=device) for _ in gradients]
     params = [g.clone() for g in gradients]
-    plan = kernels.step_plan(StepTensors("sgd", [params], [0] * 5, steps), backend)
+    plan = kernels.step_plan(StepTensors("sgd", [params], [0] * 5, steps, [[None] * 5]), backend)
     scaled = StepOptions(torch.full((1,), 4.0, device=device), max_norm=1.0)
     plan.step(gradients, [StepSettings(0.0)], scaled)
     norms = plan.gradient_norms()

@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "parameter 1": lambda x: kernels.step_plan(replace(usual(), params=[[torch.zeros(6), x]])),
     "exp_avg of parameter 1": lambda x: kernels.step_plan(
-        replace(usual(), exp_avgs=[torch.zeros(6), x])
+        replace(usual(), moments=[[torch.zeros(6), x], [torch.zeros(6), torch.zeros(10)]])
     ),
     "tensor 1 of replica 1": lambda x: kernels.average_(
         [[torch.zeros(6), torch.zeros(10)], [torch.zeros(6), x]], [1, 1]
@@ -194,7 +194,7 @@ def test_hyperparameters(backend: str, name: str, value: float) -> None:
                 settings=SETTINGS._replace(momentum=0.0),
             ),
             {"momentum": 0.9},
-            "momentum is 0.9, but exp_avg",
+            "momentum is 0.9, but momentum_buffer of parameter 0 is missing",
         ),
         (
             Case("", rule="adam", replicas=2, settings=SETTINGS._replace(weight_decay=0.0)),
@@ -239,6 +239,7 @@ def test_options(backend: str, options: dict[str, Any], message: str) -> None:
 
 X, Y = torch.zeros(10), torch.zeros(6)
 LOW = [X.bfloat16(), Y.bfloat16()]
+MOMENT = [torch.zeros(10), torch.zeros(6)]
 
 
 @pytest.mark.parametrize(
@@ -259,26 +260,29 @@ LOW = [X.bfloat16(), Y.bfloat16()]
         ),
         ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
         (
-            {"exp_avgs": [torch.zeros(10).half(), torch.zeros(6)]},
+            {"moments": [[torch.zeros(10).half(), torch.zeros(6)], MOMENT]},
             (
                 "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, "
                 "torch.bfloat16 or torch.uint8"
             ),
         ),
-        ({"exp_avgs": None}, "exp_avgs of parameter 0 is missing; adamw needs it"),
         (
-            {"exp_avg_sqs": [torch.zeros(10), None]},
-            "exp_avg_sqs of parameter 1 is missing; adamw needs it",
+            {"moments": [[None, None], MOMENT]},
+            "exp_avg of parameter 0 is missing; adamw needs it",
         ),
         (
-            {"exp_avg_sqs": [torch.zeros(10)]},
-            "exp_avg_sqs has 1 entries, but there are 2 parameters",
+            {"moments": [MOMENT, [torch.zeros(10), None]]},
+            "exp_avg_sq of parameter 1 is missing; adamw needs it",
         ),
-        ({"rule": "lion"}, "exp_avg_sqs given, but lion keeps no second moment"),
-        ({"rule": "sgd"}, "exp_avg_sqs given, but sgd keeps no second moment"),
         (
-            {"rule": "lion", "exp_avgs": [X, None], "exp_avg_sqs": None},
-            "exp_avgs of parameter 1 is missing; lion needs it",
+            {"moments": [MOMENT, [torch.zeros(10)]]},
+            "exp_avg_sq has 1 entries, but there are 2 parameters",
+        ),
+        ({"moments": [MOMENT]}, "moments has 1 lists, but adamw keeps exp_avg, exp_avg_sq"),
+        ({"rule": "sgd"}, "moments has 2 lists, but sgd keeps momentum_buffer"),
+        (
+            {"rule": "lion", "moments": [[X, None]], "scales": None},
+            "exp_avg of parameter 1 is missing; lion needs it",
         ),
         (
             {"steps": [torch.tensor(0), torch.tensor(0.0)]},
@@ -318,7 +322,7 @@ LOW = [X.bfloat16(), Y.bfloat16()]
                 "has torch.float32"
             ),
         ),
-        ({"params": [[X, Y]], "exp_avgs": [X, torch.zeros(6)]}, "overlap in memory"),
+        ({"params": [[X, Y]], "moments": [[X, torch.zeros(6)], MOMENT]}, "overlap in memory"),
         ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),
         ({"first_replica": 65536}, "first_replica=65536 is out of range"),
         ({"params": [[]]}, "no parameters"),
@@ -331,7 +335,7 @@ def test_plans(change: dict[str, Any], message: str) -> None:
 
 def test_what_looks_odd_and_is_allowed() -> None:
     x = torch.zeros(3)
-    tensors = StepTensors("sgd", [[x]], [0], [torch.tensor(0.0)], [torch.zeros(3)])
+    tensors = StepTensors("sgd", [[x]], [0], [torch.tensor(0.0)], [[torch.zeros(3)]])
     for s in (
         StepSettings(lr=0.0),
         StepSettings(lr=1.0, multipliers=[0.0]),

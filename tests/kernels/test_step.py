@@ -99,7 +99,7 @@ def test_replicas_are_separate_runs_bit_for_bit(
             assert torch.equal(
                 problem.memory[f"{name} 0"].buffer, all_of_them.memory[f"{name} {k}"].buffer
             )
-        for name in ("exp_avg", "exp_avg_sq", "steps"):
+        for name in (*all_of_them.signed, "steps"):
             assert torch.equal(problem.memory[name].buffer, all_of_them.memory[name].buffer)
 
 
@@ -145,8 +145,7 @@ def stochastic_step(
         [params],
         [0] * len(params),
         steps,
-        first,
-        second,
+        [first, second],
         ids=ids,
         stochastic=seed,
         first_replica=first_replica,

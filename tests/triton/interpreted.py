@@ -55,17 +55,11 @@ class Twin:
     def __init__(self, tensors: StepTensors) -> None:
         self.tensors = tensors
         self.plan = kernels.step_plan(tensors, "triton")
-        columns = {
-            name: getattr(tensors, name)
-            for name in ("steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")
+        copied = {
+            name: [clones(column) for column in getattr(tensors, name) or []] or None
+            for name in ("params", "masters", "moments", "scales")
         }
-        sets = {name: getattr(tensors, name) for name in ("params", "masters")}
-        copied = {name: clones(column) or None for name, column in columns.items()}
-        copied |= {
-            name: [clones(column) for column in columns or []] or None
-            for name, columns in sets.items()
-        }
-        self.copies = replace(tensors, **copied)  # type: ignore[arg-type]
+        self.copies = replace(tensors, steps=clones(tensors.steps), **copied)  # type: ignore[arg-type]
         self.native = kernels.step_plan(self.copies, "cpu")
         self.norm, self.skipped = self.plan.norm, self.plan.skipped
 
@@ -78,10 +72,8 @@ class Twin:
         ours, theirs = (
             [
                 t.steps,
-                t.exp_avgs,
-                t.exp_avg_sqs,
-                t.exp_avg_scales,
-                t.exp_avg_sq_scales,
+                *t.moments,
+                *(t.scales or []),
                 *t.params,
                 *(t.masters or []),
                 g,
@@ -208,7 +200,7 @@ def test_elements_beyond_two_to_the_31() -> None:
         generator = torch.Generator().manual_seed(3)
         p, m, v, g = (torch.rand(100, generator=generator) for _ in range(4))
         plan = kernels.step_plan(
-            StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), "triton"
+            StepTensors("adamw", [[p]], [0], [torch.zeros(())], [[m], [v]]), "triton"
         )
         assert isinstance(plan, triton_step.TritonStepPlan)
         return [p, m, v], g, plan
@@ -284,7 +276,7 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
     monkeypatch.setattr(tables, "_capturing", lambda device: capturing[0])
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), "triton")
     plan.step([g], [StepSettings(0.5)])
     for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):
         plan.upload([StepSettings(0.5)], options)

@@ -89,21 +89,21 @@ def settings(replicas: int, **changed: Any) -> list[StepSettings]:
 
 
 def plan_of(s: Stored, sizes: list[int]) -> Any:
+    kinds = [s.first if signed else s.second for signed in RULES[s.rule].signed]
     return backend.TritonBackend().step_plan(
         StepTensors(
             s.rule,
             sets(s.param, sizes, s.replicas),  # type: ignore[arg-type]
             [0] * len(sizes),
             [torch.zeros(()) for _ in sizes],
-            tensors(s.first, sizes),
-            tensors(s.second, sizes),
+            [tensors(kind, sizes) for kind in kinds],
             sets(s.master, sizes, s.replicas),
             stochastic=s.stochastic,
             first_replica=s.first_replica,
-            exp_avg_scales=tensors(F32 if s.first == U8 else None, [-(-n // 256) for n in sizes]),
-            exp_avg_sq_scales=tensors(
-                F32 if s.second == U8 else None, [-(-n // 256) for n in sizes]
-            ),
+            scales=[
+                tensors(F32 if kind == U8 else None, [-(-n // 256) for n in sizes])
+                for kind in kinds
+            ],
         )
     )
 
@@ -237,7 +237,7 @@ def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Pa
             [params],
             [0] * 3,
             [torch.zeros(()) for _ in params],
-            *moments,
+            moments,
             masters=[masters],
         )
     )

@@ -50,7 +50,8 @@ left = []
 for backend in ("triton", "torch"):
     torch.manual_seed(0)
     p, m, v, g = (torch.rand(1001) for _ in range(4))
-    plan = kernels.step_plan(StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), backend)
+    tensors = StepTensors("adamw", [[p]], [0], [torch.zeros(())], [[m], [v]])
+    plan = kernels.step_plan(tensors, backend)
     for _ in range(3):
         plan.step([g], [StepSettings(1e-2, (1.5,), 0.9, 0.999, 1e-8, 0.1)])
     kernels.average_([[p], [m]], [1, 3], backend)

@@ -44,9 +44,9 @@ MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 
 
 def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
-    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first
-    and second moment are stored."""
-    packed = [int(stochastic) << 20] * count
+    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master and
+    moments are stored."""
+    packed = [int(stochastic) << 24] * count
     for place, column in enumerate(columns):
         codes = MASTERS if place == 2 else DTYPES
         for i, tensor in enumerate(column or ()):

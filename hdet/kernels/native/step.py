@@ -49,8 +49,7 @@ class NativeStepPlan:
             None,
             t.params[0],
             masters,
-            t.exp_avgs,
-            t.exp_avg_sqs,
+            *t.moments,
             stochastic=t.stochastic is not None,
         )
         packed = [
@@ -79,10 +78,8 @@ class NativeStepPlan:
         sets: list[tuple[str, Sequence[Column] | None]] = [
             ("params", t.params),
             ("masters", t.masters),
-            ("exp_avgs", None if t.exp_avgs is None else [t.exp_avgs]),
-            ("exp_avg_sqs", None if t.exp_avg_sqs is None else [t.exp_avg_sqs]),
-            ("exp_avg_scales", None if t.exp_avg_scales is None else [t.exp_avg_scales]),
-            ("exp_avg_sq_scales", None if t.exp_avg_sq_scales is None else [t.exp_avg_sq_scales]),
+            ("moments", t.moments),
+            ("scales", t.scales),
             ("counters", [t.steps]),
         ]
         present = [(name, columns) for name, columns in sets if columns is not None]

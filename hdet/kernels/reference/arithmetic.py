@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...rules import RULES
-from ...rules.trace import INPUTS, Scalar, walk
+from ...rules.trace import Scalar, walk
 from ...rules.trace import Tensor as Traced
 from ..numbers import value_of
 
@@ -103,8 +103,8 @@ Program = tuple[list[tuple[Callable[..., Many], list[int]]], list[int]]
 @functools.cache
 def _program(rule: str) -> Program:
     """The places: scalars, inputs, then the operations in turn."""
-    traced, moments = RULES[rule].trace, len(RULES[rule].moments)
-    inputs = [Traced("input", (name,)) for name in INPUTS[: 2 + moments]]
+    traced = RULES[rule].trace
+    inputs = [Traced("input", (name,)) for name in traced.inputs]
     known: list[Scalar | Traced] = [*traced.scalars, *inputs]
     places = {node: place for place, node in enumerate(known)}
     operations = []

@@ -208,11 +208,10 @@ class TorchStepPlan:
 
         `params`: replica 0's, for coupled decay.
         """
-        t = self.tensors
-        columns = ((t.exp_avgs, t.exp_avg_scales), (t.exp_avg_sqs, t.exp_avg_sq_scales))
+        t, rule = self.tensors, RULES[self.tensors.rule]
         kept = [
-            list(zip(_pick(moments, members), _pick(scales, members), strict=True))
-            for moments, scales in columns[: len(RULES[t.rule].moments)]
+            list(zip(_pick(moments, members), _pick(t.scales_of(j), members), strict=True))
+            for j, moments in enumerate(t.moments)
         ]
         g = (
             Many([g.float() for i in members if (g := gradients[i]) is not None])
@@ -220,7 +219,7 @@ class TorchStepPlan:
         )
         moments = [
             Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
-            for column, signed in zip(kept, (True, False), strict=False)
+            for column, signed in zip(kept, rule.signed, strict=True)
         ]
         if t.num_replicas > 1:
             params = Many(
@@ -250,19 +249,19 @@ class TorchStepPlan:
         new: Sequence[Many],
         skip: Tensor | None,
     ) -> None:
-        for column, values, second in zip(kept, new, (False, True), strict=False):
+        signs = RULES[self.tensors.rule].signed
+        for column, values, signed in zip(kept, new, signs, strict=True):
             for j, ((moment, scales), value) in enumerate(zip(column, values.tensors, strict=True)):
                 if moment is None:
                     continue
                 if scales is not None:
                     for stored, after in zip(
-                        (moment, scales), numbers.encode(value, signed=not second), strict=True
+                        (moment, scales), numbers.encode(value, signed), strict=True
                     ):
                         stored.copy_(after if skip is None else torch.where(skip, stored, after))
                     continue
-                if second and self._stochastic(
-                    moment
-                ):  # with beta2 = 0.999, rounding to nearest would leave it where it is
+                # with beta2 = 0.999, rounding to nearest would leave it where it is
+                if not signed and self._stochastic(moment):
                     random = self._random(
                         row.step[j], -self.tensors.first_replica, members[j], value
                     )

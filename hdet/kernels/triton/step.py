@@ -18,7 +18,7 @@ from ...triton_kernels.arithmetic import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..checks import check_gradients, check_options
 from ..interface import PLAIN, Column, StepOptions, StepTensors
-from ..numbers import CODE_BLOCK, CODES, codebook
+from ..numbers import CODE_BLOCK, codebook
 from ..tables import Inputs, SettingsTable, norms_of
 from .launch import (
     DERIVED,
@@ -32,8 +32,8 @@ from .launch import (
 
 EMPTY = 64
 """where an empty gradient lies, which is there and which nobody reads"""
-_STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq")
-"""the formats of a StepVariant"""
+_STREAMS = ("gradient", "param", "master")
+"""the formats of a StepVariant, before those of moments"""
 
 
 class TritonStepPlan:
@@ -54,14 +54,12 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
-        moments = (
-            tensors.exp_avgs,
-            tensors.exp_avg_sqs,
-            tensors.exp_avg_scales,
-            tensors.exp_avg_sq_scales,
-        )
         addresses = t.address_table(
-            *moments, *tensors.params, *(tensors.masters or nothing), count=count
+            *tensors.moments,
+            *(tensors.scales or [None] * len(tensors.moments)),
+            *tensors.params,
+            *(tensors.masters or nothing),
+            count=count,
         )
         self.aligned = not bool((addresses % 16).any())
         place = self.memory.place
@@ -198,18 +196,22 @@ class TritonStepPlan:
             [t.FORMATS[dtype] for dtype in self._dtypes],
             t.formats_of(tensors.params[0], count),
             t.formats_of(None if tensors.masters is None else tensors.masters[0], count, t.MASTERS),
-            t.formats_of(tensors.exp_avgs, count),
-            t.formats_of(tensors.exp_avg_sqs, count),
+            *(t.formats_of(column, count) for column in tensors.moments),
         )
-        stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
-        plain = StepVariant(tensors.rule, tensors.num_replicas, stochastic=stochastic, first=first)
+        plain = StepVariant(
+            tensors.rule,
+            tensors.num_replicas,
+            signed=RULES[tensors.rule].signed,
+            stochastic=tensors.stochastic is not None,
+            first=tensors.first_replica == 0,
+        )
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, block, chunks in place_by_format(self.memory, columns, self.elements):
-            stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
-            block = (
-                max(block, CODE_BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block
-            )  # whole blocks of codes
-            self.launches.append((replace(plain, **stored, block=block), formats, chunks))
+            stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=False))
+            variant = replace(plain, **stored, moments=formats[len(_STREAMS) :], block=block)
+            if variant.coded:  # whole blocks of codes
+                variant = replace(variant, block=max(block, CODE_BLOCK))
+            self.launches.append((variant, formats, chunks))
 
     @ranged("hdet.step")
     def _run(self, options: StepOptions) -> None:
@@ -259,5 +261,5 @@ class TritonStepPlan:
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.control, self.random)
-        registers = registers_for(variant.replicas, coded=variant.exp_avg == t.FORMATS[CODES])
+        registers = registers_for(variant.replicas, coded=variant.coded)
         self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers)
