@@ -16,7 +16,7 @@ from .core.divergence import Divergence
 from .knobs import Knob
 from .replicas import Replicas
 from .run.cycles import ReplicasDiverged
-from .run.mistakes import warn_of_no_controller
+from .run.mistakes import refuse_backward, warn_of_no_controller
 from .run.parts import Parts
 from .schedule import Scheduler
 from .trial.searched import Closure
@@ -144,6 +144,8 @@ class Ensemble:
             self._parts.check_gradients()
         try:
             if stepped and cycles.search is not None:
+                if closure is not None and not cycles.search.done:
+                    refuse_backward(loss)
                 note = cycles.search_rate(closure)
                 if note is not None:
                     self.records.tell_note(note)

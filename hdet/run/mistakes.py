@@ -1,9 +1,11 @@
-"""Mistakes that give no error: each is warned of once, with what to change."""
+"""Mistakes of a loop: those that give no error are warned of once, with what to change."""
 
 from __future__ import annotations
 
 import warnings
+from typing import NoReturn
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -11,7 +13,7 @@ from ..core.engine import Engine
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
 
-__all__ = ["warn_of_idle_run", "warn_of_no_controller"]
+__all__ = ["refuse_backward", "warn_of_idle_run", "warn_of_no_controller"]
 
 
 def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
@@ -41,6 +43,19 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
             f"total_steps is {total_steps}, but that of the OneCycleLR is {scheduler.total_steps}: "
             "leave it out"
         )
+
+
+def refuse_backward(loss: object) -> None:
+    """Of a loss whose graph holds weights in whose place a trial trains its arms now."""
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.register_hook(_refuse_backward)
+
+
+def _refuse_backward(_: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        "loss.backward() came after ensemble.step(loss, closure=...), whose trial has trained "
+        "copies in the place of the weights: move ensemble.step() behind optimizer.step()"
+    )
 
 
 def _warn(message: str) -> None:

@@ -72,6 +72,25 @@ def test_a_mistake_is_warned_of_once(mistake: str) -> None:
         raise AssertionError(str(caught[0].message))
 
 
+@pytest.mark.filterwarnings("ignore:ensemble.step")  # which is warned of before
+def test_a_backward_pass_behind_a_trials_step_is_refused_by_name() -> None:
+    loop = Loop(length=1000)
+    auto = hdet.AutoLR(loop.model)
+    ensemble = hdet.Ensemble(loop.optimizer, loop.scheduler, total_steps=1000, controller=auto)
+    losses_of = lambda: loop.model(torch.randn(16, 4)).square().mean(1)
+
+    def step() -> None:
+        loss = losses_of().mean()
+        ensemble.step(loss, closure=losses_of)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    step()  # no optimizer step before it, so no trial
+    with pytest.raises(RuntimeError, match=r"move ensemble\.step\(\) behind optimizer\.step\(\)"):
+        step()
+
+
 def test_a_loop_without_mistakes_is_warned_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
