@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -49,8 +51,9 @@ class Ensemble:
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank
             that writes.
 
-    Between steps param_groups, and whatever else a knob moves, hold base values, the same on all
-    ranks. Only the end of a cycle communicates, but for a trial and some ways of averaging.
+    Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
+    and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle
+    communicates, but for a trial and some ways of averaging.
     Replicas that cannot differ and are bitwise equal are not touched: spread 0 is bitwise
     data-parallel training.
 
@@ -89,6 +92,8 @@ class Ensemble:
         self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
         self.records, self._fan_out, self._agreement = parts.records, parts.fan_out, parts.agreement
         parts.attach()
+        self._detach = weakref.finalize(self, parts.detach)
+        self._detach.atexit = False
         self.cycles.begin()
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -314,7 +319,7 @@ class Ensemble:
         self.engine.restart()
         self.schedule.write(self.engine)
         self._agreement.reset()
-        self._fan_out.note_load(rewrite=lambda: self.schedule.write(self.engine))
+        self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
         self.cycles.note_load()
         if self.engine.controller is None and state["controller"] is not None:
             warn_of_no_controller(self.engine, state["controller"])
@@ -322,6 +327,5 @@ class Ensemble:
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge()
         first. A second call does nothing."""
-        if getattr(self.optimizer, "_hdet_fan_out", None) is self._fan_out:  # not another's by now
-            self.cycles.check_no_arm("close")
-            self._parts.detach()
+        self.cycles.check_no_arm("close")
+        self._detach()

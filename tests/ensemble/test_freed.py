@@ -28,6 +28,7 @@ def train(
     knobs: Callable[[nn.Module], list[Any]] | None = None,
     divergence: hdet.Divergence | None = None,
     replicas: hdet.Replicas | None = None,
+    closes: bool = True,
 ) -> dict[str, Any]:
     """Trains, closes, and returns what is to be freed, by name."""
     net = model()
@@ -51,7 +52,8 @@ def train(
         optimizer.zero_grad()
         ensemble.step(loss, closure=_Losses(net, data))
     ensemble.report()
-    ensemble.close()
+    if closes:
+        ensemble.close()
     parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
     return {**tensors_of(net, optimizer), **parts}
 
@@ -85,9 +87,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "not closed"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_freed(name: str) -> None:
-    assert left_alive(lambda: train(**CASES[name])) == []
+def test_a_run_is_freed(name: str, closes: bool) -> None:
+    assert left_alive(lambda: train(**CASES[name], closes=closes)) == []
 
 
 def test_co_resident_replicas_are_freed() -> None:

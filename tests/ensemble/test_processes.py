@@ -122,12 +122,13 @@ def test_a_log_that_raises_leaves_every_replica_in_the_same_cycle() -> None:
 def test_a_sparse_gradient_is_refused_before_the_step() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    hdet.Ensemble(optimizer, replicas=TwoReplicas())
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas())
     before = table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="parameter 0 in group 0 is torch.sparse_coo"):
         optimizer.step()
     assert torch.equal(table.weight, before)
+    ensemble.close()
 
 
 def converge_after(rank: int, world: int, what: str) -> Any:

@@ -73,7 +73,8 @@ def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind,
 def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
     net = Net()
     optimizer = adamw(net, kind)
-    ensemble(net, [hdet.WeightDecay(0.5), hdet.Betas(0.4)], optimizer=optimizer, moments="average")
+    knobs = [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
+    run = ensemble(net, knobs, optimizer=optimizer, moments="average")
     before = settings_of(optimizer)
 
     def closure() -> float:
@@ -82,6 +83,7 @@ def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
     with pytest.raises(MemoryError):
         optimizer.step(closure)
     assert settings_of(optimizer) == before
+    run.close()
 
 
 def product(kind: Any, *multipliers: float, **settings: Any) -> tuple[Net, Any, hdet.Ensemble]:
@@ -144,7 +146,8 @@ def test_bounds_hold_base_values_and_replicas_values_of_rates(
     net = Net()
     optimizer = adamw(net, kind, lr=0.01)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.004, 0.012))
-    force(ensemble(net, [knob], optimizer=optimizer, controller=given(rho)), factor)
+    run = ensemble(net, [knob], optimizer=optimizer, controller=given(rho))
+    force(run, factor)
     assert step(net, optimizer, rate_in_step) == pytest.approx(used)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(base)
 

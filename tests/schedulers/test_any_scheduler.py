@@ -126,13 +126,14 @@ def test_multiplier_exists_only_inside_the_step(fails):
 
     toy.optimizer.register_step_pre_hook(hook)
     knobs = [hdet.LearningRate(0.3, groups=[1])]
-    hdet.Ensemble(toy.optimizer, knobs=knobs, controller=played(1.3, [1.0]))
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=knobs, controller=played(1.3, [1.0]))
     try:
         toy.step()
     except RuntimeError:
         assert fails
     assert seen == [[0.5, 0.5 * 1.3]]
     assert rates(toy.optimizer) == [0.5, 0.5]
+    ensemble.close()
 
 
 def test_groups_that_share_one_tensor_rate_are_refused():

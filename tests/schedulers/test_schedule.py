@@ -280,7 +280,8 @@ def test_whatever_a_knob_moves_is_watched_and_nothing_else(key: str) -> None:
 def test_a_rate_that_the_log_writes_is_refused_in_the_next_step() -> None:
     toy = Toy(sgd)
     write = lambda record, step: toy.optimizer.param_groups[0].update(lr=0.125)
-    epoch(toy, ensemble_on(toy, [2.0], log=write))
+    ensemble = ensemble_on(toy, [2.0], log=write)
+    epoch(toy, ensemble)
     with pytest.raises(ValueError, match=REFUSED):
         toy.step()
 
@@ -290,10 +291,11 @@ def test_a_write_inside_the_optimizers_step_is_refused() -> None:
     toy = Toy(sgd)
     scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
     toy.optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    ensemble_on(toy, [1.0], rho=1.3)
+    ensemble = ensemble_on(toy, [1.0], rho=1.3)
     with pytest.raises(ValueError, match=r"lr was changed to .* inside optimizer.step\(\)"):
         toy.step()
     assert rates(toy.optimizer) == [0.5] * 2
+    ensemble.close()
 
 
 # -- a new base value ------------------------------------------------------------------------------
