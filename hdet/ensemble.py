@@ -59,10 +59,14 @@ class Ensemble:
 
     Example::
 
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=n, controller=hdet.AutoLR(model))
+        controller = hdet.AutoLR(model)
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=2000, controller=controller)
         for batch in loader:
-            loss = train(batch)  # forward, backward, optimizer.step()
-            ensemble.step(loss)
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss)  # in the place of scheduler.step()
     """
 
     def __init__(

@@ -40,6 +40,11 @@ class TensorBoard:
     Args:
         writer: a ``SummaryWriter`` of torch.utils.tensorboard or tensorboardX: its ``add_scalar``
             and ``add_text`` are called.
+
+    Example::
+
+        log = hdet.logging.TensorBoard(writer)
+        ensemble = hdet.Ensemble(optimizer, scheduler, log=log)
     """
 
     def __init__(self, writer: Any) -> None:
@@ -60,6 +65,11 @@ class WandB:
 
     Args:
         run: what ``wandb.init()`` returns: its ``log`` and ``define_metric`` are called.
+
+    Example::
+
+        log = hdet.logging.WandB(run)
+        ensemble = hdet.Ensemble(optimizer, scheduler, log=log)
     """
 
     def __init__(self, run: Any) -> None:

@@ -28,6 +28,9 @@ from .schedule import plain
 __all__ = ["OneCycleAutoLR"]
 
 
+PUBLISHED_WARMUP = 100_000
+
+
 class OneCycleAutoLR(OneCycleLR):
     """OneCycleLR whose peak is a starting point: replicas train at a spread of rates, and their
     losses correct it.
@@ -35,7 +38,8 @@ class OneCycleAutoLR(OneCycleLR):
     The first arguments are torch's, the next the published ones, the rest ours:
 
     Args:
-        auto_lr_warmup_steps: S_warm, steps before the controller may act.
+        auto_lr_warmup_steps: S_warm, steps before the controller may act. An `AutoLR` acts in the
+            first steps: for it the published default counts as 0.
         ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bitwise.
         model_sync_interval: T, optimizer steps between averages of the replicas.
         rank, world_size: accepted for compatibility; must agree with the process group or with
@@ -56,6 +60,15 @@ class OneCycleAutoLR(OneCycleLR):
     Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own,
     bitwise. Between steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate,
     never a multiplied one.
+
+    Example::
+
+        scheduler = hdet.OneCycleAutoLR(
+            optimizer, max_lr=1e-3, total_steps=2000, controller=hdet.AutoLR(model)
+        )
+        loss_fn(model, batches[0]).backward()
+        optimizer.step()
+        scheduler.step(closure=lambda: losses_of(model, batches[0]))
     """
 
     def __init__(
@@ -74,7 +87,7 @@ class OneCycleAutoLR(OneCycleLR):
         final_div_factor: float = 1e4,
         three_phase: bool = False,
         last_epoch: int = -1,
-        auto_lr_warmup_steps: int = 100000,
+        auto_lr_warmup_steps: int = PUBLISHED_WARMUP,
         ensemble_lr_spread_ratio: float = 0.0,
         model_sync_interval: int = 1000,
         rank: int | None = None,
@@ -105,6 +118,9 @@ class OneCycleAutoLR(OneCycleLR):
                 div_factor, final_div_factor, three_phase, last_epoch,
             )  # fmt: skip
             groups = _groups_of_knobs(optimizer, controller)
+            searches = isinstance(controller, Controller) and controller.search is not None
+            if searches and auto_lr_warmup_steps == PUBLISHED_WARMUP:
+                auto_lr_warmup_steps = 0
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),

@@ -122,6 +122,8 @@ TOYS: dict[str, Callable[[Names], Any]] = {
     ),
     "epoch": lambda names: 1,
     "augment": lambda names: SimpleNamespace(alpha=0.4),
+    "writer": lambda names: SimpleNamespace(add_scalar=None, add_text=None),
+    "run": lambda names: SimpleNamespace(log=None, define_metric=lambda *args, **settings: None),
     "wandb": lambda names: SimpleNamespace(log=lambda record, step: None),
     "generator": lambda names: torch.Generator(),
     "scaler": lambda names: torch.amp.GradScaler("cpu", enabled=False),

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,58 @@ def test_the_block_runs_as_written(block: Block) -> None:
         run_ranks(run_on_rank, ranks, block.source, str(block), torchrun)
     else:
         run(block.source, str(block))
+
+
+def examples(path: Path) -> list[Block]:
+    """Those of a module's docstrings."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.body:
+            docstring, line = ast.get_docstring(node) or "", node.body[0].lineno
+            for source in EXAMPLE.findall(docstring + "\n"):
+                found.append(Block(path, line, textwrap.dedent(source), node.name, False))
+    return found
+
+
+EXAMPLE = re.compile(r"^Example::\n\n((?:(?: {4}.*)?\n)+)", re.MULTILINE)
+EXAMPLES = [
+    example
+    for path in sorted((ROOT / "hdet").rglob("*.py"))
+    if "integrations" not in path.parts  # whose frameworks have their own pages
+    for example in examples(path)
+]
+NO_EXAMPLE = {
+    "Run", "Evidence", "Decision", "Plan",  # those of a controller are in Controller's example
+    "Averaging", "Averager", "Task",  # docs/adding-an-average.md
+    "Measurement",  # docs/adding-a-controller.md
+    "Bound", "GroupKnob",  # docs/adding-a-knob.md
+    "Backend", "StepTensors", "StepOptions", "StepSettings", "StepPlan", "AveragePlan",
+    "CopyPlan",  # those of plans are in step_plan's, average_plan's and copy_plan's
+    "ProbeRule",  # ProbeController's
+    "Prepared", "Wrapped",  # made by prepare and wrap
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: f"{one}:{one.how}")
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_a_docstring_runs_as_written(example: Block) -> None:
+    run(example.source, str(example))
+
+
+def test_every_class_of_the_reference_has_an_example() -> None:
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md"))
+    shown = {
+        name.rpartition(".")[2] for name in re.findall(r"^::: hdet\.(\S+)$", pages, re.MULTILINE)
+    }
+    without, has = set(), set()
+    for path in (ROOT / "hdet").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in shown:
+                is_error = node.name.endswith(("Error", "Lost", "Diverged", "Disagreement"))
+                shows = "::\n\n    " in (ast.get_docstring(node) or "")
+                (has if shows or is_error else without).add(node.name)
+    assert without - has <= NO_EXAMPLE, without - has - NO_EXAMPLE
+    assert len(EXAMPLES) > 30
 
 
 def test_all_blocks_are_found() -> None:

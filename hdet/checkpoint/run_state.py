@@ -32,9 +32,11 @@ class RunState:
         ValueError: the optimizer steps a parameter that is not in ``model``; or a value of
             ``extra``, which is named, cannot be saved.
 
-    Example:
-        >>> state = checkpoint.RunState(model, ensemble, {"generator": generator, "tokens": 0})
-        >>> step = checkpoint.load("run", state, missing=0)
+    Example::
+
+        extra = {"generator": generator, "tokens": 0}
+        state = hdet.checkpoint.RunState(model, ensemble, extra)
+        step = hdet.checkpoint.load(folder, state, missing=0)
     """
 
     def __init__(

@@ -46,6 +46,11 @@ def save(
         CheckpointError: on every rank alike. Another process is saving there; what has the
             checkpoint's name is not hdet's; ranks differ in ``step``, ``keep``, or in what they
             should have in common; or it cannot be written. Earlier checkpoints are as they were.
+
+    Example::
+
+        state = hdet.checkpoint.RunState(model, ensemble)
+        hdet.checkpoint.save(folder, state)
     """
     ensemble = state.ensemble
     step = ensemble.engine.step if step is None else whole(step, "step", 0)

@@ -27,6 +27,7 @@ class SequentialController(Controller):
 
     Example::
 
+        probe = hdet.ProbeController(loss_fn, held_out_batches, model=model)
         controller = hdet.SequentialController(hdet.AutoLR(model), probe)
     """
 
@@ -88,7 +89,8 @@ class Shadow(Controller):
 
     Example::
 
-        ensemble = hdet.Ensemble(optimizer, scheduler, controller=hdet.Shadow(probe))
+        controller = hdet.Shadow(hdet.AutoLR(model))
+        ensemble = hdet.Ensemble(optimizer, scheduler, controller=controller)
     """
 
     judges_held_out = True  # it moves nothing, so nothing has to be judged

@@ -74,6 +74,11 @@ class SoftmaxController(Controller):
 
     Raises:
         ValueError: a setting out of its range.
+
+    Example::
+
+        controller = hdet.SoftmaxController(decay=None)
+        ensemble = hdet.Ensemble(optimizer, scheduler, controller=controller)
     """
 
     knob_per_group = True

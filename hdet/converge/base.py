@@ -143,6 +143,10 @@ class Plain(Averaging):
 
     Sends 2 (N - 1) / N * P bytes a rank and cycle, P the bytes of the parameters on this rank
     (16-bit ones count as fp32). Extra memory: ``bucket_bytes`` at most.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.Plain())
     """
 
     needs_processes: ClassVar[bool] = False

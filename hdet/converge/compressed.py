@@ -34,6 +34,10 @@ class Compressed(Averaging):
         dtype: "bf16" (8 bits of precision) or "int8" (127 levels on each side of 0 for every
             ``block`` elements, with their largest magnitude as the scale, in fp32).
         block: a multiple of 4 from 16 to 65536.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.Compressed("int8"))
     """
 
     dtype: str = "bf16"

@@ -42,6 +42,10 @@ class ExactLocal(Averaging):
     Raises:
         ValueError: of `build`, an optimizer, settings or tensors for which the mean is no
             trajectory of its own.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.ExactLocal(10))
     """
 
     check_every: int = 10

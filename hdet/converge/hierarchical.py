@@ -27,6 +27,10 @@ class Hierarchical(Averaging):
     Args:
         replicas_per_node: n, how many neighbouring replicas (r // n) share a node, or whatever
             has a fast network inside. It divides N.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.Hierarchical(replicas_per_node=8))
     """
 
     replicas_per_node: int

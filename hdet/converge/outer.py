@@ -43,6 +43,11 @@ class Outer(Averaging):
     Raises:
         ValueError: a rate or a momentum outside of its interval; of `build`, shared gradients:
             replicas part by what their knobs do then, which an outer step would enlarge.
+
+    Example::
+
+        outer = hdet.converge.Outer(rate=0.7, momentum=0.9)
+        sync = hdet.Sync(50, converge=outer, gradients="local", moments="keep")
     """
 
     rate: float = 0.7

@@ -32,6 +32,10 @@ class Streaming(Averaging):
 
     Args:
         fragments: F, 2 .. T.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.Streaming(fragments=4))
     """
 
     fragments: int
@@ -65,6 +69,10 @@ class Overlapped(Averaging):
 
     Args:
         steps: tau, 1 .. T - 1.
+
+    Example::
+
+        sync = hdet.Sync(100, converge=hdet.converge.Overlapped(steps=2))
     """
 
     steps: int

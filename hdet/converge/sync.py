@@ -55,6 +55,11 @@ class Sync:
     Raises:
         TypeError: an object of another kind.
         ValueError: a value that cannot be used. Both name the argument and the remedy.
+
+    Example::
+
+        sync = hdet.Sync(50, converge=hdet.converge.Compressed("bf16"))
+        ensemble = hdet.Ensemble(optimizer, scheduler, sync=sync)
     """
 
     every: int = 1000

@@ -35,6 +35,11 @@ class Divergence:
             left the run ends.
         lower: factor of the base value after a rollback, in (0, 1).
         attempts: rollbacks in a row after which the run ends with an error.
+
+    Example::
+
+        divergence = hdet.Divergence(rollback="host", lower=0.7)
+        ensemble = hdet.Ensemble(optimizer, scheduler, divergence=divergence)
     """
 
     peer_bound: float | None = 4.0

@@ -36,7 +36,17 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iter
 
     Example::
 
-        for difference in hdet.replay(hdet.SoftmaxController(decay=None), records):
+        records, controller = [], hdet.SoftmaxController(decay=None)
+        ensemble = hdet.Ensemble(
+            optimizer,
+            scheduler,
+            controller=controller,
+            log=lambda record, step: records.append(record),
+        )
+        ...  # train
+        again = hdet.SoftmaxController(decay=None)
+        again.start(ensemble.run)
+        for difference in hdet.replay(again, records):
             print(difference)
     """
     for n, line in enumerate(records):

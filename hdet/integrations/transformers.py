@@ -134,12 +134,14 @@ class HdetMixin(_Any):
 
 
 class HdetTrainer(HdetMixin, _Trainer):
-    """transformers' Trainer, see `HdetMixin`::
+    """transformers' Trainer with hdet in it::
 
-    trainer = HdetTrainer(
-        model=model, args=args, train_dataset=data, ensemble={"controller": hdet.AutoLR}
-    )
-    trainer.train()
+        trainer = HdetTrainer(
+            model=model, args=args, train_dataset=data, ensemble={"controller": hdet.AutoLR}
+        )
+        trainer.train()
+
+    Arguments are the Trainer's, and those of `HdetMixin`.
     """
 
 

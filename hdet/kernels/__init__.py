@@ -56,6 +56,16 @@ def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
 
     Raises ValueError or TypeError for tensors, dtypes or combinations that cannot be stepped, by
     name.
+
+    Example::
+
+        params, gradients = [torch.ones(4)], [torch.full((4,), 0.5)]
+        tensors = hdet.kernels.StepTensors(
+            "sgd", [params], groups=[0], steps=[torch.tensor(0.0)], exp_avgs=[None]
+        )
+        plan = hdet.kernels.step_plan(tensors)
+        plan.step(gradients, [hdet.kernels.StepSettings(lr=0.1)])
+        assert torch.allclose(params[0], torch.full((4,), 0.95))
     """
     if len(tensors.params) == 0 or len(tensors.params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
@@ -74,6 +84,12 @@ def average_plan(
 
     Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean
     is of the masters and both are written. Raises ValueError or TypeError for anything else.
+
+    Example::
+
+        replicas = [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]]
+        hdet.kernels.average_plan(replicas).average([0.5, 0.5])
+        assert replicas[1][0].tolist() == [2.0, 3.0]
     """
     if len(params) == 0 or len(params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
@@ -98,6 +114,12 @@ def copy_plan(
     destinations, written with them: the way back from a communication bucket. The native backends
     take contiguous tensors on one device, the torch backend any floating dtypes and strides. Raises
     ValueError or TypeError for anything else.
+
+    Example::
+
+        source, bucket = torch.ones(4, dtype=torch.bfloat16), torch.empty(4)
+        hdet.kernels.copy_plan([source], [bucket]).copy(0.5)
+        assert bucket.tolist() == [0.5] * 4
     """
     if len(sources) == 0 or len(sources) != len(destinations):
         raise ValueError(

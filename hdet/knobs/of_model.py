@@ -76,6 +76,15 @@ class Scalar:
     ...     "temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x),
     ...     bounds=(0.1, 10.0), valid_on_train_loss=True, affects_eval_loss=True,
     ... )
+
+    Example::
+
+        sync = hdet.Sync(50, gradients="local", moments="keep")
+        ensemble = hdet.Ensemble(
+            optimizer, knobs=[hdet.Scalar("mixup", value=0.2)], sync=sync
+        )
+        with ensemble.explore():
+            alpha = ensemble.value("mixup")
     """
 
     name: str
@@ -124,6 +133,13 @@ class Dropout:
 
     Training losses always vote for less: it needs a `ProbeController` with ``held_out=True``, and
     ``gradients="local"``.
+
+    Example::
+
+        sync = hdet.Sync(50, gradients="local", moments="keep")
+        ensemble = hdet.Ensemble(optimizer, knobs=[hdet.Dropout(model)], sync=sync)
+        with ensemble.explore():
+            loss = loss_fn(model, batches[0])
     """
 
     model: nn.Module
@@ -179,6 +195,13 @@ class LabelSmoothing:
     Training losses always vote for less, because the loss itself changes: it needs a
     `ProbeController` with ``held_out=True`` whose ``loss_fn`` has no smoothing, and
     ``gradients="local"``.
+
+    Example::
+
+        sync = hdet.Sync(50, gradients="local", moments="keep")
+        loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
+        knobs = [hdet.LabelSmoothing(loss_fn)]
+        ensemble = hdet.Ensemble(optimizer, knobs=knobs, sync=sync)
     """
 
     target: nn.CrossEntropyLoss | float
@@ -210,6 +233,13 @@ class LossWeights:
     Only the weights' ratios matter to Adam, so leave one task out of ``tasks``. A `ProbeController`
     with ``held_out=True`` says what the weights are for: its ``loss_fn`` is the objective that
     counts. ``gradients="local"`` is needed.
+
+    Example::
+
+        weights = {"boxes": 1.0, "classes": 0.5}
+        sync = hdet.Sync(50, gradients="local", moments="keep")
+        knobs = [hdet.LossWeights(weights, tasks=["classes"])]
+        ensemble = hdet.Ensemble(optimizer, knobs=knobs, sync=sync)
     """
 
     weights: MutableMapping[Any, float]
@@ -236,6 +266,12 @@ class Temperature:
 
     The loss depends on it at any weights, in eval mode too. So replicas are scored at their own
     values, training losses can decide, and it can be explored with shared gradients.
+
+    Example::
+
+        model[2].temperature = 0.07
+        ensemble = hdet.Ensemble(optimizer, knobs=[hdet.Temperature(model)])
+        assert ensemble.values() == {"temperature": 0.07}
     """
 
     model: nn.Module

@@ -125,6 +125,11 @@ class LearningRate(_OfGroups):
     of those, the other groups stay fixed. ``bounds``: (low, high) that no rate leaves, neither the
     schedule's corrected one nor a replica's. On a stock AdamW the weight decay acts at the
     replica's rate (lr * rho * decay), as its formula says; see `WeightDecay`.
+
+    Example::
+
+        knobs = [hdet.LearningRate(spread=0.2)]
+        ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs)
     """
 
     spread: float = 1 / 9
@@ -151,6 +156,11 @@ class WeightDecay(_OfGroups):
     Training losses misjudge it: it needs a `ProbeController` with ``held_out=True``. Where decay is
     part of the gradient (torch's Adam without decoupled_weight_decay, SGD with momentum, RMSprop
     ...) replicas' moments differ, and ``moments`` is to be chosen.
+
+    Example::
+
+        knobs = [hdet.LearningRate(), hdet.WeightDecay(spread=0.3, product=True)]
+        ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs)
     """
 
     spread: float = 0.3
@@ -198,6 +208,11 @@ class Betas(_OfGroups):
     One knob for each of ``which`` (0: ``"beta1"``, 1: ``"beta2"``). A higher value is a longer
     memory: 0.9 times 2 is 0.95. Values stay within ``bounds``. Replicas with different betas have
     different moments, so ``moments`` is to be chosen also with shared gradients.
+
+    Example::
+
+        knobs, sync = [hdet.Betas(which=[1])], hdet.Sync(50, moments="average")
+        ensemble = hdet.Ensemble(optimizer, knobs=knobs, sync=sync)
     """
 
     spread: float = 0.3
@@ -253,6 +268,11 @@ class GroupValue(_OfGroups):
             ``held_out=True``.
         moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared
             gradients.
+
+    Example::
+
+        knobs, sync = [hdet.GroupValue("eps")], hdet.Sync(50, moments="average")
+        ensemble = hdet.Ensemble(optimizer, knobs=knobs, sync=sync)
     """
 
     key: str
@@ -294,6 +314,14 @@ class ClipNorm:
     step. A number: the loop clips by itself, ``clip_grad_norm_(parameters,
     ensemble.value("clip_norm"))`` inside ``with ensemble.explore():``. Replicas that clip
     differently have different moments, so ``moments`` is to be chosen also with shared gradients.
+
+    Example::
+
+        knobs, sync = [hdet.ClipNorm(1.0)], hdet.Sync(50, moments="average")
+        ensemble = hdet.Ensemble(optimizer, knobs=knobs, sync=sync)
+        with ensemble.explore():
+            max_norm = ensemble.value("clip_norm")
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     """
 
     value: float | None = None

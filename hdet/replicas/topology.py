@@ -33,6 +33,11 @@ class Replicas:
             alone.
 
     Use `single`, `from_group`, `from_mesh`, `from_layout`, `from_megatron` or `default`.
+
+    Example::
+
+        replicas = hdet.Replicas.single()
+        ensemble = hdet.Ensemble(optimizer, scheduler, replicas=replicas)
     """
 
     index: int = 0

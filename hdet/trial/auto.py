@@ -74,9 +74,14 @@ class AutoLR(Controller):
     Example::
 
         auto = hdet.AutoLR(model)
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=n, controller=auto)
-        ...
-        ensemble.step(loss, closure=lambda: losses_of(model, batch))
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=2000, controller=auto)
+        for batch in loader:
+            loss = losses_of(model, batch).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss, closure=lambda: losses_of(model, batch))
+        print(ensemble.report())
     """
 
     needs_replicas = False

@@ -184,6 +184,15 @@ class RateInterval:
         reason: why it moves, or stays.
         total_steps: of the run that it is for.
         trial: what was measured.
+
+    Example::
+
+        found = hdet.find_rate(
+            model, optimizer, losses_of, loader[:56], total_steps=10_000
+        )
+        if found.moves:
+            print(found.suggestion, found.low, found.high, found.reason)
+        found.plot().figure.savefig("rates.png")
     """
 
     rate: float
