@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    version = re.findall(r'^version = "(.*)"', text, re.MULTILINE)
-    config["site_name"] = " ".join(["hdet", *version])
+    text = (ROOT / "hdet" / "__init__.py").read_text(encoding="utf-8")
+    [version] = re.findall(r'^__version__ = "(.*)"', text, re.MULTILINE)
+    config["site_name"] = f"hdet {version}"
     return config
 
 

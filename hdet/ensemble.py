@@ -27,9 +27,9 @@ __all__ = ["Ensemble", "ReplicasDiverged"]
 
 
 class Ensemble:
-    """Drives the replicas: call ``ensemble.step(loss)`` where ``scheduler.step()`` was, after
-    ``optimizer.step()``. Each process holds one replica of N, or all of them
-    (`CoresidentReplicas`).
+    """Lets a controller correct the schedule while a model trains: call ``ensemble.step(loss)``
+    where ``scheduler.step()`` was, after ``optimizer.step()``. Each process holds one replica of
+    N, or all of them (`CoresidentReplicas`).
 
     Args:
         optimizer: any torch optimizer with all its groups; its parameters are averaged.
@@ -59,8 +59,9 @@ class Ensemble:
 
     Example::
 
-        controller = hdet.AutoLR(model)
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=2000, controller=controller)
+        ensemble = hdet.Ensemble(
+            optimizer, scheduler, total_steps=2000, controller=hdet.AutoLR(model)
+        )
         for batch in loader:
             loss = loss_fn(model, batch)
             loss.backward()

@@ -140,6 +140,13 @@ def test_the_example_of_a_docstring_runs_as_written(example: Block) -> None:
     run(example.source, str(example))
 
 
+def test_examples_of_docstrings_fit_into_the_reference() -> None:
+    long = [
+        f"{one}: {line}" for one in EXAMPLES for line in one.source.splitlines() if len(line) > 80
+    ]
+    assert not long, "\n".join(long)
+
+
 def test_every_class_of_the_reference_has_an_example() -> None:
     pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md"))
     shown = {

@@ -39,8 +39,12 @@ class ProbeController(ProbeRule):
 
     Example::
 
-        probe = hdet.ProbeController(loss_fn, held_out_batches, model=model, held_out=True)
-        ensemble = hdet.Ensemble(optimizer, scheduler, controller=probe, sync=hdet.Sync(100))
+        probe = hdet.ProbeController(
+            loss_fn, held_out_batches, model=model, held_out=True
+        )
+        ensemble = hdet.Ensemble(
+            optimizer, scheduler, controller=probe, sync=hdet.Sync(100)
+        )
     """
 
     def __init__(

@@ -73,8 +73,9 @@ class AutoLR(Controller):
 
     Example::
 
-        auto = hdet.AutoLR(model)
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=2000, controller=auto)
+        ensemble = hdet.Ensemble(
+            optimizer, scheduler, total_steps=2000, controller=hdet.AutoLR(model)
+        )
         for batch in loader:
             loss = losses_of(model, batch).mean()
             loss.backward()

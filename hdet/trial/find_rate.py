@@ -58,7 +58,9 @@ def find_rate(
 
     Example::
 
-        interval = hdet.find_rate(model, optimizer, losses_of, loader, total_steps=10_000)
+        interval = hdet.find_rate(
+            model, optimizer, losses_of, loader, total_steps=10_000
+        )
         print(interval)  # learning rate: 1e-05 -> 0.0012 (...) ...
         for group in optimizer.param_groups:
             group["lr"] *= interval.suggestion / interval.rate
