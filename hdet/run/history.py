@@ -21,7 +21,8 @@ __all__ = ["Records", "cycle_record"]
 _LOG = logging.getLogger("hdet")
 
 
-class _Console(logging.StreamHandler):  # generic from Python 3.11 on only
+# generic from Python 3.11 on only
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
     """Shows lines on standard error where nobody has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
