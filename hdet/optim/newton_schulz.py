@@ -153,7 +153,7 @@ def _iterate(x: Tensor, how: Iteration, scale: float, symmetric: SymmetricProduc
 
 
 def _cut(steps: Sequence[Triple], growth: float) -> list[int]:
-    """Where to begin anew, from 0 to the number of steps: after each, or after so many that a^2
+    """Where to begin again, from 0 to the number of steps: after each, or after so many that a^2
     of all multiplies to at most `growth`."""
     made, reached = [0], 1.0
     for i, (a, _, _) in enumerate(steps):

@@ -220,9 +220,19 @@ class RateInterval:
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
             if not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
+            elif self._is_best_outermost:
+                top = f"{arms[-1].rate:.2g}"
+                lines.append(f"the best loss is at the highest rate: try {top} next")
         elif len(self.trial.arms) == 1:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
         return "\n".join(lines)
+
+    @property
+    def _is_best_outermost(self) -> bool:
+        """May better rates lie above all that were tried?"""
+        arms = self.trial.arms
+        best = min(arms, key=lambda arm: arm.loss)
+        return len(arms) > 1 and best is arms[-1] and self.low <= best.rate <= self.high
 
     def _ends(self) -> str:
         """In words."""

@@ -137,6 +137,22 @@ def test_it_says_what_to_do() -> None:
     ]
 
 
+def test_it_says_what_to_try_next_and_that_there_was_no_trial() -> None:
+    more = "the best loss is at the highest rate: try 1e+02 next"
+    assert more in str(by_losses(WORSE, BEST).interval(28)).splitlines()
+    for other in (
+        by_losses(WORSE, BEST, WORSE),
+        by_losses(BEST, WORSE),
+        by_losses(WORSE, BEST, ()),
+    ):
+        assert "next" not in str(other.interval(28))
+    far = replace(by_losses(WORSE, BEST), arms=(Arm(1.0, WORSE, 0.1), Arm(100.0, BEST, 64.0)))
+    assert "next" not in str(far.interval(28)), "it moves the weights too far"
+    assert str(Trial(1.0, (Arm(1.0, (), 0.1),)).interval(28)).endswith(
+        "no trial: only how far 28 steps move the weights counts"
+    )
+
+
 def test_a_plot_shows_the_arms() -> None:
     arms = (Arm(1.0, WORSE, 0.1), Arm(100.0, BEST), Arm(1e4))
     found = replace(by_losses(WORSE, BEST, (), rate=1.0), arms=arms).interval(28)
