@@ -25,7 +25,7 @@ def prepare(
     accelerator: Any,
     ensemble: Ensemble,
     model: nn.Module | None = None,
-    losses: _Losses | None = None,
+    losses_of: _Losses | None = None,
 ) -> Prepared:
     """Give the Ensemble for a loop with an Accelerator::
 
@@ -49,8 +49,8 @@ def prepare(
         ensemble: of the optimizer inside the prepared one. Its scheduler may be a prepared one,
             which steps as often as accelerate lets it, or torch's, which steps once; with a
             prepared one pass ``total_steps``, the optimizer's.
-        model: the prepared one; for the trial of an `AutoLR`, as is ``losses``.
-        losses: ``losses(model, batch)`` -> the losses of a batch, computed again with a graph,
+        model: the prepared one; for the trial of an `AutoLR`, as is ``losses_of``.
+        losses_of: ``losses_of(model, batch)`` -> a batch's losses, computed again with a graph,
             shape (examples,) or one number.
 
     Raises:
@@ -64,7 +64,7 @@ def prepare(
             "before, and make the Ensemble then"
         )
     refresh_step(prepared[0])
-    return Prepared(accelerator, ensemble, model, losses)
+    return Prepared(accelerator, ensemble, model, losses_of)
 
 
 class Prepared(Adapter, StandIn):
@@ -76,11 +76,11 @@ class Prepared(Adapter, StandIn):
     """
 
     def __init__(
-        self, accelerator: Any, ensemble: Ensemble, model: Any, losses: _Losses | None
+        self, accelerator: Any, ensemble: Ensemble, model: Any, losses_of: _Losses | None
     ) -> None:
         log = accelerate.logging.get_logger("accelerate.hdet")
         super().__init__(partial(log.info, main_process_only=True))
-        self.accelerator, self.model, self.losses = accelerator, model, losses
+        self.accelerator, self.model, self.losses_of = accelerator, model, losses_of
         self.ensembles, self.inner, self.scaler = [ensemble], ensemble, accelerator.scaler
         self.without_sync = partial(accelerator.no_sync, model)
         self._is_local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
@@ -103,12 +103,14 @@ class Prepared(Adapter, StandIn):
         step is counted where the optimizer has made one.
 
         Raises:
-            TypeError: no ``batch``, where ``losses`` was given.
+            TypeError: no ``batch``, where ``losses_of`` was given.
             Also what `Ensemble.step` raises.
         """
-        if self.losses is not None:
+        if self.losses_of is not None:
             if batch is None:
-                raise TypeError("losses was given, and has to know of what: call step(loss, batch)")
+                raise TypeError(
+                    "losses_of was given, and has to know of what: call step(loss, batch)"
+                )
             self.parts.append(batch)
         self.observe(loss.detach() if isinstance(loss, torch.Tensor) else loss, weight)
         if not self.accelerator.sync_gradients:
@@ -120,8 +122,10 @@ class Prepared(Adapter, StandIn):
         self.parts = []
 
     def compute_loss(self, part: Any) -> torch.Tensor:
-        assert self.losses is not None
-        return self.losses(self.model, part).mean() / self.accelerator.gradient_accumulation_steps
+        assert self.losses_of is not None
+        return (
+            self.losses_of(self.model, part).mean() / self.accelerator.gradient_accumulation_steps
+        )
 
     def clip_gradients(self) -> None:
         if self._clip is not None:

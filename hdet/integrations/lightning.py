@@ -42,7 +42,7 @@ class HdetCallback(Adapter, _Callback):
     was. The callback stands before all others, which see what it leaves.
 
     Args:
-        losses: ``losses(module, batch)`` -> the losses of a batch, computed again with a graph,
+        losses_of: ``losses_of(module, batch)`` -> a batch's losses, computed again with a graph,
             shape (examples,) or one number, for an `AutoLR`. None: what ``training_step`` returns;
             its calls of ``log`` have no effect then. Needed under manual optimization, and where
             ``training_step`` changes what is no buffer (a torchmetrics object).
@@ -54,14 +54,14 @@ class HdetCallback(Adapter, _Callback):
     Raises:
         TypeError: a setting that an Ensemble does not have.
         ValueError: when training begins: DeepSpeed or another strategy without replicas; with the
-            trial of an AutoLR: several optimizers, manual optimization without ``losses``.
+            trial of an AutoLR: several optimizers, manual optimization without ``losses_of``.
     """
 
     def __init__(
-        self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any
+        self, *, losses_of: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any
     ) -> None:
         super().__init__(pytorch.utilities.rank_zero_info)
-        self.losses, self.settings = losses, complete_settings(settings)
+        self.losses_of, self.settings = losses_of, complete_settings(settings)
         self._states: list[Mapping[str, Any]] = []
         self._context = ""
         """The name of what is entered: `Adapter.enter`."""
@@ -196,15 +196,17 @@ class HdetCallback(Adapter, _Callback):
     # -- what Lightning does -----------------------------------------------------------------------
 
     def find_obstacle(self) -> str | None:
-        if self.losses is None and not self.module.automatic_optimization:
-            return "scores batches, and a training_step that optimizes by hand cannot: pass losses="
+        if self.losses_of is None and not self.module.automatic_optimization:
+            return (
+                "scores batches, and a training_step that optimizes by hand cannot: pass losses_of="
+            )
         return None
 
     def compute_loss(self, part: tuple[Any, int]) -> torch.Tensor | None:
         trainer, module = self.trainer, self.module
-        if self.losses is not None:
+        if self.losses_of is not None:
             with trainer.precision_plugin.train_step_context():
-                return self.losses(module, part[0]).mean() / trainer.accumulate_grad_batches
+                return self.losses_of(module, part[0]).mean() / trainer.accumulate_grad_batches
         takes_index = _signatures.is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )

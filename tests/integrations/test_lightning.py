@@ -236,7 +236,7 @@ def test_losses_may_be_a_function_of_the_users(tmp_path: Path) -> None:
         return losses_of(module, batch)
 
     module = LeavesOut()
-    ensemble = {"controller": trial, "losses": losses}
+    ensemble = {"controller": trial, "losses_of": losses}
     trainer = fit(str(tmp_path), ensemble, module, until=FIRST)
     assert len(asked) > FIRST * PARTS and module.calls == FIRST * PARTS
     assert trainer.hdet.ensemble.engine.controller.interval is not None
@@ -262,7 +262,7 @@ def test_under_float16_a_step_that_one_of_several_local_replicas_skips_counts_fo
 
 
 @pytest.mark.parametrize(("case", "message"), [
-    ("manual", "optimizes by hand cannot: pass losses="),
+    ("manual", "optimizes by hand cannot: pass losses_of="),
     ("several", "one optimizer, and there are 2"),
     ("one for several", "several optimizers, each with a controller of its own: pass a function"),
 ])  # fmt: skip
@@ -280,7 +280,7 @@ def test_what_is_no_setting_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
         HdetCallback(controler=None)
     with pytest.raises(TypeError, match="positional argument"):
-        HdetCallback(hdet.AutoLR)  # would be losses=, and no controller
+        HdetCallback(hdet.AutoLR)  # would be losses_of=, and no controller
 
 
 def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
