@@ -146,7 +146,7 @@ class Loop:
     def step(self, loss: torch.Tensor, batch: Any) -> None:
         accelerator = self.accelerator
         if self.ensemble is not None:
-            self.ensemble.step(loss, None if self.ensemble.losses is None else batch)
+            self.ensemble.step(loss, None if self.ensemble.losses_of is None else batch)
         elif isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler) or (
             accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
         ):
