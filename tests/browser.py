@@ -18,7 +18,7 @@ from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 TOO_WIDE = """[...document.querySelectorAll("body *")].filter(element =>
-    element.getBoundingClientRect().right > window.innerWidth + 1
+    element.getBoundingClientRect().right > document.documentElement.clientWidth + 1
 ).map(element => element.outerHTML.slice(0, 80))"""
 """What reaches over the right edge of the page."""
 

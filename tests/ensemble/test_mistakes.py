@@ -110,3 +110,14 @@ def test_a_trials_result_is_printed_when_it_is_decided(
         said = capsys.readouterr().err
         assert said.startswith("hdet, step 27: learning rate 0.001") == printed
         assert said.count("\n") == printed
+
+
+@pytest.mark.parametrize(("sync", "cycles"), [(None, 6), (hdet.Sync(25), 3)])
+def test_a_run_that_only_searches_has_records_for_a_curve(sync: Any, cycles: int) -> None:
+    """Nothing else happens where its cycles end, so they may be short; at least 20 steps, whose
+    mean loss is no noise."""
+    loop = Loop(length=120)
+    auto = hdet.AutoLR(loop.model, budget=0)
+    ensemble = loop.train(min(120, 25 * cycles if sync else 120), 120, controller=auto, sync=sync)
+    assert len(ensemble.history) == cycles
+    assert all(record["losses"][0] is not None for record in ensemble.history)
