@@ -54,9 +54,10 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
+        no_scales: list[None] = [None] * len(tensors.moments)
         addresses = t.address_table(
             *tensors.moments,
-            *(tensors.scales or [None] * len(tensors.moments)),
+            *(tensors.scales or no_scales),
             *tensors.params,
             *(tensors.masters or nothing),
             count=count,
