@@ -265,9 +265,7 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
     moments = ()
     scales = ()
     for j in tl.static_range(M):
-        moments = moments + (
-            pointer(tl.load(columns + j), chunk.offset, V.moments[j], V.vector),
-        )
+        moments = moments + (pointer(tl.load(columns + j), chunk.offset, V.moments[j], V.vector),)
         scales = scales + (tl.load(columns + M + j) + chunk.offset // CODE_BLOCK * 4,)
     shared = Shared(
         pointer(gradient, chunk.offset, V.gradient, V.vector), moments, scales, tl.load(random + 2)
