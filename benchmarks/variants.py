@@ -47,7 +47,7 @@ ANY_FORMAT: Edit = (CODED, "switch (plan.known) {", "switch (Known::none) {")
 
 
 def coded_blocks(count: int) -> Edit:
-    return CODED, "  return kKnown == Known::floats ? 6 : 5;", f"  return {count};"
+    return CODED, "  return 6;", f"  return {count};"
 
 
 VARIANTS: dict[str, list[Edit]] = {

@@ -61,7 +61,7 @@ def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
 
         params, gradients = [torch.ones(4)], [torch.full((4,), 0.5)]
         tensors = hdet.kernels.StepTensors(
-            "sgd", [params], groups=[0], steps=[torch.tensor(0.0)], exp_avgs=[None]
+            "sgd", [params], groups=[0], steps=[torch.tensor(0.0)], moments=[[None]]
         )
         plan = hdet.kernels.step_plan(tensors)
         plan.step(gradients, [hdet.kernels.StepSettings(lr=0.1)])

@@ -126,7 +126,9 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
         == slow["compressed int8"].seconds
         == pytest.approx(15 * 2 * 63 * 1e-5)
     )
-    assert slow["compressed int8"].memory == pytest.approx((8 + 4 / 64) * 10**9 / 8 + 32 * 2**20)
+    assert slow["compressed int8"].memory == pytest.approx(
+        (8 + 4 / 64) * 10**9 / 8 + 2 * 32 * 2**20
+    )
     told = (
         3 * cost.all_reduce(8 * 64, 64 * 8, still).sent
     )  # who is finite, before three of four fragments
