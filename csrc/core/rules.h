@@ -11,7 +11,7 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "641ad85fe1a8a32f";
+constexpr const char* kRulesDigest = "7a9c00b7ba0950ce";
 
 enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, nadamw = 3, sgd = 4 };
 

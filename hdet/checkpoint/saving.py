@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core.validate import whole
-from ..optim.state import REPLICA_KEYS
+from ..optim.masters import REPLICA_KEYS
 from ..tensors.dtensor import is_sharded, like
 from . import folder as folders
 from .plain_data import encode

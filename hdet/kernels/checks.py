@@ -419,10 +419,9 @@ def check_group(
             raise ValueError(
                 f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}"
             )
-    numbers = {field: getattr(s, field) for field in RULES[rule].fields}
-    if isinstance(s.lr, Tensor):
-        del numbers["lr"]
-    RULES[rule].check(numbers, name)
+    facts = RULES[rule]
+    values = facts.read(s)
+    facts.check((0.0, *values[1:]) if isinstance(s.lr, Tensor) else values, name)
     if s.cautious_decay and rule in COUPLED:
         raise ValueError(
             f"cautious_decay of {name} needs decay that is no part of the gradient: use "

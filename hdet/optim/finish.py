@@ -17,7 +17,7 @@ from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import lists
-from . import step_plans as plans
+from .masters import with_shards
 
 
 class Averaging:
@@ -56,7 +56,7 @@ class Averaging:
             self.tensors, self.addresses = tensors, addresses
         self.plan.average(weights)
         torch.autograd.graph.increment_version(
-            plans.with_shards([param for param in whole if not param.is_inference()])
+            with_shards([param for param in whole if not param.is_inference()])
         )
 
 

@@ -34,17 +34,17 @@ def check_settings(group: dict[str, Any], rule: Rule, name: str, optimizer: str)
     if len(values) != len(rule.fields):
         count = len(rule.settings["betas"])
         raise ValueError(f"betas={group['betas']} of {name} must be {count} numbers in [0, 1)")
-    check_numbers(dict(zip(rule.fields, values, strict=True)), rule, name)
+    check_numbers(values, rule, name)
 
 
-def check_numbers(values: dict[str, Any], rule: Facts, name: str) -> None:
-    for field, value in values.items():
+def check_numbers(values: Sequence[Any], rule: Facts, name: str) -> None:
+    for field, value in zip(rule.fields, values, strict=True):
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"{field} of {name} must be a number or a one-element tensor, got the shape "
                 f"{tuple(value.shape)}"
             )
-    rule.check({field: float(value) for field, value in values.items()}, name)
+    rule.check([float(value) for value in values], name)
 
 
 def check_params(params: Any, name: str) -> None:

@@ -20,12 +20,13 @@ from hdet.tensors import strides
 from . import group_checks as groups
 from . import step_plans as plans
 from .fused import FusedOptimizer, Options
+from .masters import kept_masters
 from .matrices import Matrix, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration, Triple
 from .owners import MatrixPlan
 from .split_params import KEYS, MATRICES, split_groups
-from .state import Layout, kept_masters
+from .state import Layout
 from .step_plans import Member, Part, Planned
 
 _ADJUST = (None, "original", "match_rms_adamw")
@@ -326,8 +327,7 @@ def _coefficients(group: Mapping[str, Any]) -> tuple[Triple, ...]:
 
 
 def _check_muon(group: Mapping[str, Any], name: str) -> None:
-    numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
-    groups.check_numbers(numbers, MATRICES, name)
+    groups.check_numbers(MATRICES.values({"maximize": False, **group}), MATRICES, name)
     if not 0.0 <= float(group["momentum"]) < 1.0:
         raise ValueError(f"momentum={group['momentum']} of {name} must be in [0, 1)")
     steps = group["ns_steps"]

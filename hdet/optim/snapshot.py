@@ -14,8 +14,8 @@ from torch.optim import Adagrad, Optimizer
 from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, tensors_in
 from ..tensors.dtensor import local_parts
 from .fused import FusedOptimizer
+from .masters import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from .moment_storage import EIGHT_BIT
-from .state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 
 __all__ = [
     "CycleStarts",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels import numbers
 from hdet.kernels.numbers import CODES
 from hdet.rules import is_signed
 from hdet.tensors import dtensor as shards
@@ -17,11 +16,7 @@ from hdet.tensors import strides
 
 from . import lists
 from . import moment_storage as stored
-
-REPLICA_KEYS = ("replica_params", "replica_masters")
-MASTER_KEYS = ("master_param", "remainder")
-WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
-"""what a state has of the parameters themselves"""
+from .masters import MASTER_KEYS, REPLICA_KEYS, kept_masters, like_first, make_master, regain
 
 _RELAY = (
     "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays "
@@ -113,7 +108,7 @@ class Layout:
         found = next((name for name in MASTER_KEYS if state.get(name) is not None), None)
         if key is None:
             for param, master in zip(sets, kept, strict=False):
-                _regain(param, master)
+                regain(param, master)
             return (
                 {}
                 if found is None
@@ -129,8 +124,8 @@ class Layout:
             and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True))
         ):
             return {}
-        made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [
-            _master(sets[0], None, key)
+        made = [make_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [
+            make_master(sets[0], None, key)
         ]
         made += [like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
         made = [strides.like(m, p) for m, p in zip(made, sets, strict=True)]
@@ -226,17 +221,6 @@ def _seen_as(value: Any, dtype: torch.dtype) -> Any:
     return shards.like(shards.local(value).view(dtype), value)
 
 
-def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    """The parameter in all its replicas, the parameter itself first."""
-    return [param, *(state.get("replica_params") or ())]
-
-
-def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
-    """The masters of all replicas, as far as there are any."""
-    first = next((state[name] for name in MASTER_KEYS if state.get(name) is not None), None)
-    return [] if first is None else [first, *(state.get("replica_masters") or ())]
-
-
 def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor]) -> list[Tensor]:
     """Fits the loaded entries of a parameter to its further replicas `ours`.
 
@@ -263,66 +247,6 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
             masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
         )
     return theirs
-
-
-def adopt(param: Tensor, master: Tensor) -> None:
-    """Takes over what was written to a parameter behind its float32 master: elements that no longer
-    are the master, rounded."""
-    param, master = shards.local(param), shards.local(master)
-    master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
-
-
-def _regain(param: Tensor, master: Tensor) -> None:
-    """A parameter that was 16 bits wide and has been cast to float32 is its master again, unless it
-    has been written to since."""
-    if param.dtype == master.dtype == torch.float32 and any(
-        torch.equal(master.to(dtype).float(), param) for dtype in (torch.bfloat16, torch.float16)
-    ):
-        param.copy_(master)
-
-
-def reset_master(param: Tensor, master: Tensor) -> None:
-    """The master becomes exactly the parameter."""
-    param, master = shards.local(param), shards.local(master)
-    if master.dtype == torch.int16:
-        master.zero_()
-    else:
-        master.copy_(param)
-
-
-def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
-    """A master in the wanted form: moved or converted from one there is, else the parameter's own
-    value."""
-    values = param.detach()
-    if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
-        return (
-            torch.zeros_like(values, dtype=torch.int16)
-            if key == "remainder"
-            else values.to(torch.float32, copy=True)
-        )
-    kept = kept.to(param.device)
-    if key == "master_param":
-        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
-    if kept.dtype == torch.int16:
-        return kept
-    # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
-    upper, lower = numbers.split(kept)
-    current = kept.to(torch.bfloat16) == values
-    values.copy_(torch.where(current, upper, values))
-    return torch.where(current, lower, torch.zeros_like(lower))
-
-
-def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
-    """A new replica's master: where it equals the first replica it is meant to, to the last bit.
-
-    Of what lies on this rank.
-    """
-    own = (
-        torch.zeros_like(master)
-        if master.dtype == torch.int16
-        else param.detach().to(torch.float32)
-    )
-    return torch.where(param == first, master, own)
 
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:

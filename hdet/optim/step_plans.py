@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -14,80 +13,19 @@ from torch import Tensor
 from hdet.kernels import StepOptions, StepPlan, StepSettings
 from hdet.kernels.checks import check_gradients
 from hdet.kernels.interface import Column
-from hdet.rules import TYPES, Facts
+from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import lists
-from .state import adopt, kept_masters, state_sets
+from .masters import Watch, kept_masters, with_shards
 
 Hyper = tuple[Any, ...]
 """of a group, numbers or tensors: Rule.values"""
 
 
-class Kind(NamedTuple):
-    """What of a parameter group its plan relies on."""
-
-    rule: Facts
-    keeps_moments: bool
-
-
 _NUMBERS = frozenset((float, int, bool))
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
-
-
-class Watch:
-    """Notices in-place changes by others to parameters that have float32 masters.
-
-    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a
-    model. Versions only grow, so their sum tells. A write through `.data` or by a foreign kernel is
-    not seen. A DTensor and its shard count apart, and both are watched; a shard may move.
-
-    Masters are written by `check` and `adopt` alone; the first check looks at all of them.
-    """
-
-    def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Parameters and their states."""
-        self.pairs = [pair for param, state in states for pair in _watched(param, state)]
-        self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
-        self.per_step = 0
-        self.sum = -1  # nothing is known yet
-        self._look()
-
-    def _look(self) -> None:
-        self.params = with_shards([param for param, _ in self.pairs])
-        self.addresses = lists.addresses(shards.locals_of(self.sharded))
-
-    def expect(self, tensors: Sequence[Tensor]) -> None:
-        """A step of our own writes to these, as `wrote` tells."""
-        watched = set(map(id, self.params))
-        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
-
-    def refresh(self) -> None:
-        """What has been written up to now is known."""
-        self.sum = sum(map(_version, self.params))
-
-    def distrust(self) -> None:
-        """Something may have been written that was not counted."""
-        self.sum = -1
-
-    def written(self) -> bool:
-        """Has anything been written that is not known?"""
-        return sum(map(_version, self.params)) != self.sum
-
-    def wrote(self) -> None:
-        """Our own step has counted up the versions of what it writes to by one."""
-        self.sum += self.per_step
-
-    def check(self) -> None:
-        """Takes over what others have written. Before each step."""
-        if self.params and (
-            self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses
-        ):
-            for param, master in self.pairs:
-                adopt(param, master)
-            self._look()
-            self.refresh()
+_REST = tuple(StepSettings._field_defaults.values())
 
 
 @dataclass(frozen=True)
@@ -159,9 +97,8 @@ class Planned:
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
-        self.writes: list[
-            Tensor
-        ] = []  # what steps write to, if all have gradients; of each place a slice
+        # what steps write to, if all have gradients; of each place a slice
+        self.writes: list[Tensor] = []
         self._slices: dict[int, slice] = {}
         for i, member in members.items():
             start = len(self.writes)
@@ -250,19 +187,13 @@ class Planned:
         """
         self._check_parts(gradients, options)
         for turn, (n, part) in enumerate(self.active):
-            if (
-                turn == 0 and part.by_torch
-            ):  # which may run out of memory half-way: what it has moved by then is kept
-                self._wrote()
-            chosen = (
-                gradients
-                if len(part.places) == len(gradients)
-                else [gradients[i] for i in part.places]
-            )
+            if turn == 0 and part.by_torch:
+                self._wrote()  # it may run out of memory half-way: what it has moved is kept
+            every = len(part.places) == len(gradients)
+            chosen = gradients if every else [gradients[i] for i in part.places]
             part.plan.step(chosen, settings[n], options(part.device))
-            if (
-                turn == 0 and not part.by_torch
-            ):  # a later part fails for want of memory only; what the first has written stays
+            if turn == 0 and not part.by_torch:
+                # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
         if self.contents is None:  # there was no gradient
             self._write_back()
@@ -320,9 +251,8 @@ class Planned:
     ) -> list[tuple[StepSettings, ...]]:
         """One entry for each group of each part; the very same objects as in the last step if
         nothing has changed. `decay`: at the base rate? cautious?"""
-        plain = _NUMBERS.issuperset(
-            map(type, chain.from_iterable(hypers))
-        )  # a tensor may change in place
+        # a tensor may change in place
+        plain = _NUMBERS.issuperset(map(type, chain.from_iterable(hypers)))
         if plain and hypers == self.hypers and multipliers == self.multipliers:
             return self.settings
         columns = [tuple(map(float, column)) for column in zip(*multipliers, strict=True)]
@@ -355,12 +285,6 @@ def add_entries(
             del state[key]
 
 
-def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, and the shards of those that are DTensors: both have a version, and a write
-    counts up one of them."""
-    return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
-
-
 def _settings(
     rule: Facts,
     hyper: Hyper,
@@ -368,26 +292,14 @@ def _settings(
     decay: tuple[bool, bool],
     device: torch.device,
 ) -> StepSettings:
-    values = dict(zip(rule.fields, hyper, strict=True))
-    lr = values.pop("lr")
+    if len(hyper) != len(rule.fields):
+        raise ValueError(f"betas must be as many numbers as {len(rule.settings['betas'])}")
+    lr = hyper[0]
     if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
         lr = float(lr)
-    elif (
-        lr.dtype != torch.float32
-    ):  # else the tensor itself: the kernels read it there, and know it again
+    elif lr.dtype != torch.float32:  # else itself: kernels read it there, and know it again
         lr = lr.detach().to(torch.float32)
-    numbers = {name: TYPES[name](value) for name, value in values.items()}
-    return StepSettings(lr, multipliers, **numbers, decay_at_base=decay[0], cautious_decay=decay[1])
-
-
-def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """The parameter's sets that have a float32 master, with it."""
-    pairs = zip(state_sets(state, param), kept_masters(state), strict=False)
-    return [
-        (tensor, master)
-        for tensor, master in pairs
-        if master.dtype == torch.float32 and not tensor.is_inference()
-    ]
+    return StepSettings(lr, multipliers, *rule.arrange((*map(float, hyper[1:]), *decay, *_REST)))
 
 
 def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -7,11 +7,12 @@ tables of tests follow from it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .trace import Function, Trace, trace
 
@@ -43,9 +44,6 @@ class StepSettings(NamedTuple):
     """decoupled decay acts on those elements alone that the direction brings nearer to 0"""
 
 
-TYPES = {name: type(default) for name, default in StepSettings._field_defaults.items()}
-
-
 @dataclass(frozen=True, eq=False)
 class Facts:
     """What is known of a rule beside its mathematics; `rule` explains it."""
@@ -74,9 +72,9 @@ class Facts:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """What `values` reads, by the names of StepSettings."""
+        """What `values` reads, by the names of StepSettings; lr is the first."""
         betas = [f"beta{i + 1}" for i in range(len(self.settings.get("betas", ())))]
-        return (*betas, *(key for key in self.keys if key != "betas"), "maximize")
+        return (*(key for key in self.keys if key != "betas"), "maximize", *betas)
 
     @cached_property
     def values(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -84,25 +82,66 @@ class Facts:
         plain = itemgetter(*(key for key in self.keys if key != "betas"), "maximize")
         if "betas" not in self.keys:
             return plain
-        return lambda group: (*group["betas"], *plain(group))
+        return lambda group: (*plain(group), *group["betas"])
+
+    @cached_property
+    def read(self) -> Callable[[StepSettings], tuple[Any, ...]]:
+        """The same of StepSettings."""
+        return attrgetter(*self.fields)
+
+    @cached_property
+    def arrange(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """From `values` without lr, decay_at_base, cautious_decay, and the defaults of StepSettings
+        to its fields after the multipliers."""
+        known = (*self.fields[1:], "decay_at_base", "cautious_decay")
+        names = list(StepSettings._field_defaults)
+        return itemgetter(
+            *(known.index(x) if x in known else len(known) + names.index(x) for x in names[1:])
+        )
+
+    @cached_property
+    def always(self) -> Kind:
+        return Kind(self, True)
+
+    def kind(self, group: Mapping[str, Any]) -> Kind:
+        return self.always if self.kept_if is None else Kind(self, self.keeps_moments(group))
 
     def keeps_moments(self, group: Mapping[str, Any]) -> bool:
         return self.kept_if is None or bool(group[self.kept_if] != 0)
 
-    def check(self, values: Mapping[str, Any], whose: str) -> None:
-        """Raises ValueError for a hyperparameter out of range. NaN fails every comparison.
+    @cached_property
+    def ranges(self) -> tuple[tuple[float, float], ...]:
+        return tuple(_range(name)[:2] for name in self.fields)
 
-        values: of StepSettings, as numbers; those of `fields` are looked at.
-        """
-        for name in self.fields:
-            if name in values and (wrong := _why_not(name, values[name])):
-                raise ValueError(f"{name}={values[name]} of {whose} must be {wrong}")
-        momentum, dampening = values.get("momentum"), values.get("dampening")
-        if values.get("nesterov") and (momentum == 0 or dampening != 0):
-            raise ValueError(
-                f"nesterov=True of {whose} needs momentum > 0 and dampening 0, got {momentum} and "
-                f"{dampening}"
-            )
+    @cached_property
+    def nesterov(self) -> Callable[[Sequence[float]], tuple[float, ...]] | None:
+        """Of `values` what Nesterov's momentum as torch's SGD has it relies on."""
+        names = ("nesterov", "momentum", "dampening")
+        known = all(name in self.fields for name in names)
+        return itemgetter(*map(self.fields.index, names)) if known else None
+
+    def check(self, values: Sequence[float], whose: str) -> None:
+        """Raises ValueError for a hyperparameter out of range, of `values` as numbers. NaN fails
+        every comparison."""
+        for (least, limit), value in zip(self.ranges, values, strict=True):
+            if not least <= value < limit:
+                self._refuse(values, whose)
+        if self.nesterov is not None:
+            nesterov, momentum, dampening = self.nesterov(values)
+            if nesterov and (momentum == 0 or dampening != 0):
+                raise ValueError(
+                    f"nesterov=True of {whose} needs momentum > 0 and dampening 0, got {momentum} "
+                    f"and {dampening}"
+                )
+
+    def _refuse(self, values: Sequence[float], whose: str) -> NoReturn:
+        wrong = next(
+            (name, value, words)
+            for name, value in zip(self.fields, values, strict=True)
+            for least, limit, words in [_range(name)]
+            if not least <= value < limit
+        )
+        raise ValueError("{}={} of {whose} must be {}".format(*wrong, whose=whose))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -132,13 +171,20 @@ def is_signed(moment: str) -> bool:
     return not moment.endswith("_sq")
 
 
-def _why_not(name: str, value: float) -> str | None:
-    """What a number that is out of range must be."""
+class Kind(NamedTuple):
+    """What of a parameter group its plan relies on."""
+
+    rule: Facts
+    keeps_moments: bool
+
+
+def _range(name: str) -> tuple[float, float, str]:
+    """The least value, what is above all, and what a number must be."""
     if name.startswith("beta"):
-        return None if 0 <= value < 1 else "in [0, 1)"
+        return 0.0, 1.0, "in [0, 1)"
     if name == "dampening":
-        return None if math.isfinite(value) else "finite"
-    return None if 0 <= value < math.inf else "finite and not negative"
+        return -sys.float_info.max, math.inf, "finite"
+    return 0.0, math.inf, "finite and not negative"
 
 
 RULES: dict[str, Rule] = {}

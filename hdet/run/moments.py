@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..converge import digest
 from ..converge.buckets import Buckets, Part
 from ..converge.collectives import all_gather
+from ..optim.masters import WEIGHT_KEYS
 from ..optim.snapshot import (
     GroupNumbers,
     inner_optimizer,
@@ -32,7 +33,6 @@ from ..optim.snapshot import (
     owners_in,
     reset_moments,
 )
-from ..optim.state import WEIGHT_KEYS
 from ..replicas import Replicas
 from ..replicas.agreement import reachable
 from ..tensors.dtensor import local_parts

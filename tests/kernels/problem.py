@@ -319,12 +319,11 @@ class _Comparison:
 
     def _exact(self, i: int, old: list[Tensor | None]) -> reference.Stepped:
         s = self.problem.settings(self.problem.groups[i], self.turn)
-        hyper = reference.Hyper(**{**s._asdict(), "lr": float(s.lr)})
         t = int(self._before("steps", i)) + 1
         gradient = self.gradients[i].double()  # type: ignore[union-attr]
         kept = (self.before[f"value of {name}"][i] for name in self.problem.signed)
         moments = [torch.zeros_like(gradient) if m is None else m.double() for m in kept]
-        return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, moments)  # type: ignore[arg-type]
+        return reference.step(self.case.rule, s, t, gradient, self.factor, old, moments)  # type: ignore[arg-type]
 
     def _before(self, name: str, i: int) -> Tensor:
         tensor = self.before[name][i]

@@ -1,4 +1,5 @@
-"""The operations in float64, written from the equations alone. Shares nothing with hdet.
+"""The operations in float64. Of hdet it has the rules' trees, and tests/optim compares these with
+the rules' peers; all else is written from the equations alone.
 
 Every result is a value together with a bound on what float32 arithmetic may lose on the way to it:
 a few units in the last place of each term, carried through the formula. Where terms cancel the
@@ -8,16 +9,23 @@ bound is wide, elsewhere it is tight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hdet.rules import DECOUPLED, RULES, StepSettings
+from hdet.rules.trace import Scalar, walk
+from hdet.rules.trace import Tensor as Traced
+
 EPSILON = 4 * 2.0**-24
 """relative error of one term: its factors and the sum are each rounded to float32, four times at
 most"""
 
+ROUNDING, SMALLEST = 2.0**-24, 2.0**-149
+"""of one operation: relative, and where results are subnormal"""
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -46,24 +54,6 @@ def _in_range(x: Tensor, largest: float) -> Tensor:
 
 
 @dataclass
-class Hyper:
-    """Hyperparameters of a step in the papers' terms."""
-
-    lr: float
-    multipliers: Sequence[float] = (1.0,)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-    decay_at_base: bool = False
-    cautious_decay: bool = False
-
-
-@dataclass
 class Stepped:
     moments: list[Bounded]
     params: list[Bounded] = field(default_factory=list)  # of each replica
@@ -80,7 +70,7 @@ def clip_coefficient(
 
 def step(
     rule: str,
-    h: Hyper,
+    h: StepSettings,
     t: int,
     gradient: Tensor,
     factor: float,
@@ -90,16 +80,19 @@ def step(
     """Step number t (from 1) of all replicas along the direction of one gradient, which is
     multiplied by `factor` first.
 
-    adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the
-    gradient. sgd: Polyak momentum as in Sutskever et al. 2013, with dampening. lion: Chen et al.
-    2023, Algorithm 2. nadamw: Choi et al. 2019, Table 1. Decoupled decay acts at the replica's rate
-    lr * rho_k, or at lr. Cautious decay: Chen et al. 2025, Algorithm 1.
+    Decoupled decay acts at the replica's rate lr * rho_k, or at lr. Cautious decay: Chen et al.
+    2025, Algorithm 1.
     """
-    direction, new = _direction(rule, h, t, gradient, factor, params[0], moments)
+    g = (-factor if h.maximize else factor) * gradient.double()
+    inputs = [Bounded(g, 3 * ROUNDING * g.abs()), *map(exactly, (params[0], *moments))]
+    direction, found = evaluate(rule, h, t, inputs)
+    new = Stepped(found)
     for theta, rho in zip(params, h.multipliers, strict=True):
-        rate = h.lr * rho
+        rate = float(h.lr) * rho
         decay = (
-            (h.lr if h.decay_at_base else rate) * h.weight_decay if rule not in _COUPLED else 0.0
+            (float(h.lr) if h.decay_at_base else rate) * h.weight_decay
+            if rule in DECOUPLED
+            else 0.0
         )
         error = EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs())
         error = error + rate * direction.error
@@ -113,93 +106,116 @@ def step(
     return new
 
 
-def _direction(
-    rule: str,
-    h: Hyper,
-    t: int,
-    gradient: Tensor,
-    factor: float,
-    theta: Tensor,
-    moments: Sequence[Tensor],
-) -> tuple[Bounded, Stepped]:
-    """The direction u and the new moments."""
-    g = (-factor if h.maximize else factor) * gradient.double()
-    error = EPSILON * g.abs()
-    if (
-        rule in _COUPLED and h.weight_decay != 0
-    ):  # a decay that is off does not look at the parameter, which may be infinite
-        g = g + h.weight_decay * theta
-        error = error + EPSILON * (h.weight_decay * theta).abs()
-    return _DIRECTIONS[rule](h, t, Bounded(g, error), *moments)
+def _scalar(node: Scalar, h: StepSettings, t: int) -> float:
+    """In double."""
+    if node.op == "number":
+        return float(node.args[0])  # type: ignore[arg-type]
+    if node.op == "setting":
+        return float(getattr(h, str(node.args[0])))
+    if node.op == "step":
+        return float(t)
+    args = [_scalar(arg, h, t) for arg in node.args]  # type: ignore[arg-type]
+    if node.op == "power":
+        return args[0] ** t
+    return _SCALARS[node.op](*args)
 
 
-def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
-    """(1 - weight) * a + weight * b, in the form of torch.lerp: an infinite end decides between
-    infinity and NaN, and so does the form."""
+_SCALARS: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "sqrt": math.sqrt,
+    "le": lambda a, b: float(a <= b),
+    "where": lambda condition, a, b: a if condition else b,
+}
+
+
+def _rounded(value: Tensor, error: Tensor) -> Bounded:
+    """A result of float32 arithmetic, whose operands were off by as much as makes `error`."""
+    return Bounded(value, (error + ROUNDING * value.abs() + SMALLEST).nan_to_num(nan=math.inf))
+
+
+def _add(x: Bounded, y: Bounded) -> Bounded:
+    return _rounded(x.value + y.value, x.error + y.error)
+
+
+def _sub(x: Bounded, y: Bounded) -> Bounded:
+    return _rounded(x.value - y.value, x.error + y.error)
+
+
+def _mul(x: Bounded, y: Bounded) -> Bounded:
+    for one, other in ((x, y), (y, x)):
+        if one.value.dim() == 0 and one.value == 1:
+            return other  # exact
+    error = x.value.abs() * y.error + y.value.abs() * x.error + x.error * y.error
+    return _rounded(x.value * y.value, error)
+
+
+def _div(x: Bounded, y: Bounded) -> Bounded:
+    value = x.value / y.value
+    return _rounded(value, (x.error + value.abs() * y.error) / (y.value.abs() - y.error).clamp(0))
+
+
+def _sqrt(x: Bounded) -> Bounded:
+    root = x.value.sqrt()
+    return _rounded(root, torch.minimum(x.error / (2 * root), x.error.sqrt()))
+
+
+def _lerp(old: Bounded, new: Bounded, weight: Bounded, beta: Bounded) -> Bounded:
+    """beta * old + weight * new in the form of torch.lerp: an infinite end decides between infinity
+    and NaN, and so does the form."""
+    a, b, w = old.value, new.value, float(weight.value)
     way = _in_range(b - a, LARGEST)
-    return a + weight * way if weight < 0.5 else b - (1 - weight) * way
+    value = a + w * way if w < 0.5 else b - (1 - w) * way
+    error = 4 * ROUNDING * (a.abs() + 2 * w * b.abs())
+    return Bounded(value, error + (1 - w) * old.error + w * new.error)
 
 
-def _mixed(old: Tensor, g: Bounded, beta: float) -> Bounded:
-    """beta * old + (1 - beta) * g"""
-    return Bounded(
-        _lerp(old, g.value, 1 - beta),
-        EPSILON * (old.abs() + 2 * (1 - beta) * g.value.abs()) + (1 - beta) * g.error,
-    )
+def _add_weighted(total: Bounded, weight: Bounded, x: Bounded) -> Bounded:
+    return _add(total, _mul(weight, x)) if float(weight.value) != 0 else total
 
 
-def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
-    m = _mixed(first, g, h.beta1)
-    exact = h.beta2 * second + (1 - h.beta2) * g.value**2
-    v = Bounded(exact, EPSILON * exact + 2 * (1 - h.beta2) * g.value.abs() * g.error)
-    correction1, correction2 = 1 - h.beta1**t, 1 - h.beta2**t
-    root = (v.value / correction2).sqrt()
-    root_error = EPSILON * root + v.error / correction2 / (2 * root)
-    root_error = torch.where((root > 0) & root.isfinite(), root_error, torch.zeros_like(root))
-    u = m.value / correction1 / (root + h.eps)
-    error = m.error / correction1 / (root + h.eps) + u.abs() * (
-        EPSILON + root_error / (root + h.eps)
-    )
-    return Bounded(u, error), Stepped([m, v])
+def _sign(x: Bounded) -> Bounded:
+    undecided = (x.value.abs() <= x.error) & (x.error > 0)  # rounding may turn it
+    return Bounded(x.value.sign().nan_to_num(0.0), 2.0 * undecided)
 
 
-def _nadamw(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
-    """Adam's direction, with beta1 * m + (1 - beta1) * g in the place of m."""
-    plain, new = _adam(h, t, g, first, second)
-    m, v = new.moments
-    ahead = _mixed(m.value, g, h.beta1)
-    root = (v.value / (1 - h.beta2**t)).sqrt() + h.eps
-    value = ahead.value / (1 - h.beta1**t) / root
-    from_m = (ahead.error + h.beta1 * m.error) / (1 - h.beta1**t) / root
-    ratio = (plain.error / plain.value.abs()).where(plain.value != 0, torch.zeros_like(root))
-    return Bounded(value, from_m + value.abs() * (EPSILON + ratio)), new
+def _choose(condition: Bounded, a: Bounded, b: Bounded) -> Bounded:
+    return a if float(condition.value) != 0 else b
 
 
-def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor) -> tuple[Bounded, Stepped]:
-    if h.momentum == 0:
-        return g, Stepped([g])
-    share = 1.0 if t == 1 else 1 - h.dampening
-    buffer = h.momentum * first + share * g.value
-    error = EPSILON * ((h.momentum * first).abs() + (share * g.value).abs()) + abs(share) * g.error
-    momentum = Bounded(buffer, error)
-    if not h.nesterov:
-        return momentum, Stepped([momentum])
-    ahead = g.value + h.momentum * momentum.value
-    return Bounded(
-        ahead,
-        EPSILON * (g.value.abs() + (h.momentum * buffer).abs()) + g.error + h.momentum * error,
-    ), Stepped([momentum])
+_TENSORS: dict[str, Callable[..., Bounded]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "sqrt": _sqrt,
+    "lerp": _lerp,
+    "add_weighted": _add_weighted,
+    "sign": _sign,
+    "where": _choose,
+}
 
 
-def _lion(h: Hyper, t: int, g: Bounded, first: Tensor) -> tuple[Bounded, Stepped]:
-    c = _mixed(first, g, h.beta1)
-    undecided = (c.value.abs() <= c.error) & (c.error > 0)  # rounding may turn the sign
-    return Bounded(c.value.sign(), 2.0 * undecided), Stepped([_mixed(first, g, h.beta2)])
-
-
-_DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion, "nadamw": _nadamw}
-_COUPLED = ("adam", "sgd")
-"""their decay is part of the gradient"""
+def evaluate(
+    rule: str, h: StepSettings, t: int, inputs: Sequence[Bounded]
+) -> tuple[Bounded, list[Bounded]]:
+    """The direction and the new moments, of gradient, parameter and moments."""
+    traced = RULES[rule].trace
+    known: dict[Traced | Scalar, Bounded] = {
+        Traced("input", (name,)): value for name, value in zip(traced.inputs, inputs, strict=True)
+    }
+    for scalar in traced.scalars:
+        x = torch.tensor(_scalar(scalar, h, t), dtype=torch.float64)
+        known[scalar] = Bounded(x, (x - x.float().double()).abs())
+    results = (traced.direction, *traced.moments)
+    for node in (node for result in results for node in walk(result)):
+        if node not in known:
+            known[node] = _TENSORS[node.op](*(known[arg] for arg in node.args))  # type: ignore[index]
+    u, *moments = (known[result] for result in results)
+    divisor = _scalar(traced.divisor, h, t)
+    return Bounded(u.value / divisor, u.error / divisor), moments
 
 
 def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:

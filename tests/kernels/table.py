@@ -85,23 +85,40 @@ class Case:
 
 
 NO_DECAY = SETTINGS._replace(weight_decay=0.0)
-_VARIANTS: dict[str, dict[str, StepSettings]] = {
-    "adamw": {
-        "adamw at base": SETTINGS._replace(decay_at_base=True, maximize=True),
-        "adamw cautious": SETTINGS._replace(cautious_decay=True),
-    },
-    "lion": {"lion cautious": SETTINGS._replace(cautious_decay=True, maximize=True)},
-    "sgd": {
-        "sgd": SETTINGS._replace(momentum=0.0),
-        "momentum": SETTINGS._replace(dampening=0.3, maximize=True),
-        "nesterov": SETTINGS._replace(nesterov=True),
-    },
-}
+
+
+def _variants(name: str) -> dict[str, StepSettings]:
+    """Settings of a rule, by what it has."""
+    rule, found = ALL_RULES[name], {name: SETTINGS}
+    if rule.kept_if is not None:
+        found[f"{name}, plain"] = SETTINGS._replace(**{rule.kept_if: 0.0})
+    if "dampening" in rule.keys:
+        found[f"{name}, dampened"] = SETTINGS._replace(dampening=0.3, maximize=True)
+    if "nesterov" in rule.keys:
+        found[f"{name}, nesterov"] = SETTINGS._replace(nesterov=True)
+    # the step decays, not the rule: one for each number of moments
+    alike = [other for other in DECOUPLED if len(ALL_RULES[other].moments) == len(rule.moments)]
+    if alike[:1] == [name]:
+        found[f"{name}, cautious"] = SETTINGS._replace(
+            cautious_decay=True, maximize=len(rule.moments) == 1
+        )
+    if name == DECOUPLED[0]:
+        found[f"{name}, at base"] = SETTINGS._replace(decay_at_base=True, maximize=True)
+    return found
+
+
 RULES: dict[str, dict[str, Any]] = {
     name: {"rule": rule, "settings": settings}
     for rule in ALL_RULES
-    for name, settings in {rule: SETTINGS, **_VARIANTS.get(rule, {})}.items()
+    for name, settings in _variants(rule).items()
 }
+
+
+def keeps_moments(name: str) -> bool:
+    """Of a row of RULES."""
+    return ALL_RULES[RULES[name]["rule"]].keeps_moments(RULES[name]["settings"]._asdict())
+
+
 STORAGE: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
     "f32": ((F32, None),),
     "bf16": ((BF16, None),),
@@ -219,7 +236,9 @@ def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
     for (param, master), gradient, m, v in itertools.islice(
         zip(*map(itertools.cycle, columns), strict=False), 12
     ):
-        formats.append(Format(param, master, gradient, None if choice["rule"] == "sgd" else m, v))
+        formats.append(
+            Format(param, master, gradient, m if keeps_moments(choice["rule"]) else None, v)
+        )
     return tuple(formats)
 
 
@@ -286,7 +305,7 @@ SPECIAL = [
             sizes=_sized("chunk edges") + (37,),
             formats=tuple(
                 Format(*STORAGE[storage][0], BF16, m)
-                for m in ((F32, None) if name == "sgd" else (F32,))
+                for m in ((F32,) if keeps_moments(name) else (F32, None))
             ),
             replicas=k,
             shifts=(0, 1, 4),
@@ -359,7 +378,7 @@ SPECIAL = [
         )
         for name, choice in RULES.items()
         for k in (1, 3)
-        if name != "sgd" and (k == 1 or choice["rule"] in DECOUPLED)
+        if keeps_moments(name) and (k == 1 or choice["rule"] in DECOUPLED)
     ),
     *(
         Case(
@@ -371,7 +390,7 @@ SPECIAL = [
             **choice,
         )
         for name, choice in RULES.items()
-        if name != "sgd"
+        if keeps_moments(name)
     ),
     Case("clipped by little", sizes=(50, 60), max_norm=10.6),
     Case("not clipped", sizes=(50, 60), max_norm=1e4),
@@ -398,7 +417,7 @@ SPECIAL = [
             f"special {name}, {k} replicas, mixed",
             sizes=(COMBINATIONS,) * 5,
             formats=tuple(
-                Format(*kinds, F32, None if name == "sgd" else BF16, BF16)
+                Format(*kinds, F32, BF16 if keeps_moments(name) else None, BF16)
                 for kinds in STORAGE["mixed"]
             ),
             special=("param", "gradient"),

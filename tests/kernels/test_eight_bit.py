@@ -79,14 +79,14 @@ def test_kernels_find_the_codes_of_all_numbers(backend: str) -> None:
         expected, scales = numbers.encode(gradient**power, signed)
         zeros = [torch.zeros_like(expected, device=device) for _ in range(2)]
         ones = [torch.ones_like(scales, device=device) for _ in range(2)]
-        kept = 1 if signed else 2
+        count = 1 if signed else 2
         tensors = StepTensors(
             rule,
             [[torch.zeros_like(gradient, device=device)]],
             [0],
             [torch.zeros((), device=device)],
-            [[codes] for codes in zeros[:kept]],
-            scales=[[scale] for scale in ones[:kept]],
+            [[moment] for moment in zeros[:count]],
+            scales=[[scale] for scale in ones[:count]],
         )
         kernels.step_plan(tensors, backend).step(
             [gradient.to(device)], [StepSettings(lr=0.0, beta1=0.0, beta2=0.0)]

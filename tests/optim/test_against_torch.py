@@ -15,8 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
 from hdet.optim import FusedAdamW, FusedOptimizer
-from hdet.rules import DECOUPLED
+from hdet.rules import DECOUPLED, StepSettings
+from hdet.rules import RULES as ALL_RULES
 
+from ..kernels import reference
 from .common import (
     BACKENDS,
     BY_NAME,
@@ -47,6 +49,25 @@ def test_a_hundred_steps(rule: Rule, backend: str) -> None:
     pair = Pair(rule, backend=backend)
     pair.go(100)
     pair.check()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_a_rule_is_its_peer_in_float64(rule: Rule) -> None:
+    """With this the kernels' own tests know that their tree is the right one."""
+    for settings in rule.groups:
+        facts = ALL_RULES[rule.fused.rule]
+        param = Parameter(torch.linspace(-2, 3, 50, dtype=torch.float64))
+        peer = rule.peer([param], **{"lr": 1e-2, **settings})
+        values = dict(zip(facts.fields, facts.values(peer.param_groups[0]), strict=True))
+        x = param.detach().clone()
+        moments = [torch.zeros_like(x) for _ in facts.moments]
+        for t in range(1, 5):
+            gradient = param.grad = torch.sin(t * torch.arange(50, dtype=torch.float64))
+            peer.step()
+            values_of = StepSettings(**values)
+            found = reference.step(facts.name, values_of, t, gradient, 1.0, [x], moments)
+            x, moments = found.params[0].value, [m.value for m in found.moments]
+            torch.testing.assert_close(param.detach(), x, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -245,58 +246,27 @@ def test_named_parameters() -> None:
     AdamW(model.named_parameters()).load_state_dict(optimizer.state_dict())
 
 
-def test_torchs_arguments_are_accepted_and_what_cannot_be_done_is_refused() -> None:
-    param = [Parameter(torch.ones(3))]
-    options: dict[str, Any] = {"foreach": True, "fused": True, "maximize": False}
-    FusedAdamW(
-        param,
-        1e-3,
-        (0.9, 0.99),
-        1e-8,
-        1e-2,
-        False,
-        capturable=True,
-        differentiable=False,
-        **options,
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_arguments_and_defaults_are_torchs(rule: Rule) -> None:
+    """In torch's order by position, and all that it takes by name; what is kept of them is what
+    torch keeps."""
+    ours, theirs = (
+        list(inspect.signature(cls).parameters.values()) for cls in (rule.fused, rule.peer)
     )
-    FusedAdam(
-        param,
-        1e-3,
-        (0.9, 0.99),
-        1e-8,
-        0,
-        False,
-        capturable=True,
-        differentiable=False,
-        decoupled_weight_decay=False,
-        **options,
-    )
-    FusedSGD(param, 1e-3, 0.9, 0, 0.1, True, differentiable=False, **options)
-    FusedLion(param, 1e-3, (0.9, 0.99), 0.1, maximize=True)
-    for cls, name in [
-        (FusedAdamW, "amsgrad"),
-        (FusedAdam, "amsgrad"),
-        (FusedAdamW, "differentiable"),
-        (FusedSGD, "differentiable"),
-    ]:
-        with pytest.raises(
-            ValueError, match=f"{name}=True of the defaults is not supported by {cls.__name__}"
-        ):
-            cls(param, **{name: True})
-    with pytest.raises(ValueError, match="use FusedAdamW"):
-        FusedAdam(param, decoupled_weight_decay=True)
-
-
-def test_defaults_are_torchs() -> None:
-    for rule in TORCH_RULES:
-        ours, theirs = rule.fused([Parameter(torch.ones(1))]), rule.peer([Parameter(torch.ones(1))])
-        assert ours.defaults == theirs.defaults
-    lion = FusedLion([Parameter(torch.ones(1))])
-    assert (lion.defaults["lr"], lion.defaults["betas"], lion.defaults["weight_decay"]) == (
-        1e-4,
-        (0.9, 0.99),
-        0,
-    )
+    placed = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for one, other in zip(ours, placed, strict=False):
+        assert (one.name, one.kind, one.default) == (other.name, other.kind, other.default)
+    param = [Parameter(torch.ones(1))]
+    options = {p.name: True for p in theirs if p.kind is p.KEYWORD_ONLY}
+    for name in options.keys() & {"differentiable", "decoupled_weight_decay"} | {"amsgrad"}:
+        if any(p.name == name for p in theirs):
+            kept = {"fused": True, name: True}
+            with pytest.raises(ValueError, match=f"{name}=True of the defaults is"):
+                rule.fused(param, **kept)
+            options[name] = False
+    assert rule.fused(param, **options).defaults == {**rule.peer(param).defaults, **options}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rho'"):
+        rule.fused(param, rho=0.5)
 
 
 NAN = float("nan")

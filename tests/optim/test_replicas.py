@@ -237,7 +237,7 @@ def test_an_average_is_not_taken_for_somebody_elses_writing(
     params, optimizer, _ = replicated(2, dtype=torch.bfloat16, master_weights="fp32")
     run(optimizer, params, range(1))
     monkeypatch.setattr(
-        "hdet.optim.step_plans.adopt",
+        "hdet.optim.masters.adopt",
         lambda *_: pytest.fail("masters were compared with parameters"),
     )
     optimizer.average_replicas([0.5, 0.5])

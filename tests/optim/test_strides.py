@@ -4,7 +4,6 @@ matrices."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ from torch import Tensor, nn
 
 import hdet
 
-RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
-    "adamw": (hdet.FusedAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
-    "adam": (hdet.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}),
-    "sgd": (hdet.FusedSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-}
+from .common import BACKENDS, RULES, Rule, names
 
 
 def model(channels_last: bool = True) -> nn.Module:
@@ -47,14 +42,14 @@ def conv(net: nn.Module) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("rule", RULES)
-def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
-    fused, plain, options = RULES[rule]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_channels_last_is_trained_as_by_its_peer(rule: Rule, backend: str) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1, **rule.keeps}
     ours, theirs = model(), model()
-    optimizer = fused(ours.parameters(), lr=1e-2, backend=backend, max_grad_norm=1e6, **options)
+    optimizer = rule.fused(ours.parameters(), backend=backend, max_grad_norm=1e6, **options)
     train(ours, optimizer)
-    train(theirs, plain(theirs.parameters(), lr=1e-2, **options))
+    train(theirs, rule.peer(theirs.parameters(), **options))
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     state = optimizer.state[conv(ours)]

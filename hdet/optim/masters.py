@@ -1,0 +1,163 @@
+"""Masters, the exact values behind parameters of 16 bits, and what others write to parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import numbers
+from hdet.tensors import dtensor as shards
+
+from . import lists
+
+REPLICA_KEYS = ("replica_params", "replica_masters")
+MASTER_KEYS = ("master_param", "remainder")
+WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
+"""what a state has of the parameters themselves"""
+
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
+    """The parameter in all its replicas, the parameter itself first."""
+    return [param, *(state.get("replica_params") or ())]
+
+
+def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
+    """The masters of all replicas, as far as there are any."""
+    first = next((state[name] for name in MASTER_KEYS if state.get(name) is not None), None)
+    return [] if first is None else [first, *(state.get("replica_masters") or ())]
+
+
+def make_master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
+    """A master in the wanted form: moved or converted from one there is, else the parameter's own
+    value."""
+    values = param.detach()
+    if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
+        return (
+            torch.zeros_like(values, dtype=torch.int16)
+            if key == "remainder"
+            else values.to(torch.float32, copy=True)
+        )
+    kept = kept.to(param.device)
+    if key == "master_param":
+        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
+    if kept.dtype == torch.int16:
+        return kept
+    # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
+    upper, lower = numbers.split(kept)
+    current = kept.to(torch.bfloat16) == values
+    values.copy_(torch.where(current, upper, values))
+    return torch.where(current, lower, torch.zeros_like(lower))
+
+
+def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
+    """A new replica's master: where it equals the first replica it is meant to, to the last bit.
+
+    Of what lies on this rank.
+    """
+    own = (
+        torch.zeros_like(master)
+        if master.dtype == torch.int16
+        else param.detach().to(torch.float32)
+    )
+    return torch.where(param == first, master, own)
+
+
+def reset_master(param: Tensor, master: Tensor) -> None:
+    """The master becomes exactly the parameter."""
+    param, master = shards.local(param), shards.local(master)
+    if master.dtype == torch.int16:
+        master.zero_()
+    else:
+        master.copy_(param)
+
+
+def adopt(param: Tensor, master: Tensor) -> None:
+    """Takes over what was written to a parameter behind its float32 master: elements that no longer
+    are the master, rounded."""
+    param, master = shards.local(param), shards.local(master)
+    master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
+
+
+def regain(param: Tensor, master: Tensor) -> None:
+    """A parameter that was 16 bits wide and has been cast to float32 is its master again, unless it
+    has been written to since."""
+    if param.dtype == master.dtype == torch.float32 and any(
+        torch.equal(master.to(dtype).float(), param) for dtype in (torch.bfloat16, torch.float16)
+    ):
+        param.copy_(master)
+
+
+class Watch:
+    """Notices in-place changes by others to parameters that have float32 masters.
+
+    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a
+    model. Versions only grow, so their sum tells. A write through `.data` or by a foreign kernel is
+    not seen. A DTensor and its shard count apart, and both are watched; a shard may move.
+
+    Masters are written by `check` and `adopt` alone; the first check looks at all of them.
+    """
+
+    def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Parameters and their states."""
+        self.pairs = [pair for param, state in states for pair in _watched(param, state)]
+        self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
+        self.per_step = 0
+        self.sum = -1  # nothing is known yet
+        self._look()
+
+    def _look(self) -> None:
+        self.params = with_shards([param for param, _ in self.pairs])
+        self.addresses = lists.addresses(shards.locals_of(self.sharded))
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """A step of our own writes to these, as `wrote` tells."""
+        watched = set(map(id, self.params))
+        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
+
+    def refresh(self) -> None:
+        """What has been written up to now is known."""
+        self.sum = sum(map(_version, self.params))
+
+    def distrust(self) -> None:
+        """Something may have been written that was not counted."""
+        self.sum = -1
+
+    def written(self) -> bool:
+        """Has anything been written that is not known?"""
+        return sum(map(_version, self.params)) != self.sum
+
+    def wrote(self) -> None:
+        """Our own step has counted up the versions of what it writes to by one."""
+        self.sum += self.per_step
+
+    def check(self) -> None:
+        """Takes over what others have written. Before each step."""
+        if self.params and (
+            self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses
+        ):
+            for param, master in self.pairs:
+                adopt(param, master)
+            self._look()
+            self.refresh()
+
+
+def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """The parameter's sets that have a float32 master, with it."""
+    pairs = zip(state_sets(state, param), kept_masters(state), strict=False)
+    return [
+        (tensor, master)
+        for tensor, master in pairs
+        if master.dtype == torch.float32 and not tensor.is_inference()
+    ]
+
+
+def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, and the shards of those that are DTensors: both have a version, and a write
+    counts up one of them."""
+    return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
