@@ -55,10 +55,8 @@ class StepPlan:
     gradients: int
     params: int
     masters: int
-    exp_avgs: int
-    exp_avg_sqs: int
-    exp_avg_scales: int
-    exp_avg_sq_scales: int
+    moments: int
+    scales: int
     codebooks: int
     counters: int
     ids: int
