@@ -351,7 +351,8 @@ class {rule.optimizer}(FusedOptimizer):
 '''
 
     def file(self) -> str:
-        rules = sorted(RULES.values(), key=lambda rule: rule.optimizer)
+        alone = [rule for rule in RULES.values() if rule.optimizer]
+        rules = sorted(alone, key=lambda rule: str(rule.optimizer))
         return f'''\
 """The fused optimizers that are a rule and nothing else."""
 

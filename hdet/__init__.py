@@ -33,7 +33,8 @@ _HOMES = {
         "knobs": "Betas ClipNorm Dropout GroupValue LabelSmoothing LearningRate LossWeights "
         "Scalar Temperature WeightDecay",
         "replicas.noise": "warm_noise_",
-        "optim": " ".join(rule.optimizer for rule in RULES.values()) + " FusedMuon hidden_matrices",
+        "optim": " ".join(rule.optimizer or "FusedMuon" for rule in RULES.values())
+        + " hidden_matrices",
         "converge.sync": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",

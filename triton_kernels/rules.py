@@ -131,6 +131,28 @@ def lion(row, g, p, m):
 
 
 @triton.jit
+def muon_scalars(h, step, s, live):
+    s0 = f64(1.0) - h.momentum
+    s1 = h.momentum
+    s2 = f64(1.0) - tl.where(h.nesterov != 0, h.momentum, f64(1.0))
+    s3 = tl.where(h.nesterov != 0, h.momentum, f64(1.0))
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+
+
+@triton.jit
+def muon(row, g, p, m):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    t0 = lerp(m, g, s0, s1)
+    return lerp(t0, g, s2, s3), t0
+
+
+@triton.jit
 def nadamw_scalars(h, step, s, live):
     s0 = f64(1.0) - h.beta1
     s1 = h.beta1
@@ -193,6 +215,8 @@ def store_scalars(h, step, s, live, RULE: tl.constexpr):
         adam_scalars(h, step, s, live)
     elif RULE == "lion":
         lion_scalars(h, step, s, live)
+    elif RULE == "muon":
+        muon_scalars(h, step, s, live)
     elif RULE == "nadamw":
         nadamw_scalars(h, step, s, live)
     elif RULE == "sgd":
@@ -206,7 +230,7 @@ def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
     if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
         result = f64(1.0) - power(h.beta1, step)
-    elif RULE == "lion" or RULE == "sgd":
+    elif RULE == "lion" or RULE == "muon" or RULE == "sgd":
         result = f64(1.0)
     else:
         tl.static_assert(False, "no rule")
@@ -222,6 +246,8 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
         result = adam(row, g, p, moments[0], moments[1])
     elif RULE == "lion":
         result = lion(row, g, p, moments[0])
+    elif RULE == "muon":
+        result = muon(row, g, p, moments[0])
     elif RULE == "nadamw":
         result = nadamw(row, g, p, moments[0], moments[1])
     elif RULE == "sgd":

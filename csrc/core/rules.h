@@ -11,9 +11,9 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "7a9c00b7ba0950ce";
+constexpr const char* kRulesDigest = "16bf025210e76576";
 
-enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, nadamw = 3, sgd = 4 };
+enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, muon = 3, nadamw = 4, sgd = 5 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
@@ -102,6 +102,30 @@ struct LionRule {
   }
 };
 
+struct MuonRule {
+  static constexpr int kMoments = 1;
+  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = true;
+  HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+
+  HDET_HD void derive(const GroupSettings& h, uint32_t /*step*/, float* s) {
+    s[0] = static_cast<float>(1.0 - h.momentum);
+    s[1] = static_cast<float>(h.momentum);
+    s[2] = static_cast<float>(1.0 - (h.nesterov != 0 ? h.momentum : 1.0));
+    s[3] = static_cast<float>(h.nesterov != 0 ? h.momentum : 1.0);
+  }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3];
+    const float m = moments[0];
+    const float t0 = lerp(m, g, s0, s1);
+    const float u = lerp(t0, g, s2, s3);
+    moments[0] = t0;
+    return u;
+  }
+};
+
 struct NadamwRule {
   static constexpr int kMoments = 2;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
@@ -164,6 +188,7 @@ HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, fl
     case Rule::adamw: return AdamwRule::derive(h, step, s);
     case Rule::adam: return AdamRule::derive(h, step, s);
     case Rule::lion: return LionRule::derive(h, step, s);
+    case Rule::muon: return MuonRule::derive(h, step, s);
     case Rule::nadamw: return NadamwRule::derive(h, step, s);
     case Rule::sgd: return SgdRule::derive(h, step, s);
   }
@@ -175,6 +200,7 @@ HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) 
     case Rule::adamw: return AdamwRule::divisor(h, step);
     case Rule::adam: return AdamRule::divisor(h, step);
     case Rule::lion: return LionRule::divisor(h, step);
+    case Rule::muon: return MuonRule::divisor(h, step);
     case Rule::nadamw: return NadamwRule::divisor(h, step);
     case Rule::sgd: return SgdRule::divisor(h, step);
   }
@@ -188,6 +214,7 @@ static auto with_rule(Rule rule, const Call& call) {
     case Rule::adamw: return call(AdamwRule{});
     case Rule::adam: return call(AdamRule{});
     case Rule::lion: return call(LionRule{});
+    case Rule::muon: return call(MuonRule{});
     case Rule::nadamw: return call(NadamwRule{});
     case Rule::sgd: return call(SgdRule{});
   }

@@ -266,13 +266,13 @@ class FusedOptimizer(Coresident):
     ) -> Callable[[torch.device], StepOptions]:
         """The options of a step on these gradients, by device.
 
-        Of shards, and of what not all is stepped by kernels, the norm is taken here.
+        Of shards, and of what is stepped in turns, the norm is taken here.
         """
         devices = {part.device for _, part in planned.active}
         if (
             self._max_grad_norm is None
             or len(devices) != 1
-            or not (planned.sharded or planned.by_torch)
+            or not (planned.sharded or planned.in_turns)
         ):
             self._clip = None  # no norm is found, or a plan finds it
             return self._options
@@ -353,11 +353,12 @@ class FusedOptimizer(Coresident):
             raise RuntimeError(
                 "write_hyperparameters() needs a step before: there is no table to write to"
             )
-        if self._planned.sharded and self._max_grad_norm is not None:
+        apart = self._planned.sharded or self._planned.in_turns
+        if apart and self._max_grad_norm is not None:
             raise RuntimeError(
-                "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, "
-                "outside of the table; set "
-                "max_grad_norm=None and use torch.nn.utils.clip_grad_norm_"
+                "write_hyperparameters() cannot clip DTensors, nor matrices of FusedMuon: their "
+                "norm is taken outside of the table; set max_grad_norm=None and use "
+                "torch.nn.utils.clip_grad_norm_"
             )
         for part, rows in zip(self._planned.parts, self._settings_of(self._planned), strict=True):
             part.plan.upload(rows, self._options(part.device))

@@ -21,7 +21,7 @@ from . import group_checks as groups
 from . import step_plans as plans
 from .fused import FusedOptimizer, Options
 from .masters import kept_masters
-from .matrices import Matrix, Row
+from .matrices import Kernels, Matrix, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration, Triple
 from .owners import MatrixPlan
@@ -68,23 +68,26 @@ class FusedMuon(FusedOptimizer):
         decay_at: as FusedAdamW, of both kinds.
         others: as FusedOptimizer. max_grad_norm is the norm of all gradients, of both kinds.
 
-    All matrices of one shape go through Newton-Schulz as one batch, and K replicas (`set_replicas`)
-    share one direction. The rest is one kernel call. State of a matrix: momentum_buffer, as
-    torch.optim.Muon's, and step; of the rest AdamW's. States of torch's two load: groups without
-    use_muon are told by their keys.
+    All matrices of one shape go through Newton-Schulz as one batch, between two kernel calls, and K
+    replicas (`set_replicas`) share one direction. The rest is one kernel call. State of a matrix:
+    momentum_buffer, as torch.optim.Muon's, and step; of the rest AdamW's. States of torch's two
+    load: groups without use_muon are told by their keys.
+
+    CUDA graphs: as FusedOptimizer, but with max_grad_norm rates cannot change between replays.
 
     DTensors: the momentum is sharded as its parameter. A matrix that is cut over one mesh dimension
-    (FSDP2, HSDP, tensor parallelism) is put together on one rank of it, in `ns_dtype`; ranks get
-    equal work, m * n * min(m, n), and exchange while they compute. One that is cut over several
-    dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same
-    gradients missing.
+    (FSDP2, HSDP, tensor parallelism) is put together on one rank of it, in `ns_dtype`, for float16
+    in float32; ranks get equal work, m * n * min(m, n), and exchange while they compute. One that
+    is cut over several dimensions is gathered by each of their ranks. All ranks of a mesh must
+    step, with the same gradients missing.
 
-    Refused, before anything is changed: CUDA graphs, a rate of matrices in a tensor on a device,
-    matrices made in inference mode, and what FusedAdamW refuses. Raises ValueError or TypeError,
-    RuntimeError for graphs.
+    Refused, before anything is changed: a rate of matrices in a tensor on a device, and what
+    FusedAdamW refuses. Raises ValueError or TypeError.
 
     Cost of Newton-Schulz for an (m, n) matrix, m <= n: 2 m (2 m n + m^2) operations a step; in
-    float32 with n >= 4 m two thirds of that.
+    float32 and float16 with n >= 4 m two thirds and three quarters of that. Memory that is kept: as
+    much as the largest batch, at most 67 million elements or one matrix, of `ns_dtype` (float16:
+    float32).
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
     >>> optimizer = hdet.FusedMuon(
@@ -227,7 +230,7 @@ class FusedMuon(FusedOptimizer):
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         made = super()._settings_of(planned)
         return [
-            self._rows(part, row) if part.by_torch else row
+            self._rows(part, row) if part.in_turns else row
             for part, row in zip(planned.parts, made, strict=True)
         ]
 
@@ -242,7 +245,7 @@ class FusedMuon(FusedOptimizer):
                     f"lr of {name} is a tensor on {part.device}, which a step of matrices would "
                     "wait for: give it as a number"
                 )
-            check_group(s, "adamw", self.num_replicas, part.device, name)
+            check_group(s, "muon", self.num_replicas, part.device, name)
             dtype = self._dtype_on(part.device)
             how = Iteration(_coefficients(group), float(group["eps"]), dtype)
             made.append(Row(s, how, group["adjust_lr_fn"]))
@@ -252,22 +255,7 @@ class FusedMuon(FusedOptimizer):
         """Of Newton-Schulz."""
         return self.ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
-    def write_hyperparameters(self) -> None:
-        """Raises RuntimeError: a step of matrices cannot be captured."""
-        raise RuntimeError(
-            "write_hyperparameters() is for steps captured in a CUDA graph, which FusedMuon does "
-            "not support: call step()"
-        )
-
     # -- planning ----------------------------------------------------------------------------------
-
-    def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "FusedMuon cannot be captured in a CUDA graph, its rates of matrices are Python "
-                "numbers: step outside of it"
-            )
-        return super()._plan_for(params, absent)
 
     def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
         kinds: dict[bool, dict[int, Member]] = {True: {}, False: {}}
@@ -281,21 +269,15 @@ class FusedMuon(FusedOptimizer):
                 for number, (i, (_, sets, state)) in zip(numbers, chosen.items(), strict=True)
             ]
             seed = self.seed if self.stochastic_rounding else None
-            plan = MatrixPlan(
-                matrices,
-                self.num_replicas,
-                self._dtype_on(device),
-                self.backend,
-                seed,
-                self.first_replica,
-            )
+            how = Kernels(self.backend, self.num_replicas, self.first_replica, seed)
+            plan = MatrixPlan(matrices, self._dtype_on(device), how)
             tensors = (
                 t
                 for _, sets, state in chosen.values()
                 for t in (*sets, *kept_masters(state), *state.values())
             )
             watched = [t for t in tensors if isinstance(t, Tensor)]
-            made.append(Part(plan, list(chosen), groups_of, device, watched, by_torch=True))
+            made.append(Part(plan, list(chosen), groups_of, device, watched, in_turns=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
         check_apart(
             (f"parameter {i}", tensor)

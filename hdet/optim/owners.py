@@ -10,9 +10,9 @@ in the dtype of Newton-Schulz; there in float32 if that is float16.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hdet.kernels import StepOptions
 from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
 
-from .matrices import Matrix, MatrixStep, batches, check_matrices
+from .matrices import Kernels, Matrix, MatrixStep, Together, batches, check_matrices
 from .newton_schulz import given_in, orthogonalise, work
 
 _ROUNDS = 4
@@ -46,9 +46,9 @@ class Course:
     order.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype) -> None:
-        """`dtype`: of Newton-Schulz. Raises ValueError for a Partial matrix."""
-        self.matrices = matrices
+    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype, how: Kernels) -> None:
+        """`dtype`: of Newton-Schulz. Raises ValueError or TypeError for matrices that cannot be
+        stepped."""
         whole: list[Matrix] = []
         along: dict[tuple[Any, int], list[Matrix]] = {}
         several: list[Matrix] = []
@@ -63,34 +63,46 @@ class Course:
                 along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
             else:
                 several.append(matrix)
-        self._whole, self._several = batches(whole), batches(several)
-        self._exchanges = [
-            _Exchange(members, mesh, dim, dtype) for (mesh, dim), members in along.items()
-        ]
+        exchanges = [_Exchange(members, *cut, dtype) for cut, members in along.items()]
+        alone, gathered = batches(whole), batches(several)
+        rounds = [exchange.members(t) for exchange in exchanges for t in exchange.turns]
+        together = [*alone, *gathered, *rounds]
+        size = max(sum(matrix.shape.numel() for matrix in members) for members in together)
+        device = matrices[0].sets[0].device
+        given, count = given_in(dtype), 3 if rounds else 1
+        rooms = [torch.empty(size, dtype=given, device=device) for _ in range(count)]
+
+        def calls(members: Sequence[Matrix], t: int = 0) -> Together:
+            return Together(members, rooms[t % count], dtype, how)
+
+        self._whole, self._several = list(map(calls, alone)), list(map(calls, gathered))
+        self._exchanges, self._backend = exchanges, how.backend
+        for exchange in exchanges:  # a round begins before the one before the last has ended
+            exchange.calls = [calls(exchange.members(t), t) for t in exchange.turns]
+        self.calls = [*self._whole, *self._several, *chain(*(e.calls for e in exchanges))]
 
     def run(self, step: MatrixStep) -> None:
-        for batch in self._whole:
-            step.whole(batch)
+        for calls in self._whole:
+            calls.whole(step, self._backend)
         for exchange in self._exchanges:
-            exchange.run(step)
-        for batch in self._several:
-            _gathered(step, batch)
-        step.end(self.matrices)
+            exchange.run(step, self._backend)
+        for calls in self._several:
+            _gathered(calls, step, self._backend)
 
 
-def _gathered(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
+def _gathered(calls: Together, step: MatrixStep, backend: str) -> None:
     """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
-    how = step.rows[matrices[0].group].how
+    present = calls.average(step)
+    if not present:
+        return
     whole: list[Any] = [
-        shards.like(u.to(given_in(how.dtype)), m.param)
-        for u, m in zip(step.directions(matrices), matrices, strict=True)
+        shards.like(slot, m.param) for slot, m in zip(calls.slots(present), present, strict=True)
     ]
-    made = orthogonalise([tensor.full_tensor() for tensor in whole], how, step.backend)
-    if step.skip is not None:
-        made = [torch.where(step.skip, 0.0, one) for one in made]
-    step.update(
-        matrices, [shards.part_of(full, m.param) for full, m in zip(made, matrices, strict=True)]
+    made = orthogonalise(
+        [tensor.full_tensor() for tensor in whole], step.rows[present[0].group].how, backend
     )
+    pairs = zip(present, made, strict=True)
+    calls.follow(step, {m.place: shards.part_of(full, m.param) for m, full in pairs})
 
 
 @dataclass(frozen=True)
@@ -132,26 +144,23 @@ def _in_rounds(owned: list[int], rounds: int) -> list[list[int]]:
 class _Exchange:
     """Of matrices that are cut along one dimension of a mesh."""
 
+    calls: Sequence[Together]
+    """of each round"""
+
     def __init__(
         self, matrices: Sequence[Matrix], mesh: Any, mesh_dim: int, dtype: torch.dtype
     ) -> None:
         self.group, self.dtype = mesh.get_group(mesh_dim), dtype
         self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-        self.device, self.own_device = (
-            torch.device(mesh.device_type),
-            matrices[0].sets[0].device,
-        )  # another where shards are offloaded
-        if self.device.type == self.own_device.type:
-            self.device = self.own_device
-        self.pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
+        own = matrices[0].sets[0].device
+        # another where shards are offloaded
+        self.device = own if own.type == mesh.device_type else torch.device(mesh.device_type)
+        pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
         owned = shares([work(matrix.param.shape) for matrix in matrices], self.ranks)
-        rounds = min(_ROUNDS, max(map(len, owned)))
-        by_owner = [_in_rounds(mine, rounds) for mine in owned]
+        self.turns = range(min(_ROUNDS, max(map(len, owned))))
+        by_owner = [_in_rounds(mine, len(self.turns)) for mine in owned]
         self.rounds = [
-            [[self.pieces[i] for i in of_owner[t]] for of_owner in by_owner] for t in range(rounds)
-        ]
-        self.batches = [
-            batches([piece.matrix for piece in of_round[self.rank]]) for of_round in self.rounds
+            [[pieces[i] for i in of_owner[t]] for of_owner in by_owner] for t in self.turns
         ]
 
     def _piece(self, matrix: Matrix, mesh_dim: int) -> _Piece:
@@ -164,12 +173,16 @@ class _Exchange:
             [max(0, min(size, (rank + 1) * step) - rank * step) for rank in range(self.ranks)],
         )
 
-    def run(self, step: MatrixStep) -> None:
+    def members(self, t: int) -> list[Matrix]:
+        """Of a round, by their owners."""
+        return [piece.matrix for piece in chain(*self.rounds[t])]
+
+    def run(self, step: MatrixStep, backend: str) -> None:
         there = self._collect(step, 0)
         back: tuple[int, Any, Tensor] | None = None
-        for t in range(len(self.rounds)):
-            following = self._collect(step, t + 1) if t + 1 < len(self.rounds) else None
-            returned = self._return(t, self._solved(step, t, there))
+        for t in self.turns:
+            following = self._collect(step, t + 1) if t + 1 in self.turns else None
+            returned = self._return(step, t, self._solved(step, t, there, backend))
             if back is not None:
                 self._finish(step, *back)
             back = returned
@@ -178,126 +191,93 @@ class _Exchange:
         assert back is not None
         self._finish(step, *back)
 
-    def _swap(
-        self, parts: list[Tensor], send: list[int], receive: list[int], dtype: torch.dtype
-    ) -> tuple[Any, Tensor]:
-        sent = (
-            torch.cat([part.reshape(-1).to(dtype) for part in parts])
-            if parts
-            else torch.empty(0, dtype=dtype)
-        )
-        received = torch.empty(sum(receive), dtype=dtype, device=self.device)
+    def _present(self, step: MatrixStep, t: int) -> list[list[_Piece]]:
+        """Those of a round that have a gradient, by owner."""
+        return [
+            [piece for piece in of_owner if piece.matrix.place in step.gradients]
+            for of_owner in self.rounds[t]
+        ]
+
+    def _swap(self, sent: Tensor, send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
+        received = torch.empty(sum(receive), dtype=sent.dtype, device=self.device)
         return dist.all_to_all_single(
             received, sent.to(self.device), receive, send, group=self.group, async_op=True
         ), received
 
     def _collect(self, step: MatrixStep, t: int) -> tuple[Any, Tensor]:
         """Sends this rank's parts of all matrices of a round to their owners."""
-        members = list(chain.from_iterable(self.rounds[t]))
-        made = _directions(step, [piece.matrix for piece in members])
-        send = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
-        mine = self.rounds[t][self.rank]
-        receive = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
-        return self._swap(
-            [made[id(piece.matrix)] for piece in members], send, receive, given_in(self.dtype)
-        )
+        calls, rounds = self.calls[t], self._present(step, t)
+        present = calls.average(step)
+        sent = calls.given
+        if len(present) < len(calls.matrices):
+            sent = torch.cat([sent[:0], *(slot.flatten() for slot in calls.slots(present))])
+        send = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in rounds]
+        receive = [sum(p.numel(rank) for p in rounds[self.rank]) for rank in range(self.ranks)]
+        return self._swap(sent, send, receive)
 
-    def _solved(self, step: MatrixStep, t: int, arrived: tuple[Any, Tensor]) -> list[Tensor]:
+    def _solved(
+        self, step: MatrixStep, t: int, arrived: tuple[Any, Tensor], backend: str
+    ) -> list[Tensor]:
         """The directions of the matrices that this rank owns."""
         waiting, received = arrived
         waiting.wait()
-        mine = self.rounds[t][self.rank]
-        parts = iter(
+        mine = self._present(step, t)[self.rank]
+        found = iter(
             received.split([piece.numel(rank) for rank in range(self.ranks) for piece in mine])
         )
         table = [
-            [next(parts).view(piece.shape(rank)) for piece in mine] for rank in range(self.ranks)
+            [next(found).view(piece.shape(rank)) for piece in mine] for rank in range(self.ranks)
         ]
         whole = {
-            id(p.matrix): torch.cat([row[i] for row in table], dim=p.dim)
+            p.matrix.place: torch.cat([row[i] for row in table], dim=p.dim)
             for i, p in enumerate(mine)
         }
         made: dict[int, Tensor] = {}
-        for batch in self.batches[t]:
+        for batch in batches([piece.matrix for piece in mine]):
             how = step.rows[batch[0].group].how
-            made.update(
-                zip(
-                    map(id, batch),
-                    orthogonalise([whole[id(m)] for m in batch], how, step.backend),
-                    strict=True,
-                )
-            )
-        return [made[id(piece.matrix)] for piece in mine]
+            directions = orthogonalise([whole[matrix.place] for matrix in batch], how, backend)
+            made |= {m.place: one for m, one in zip(batch, directions, strict=True)}
+        return [made[piece.matrix.place] for piece in mine]
 
-    def _return(self, t: int, made: list[Tensor]) -> tuple[int, Any, Tensor]:
-        mine = self.rounds[t][self.rank]
-        parts = [
-            piece.part(full, rank)
+    def _return(self, step: MatrixStep, t: int, made: list[Tensor]) -> tuple[int, Any, Tensor]:
+        rounds = self._present(step, t)
+        mine = rounds[self.rank]
+        found = [
+            piece.part(full, rank).flatten()
             for rank in range(self.ranks)
             for piece, full in zip(mine, made, strict=True)
         ]
+        sent = torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *found])
         send = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
-        receive = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
-        return t, *self._swap(parts, send, receive, self.dtype)
+        receive = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in rounds]
+        return t, *self._swap(sent, send, receive)
 
     def _finish(self, step: MatrixStep, t: int, waiting: Any, received: Tensor) -> None:
         waiting.wait()
-        members = list(chain.from_iterable(self.rounds[t]))
-        received = received.to(self.own_device)
-        if (
-            step.skip is not None
-        ):  # which lies with the shards, perhaps on another device than the products
-            received.masked_fill_(step.skip, 0.0)
-        parts = received.split([piece.numel(self.rank) for piece in members])
-        ways = {
-            id(p.matrix): part.view(p.shape(self.rank))
-            for p, part in zip(members, parts, strict=True)
-        }
-        for of_group in _by_group([piece.matrix for piece in members]):
-            step.update(of_group, [ways[id(matrix)] for matrix in of_group])
-
-
-def _directions(step: MatrixStep, matrices: Sequence[Matrix]) -> Mapping[int, Tensor]:
-    """By the matrix's id."""
-    made: dict[int, Tensor] = {}
-    for members in _by_group(matrices):
-        made.update(zip(map(id, members), step.directions(members), strict=True))
-    return made
-
-
-def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-    found: dict[int, list[Matrix]] = {}
-    for matrix in matrices:
-        found.setdefault(matrix.group, []).append(matrix)
-    return list(found.values())
+        members = list(chain(*self._present(step, t)))
+        found = received.split([piece.numel(self.rank) for piece in members])
+        self.calls[t].follow(
+            step,
+            {
+                p.matrix.place: part.view(p.shape(self.rank))
+                for p, part in zip(members, found, strict=True)
+            },
+        )
 
 
 class MatrixPlan:
-    """Muon's step of the matrices of one device, beside the kernels' plans (kernels.StepPlan).
+    """Muon's step of the matrices of one device: several of the kernels' plans (kernels.StepPlan),
+    and Newton-Schulz in between."""
 
-    By torch: it checks its tensors, once, and nothing that a step brings."""
-
-    def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        num_replicas: int,
-        dtype: torch.dtype,
-        backend: str,
-        seed: int | None,
-        first_replica: int,
-    ) -> None:
+    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype, how: Kernels) -> None:
         """`dtype`: of Newton-Schulz.
 
-        `seed`: of stochastic rounding, or None. Raises ValueError or TypeError for tensors that
-        cannot be used.
+        Raises ValueError or TypeError for tensors that cannot be used.
         """
-        check_matrices(matrices, num_replicas)
-        self.matrices, self.dtype = matrices, dtype
-        self.backend, self.seed, self.first_replica = backend, seed, first_replica
-        self._present = [True] * len(matrices)
-        self._course = Course(matrices, dtype)
-        self._never = torch.zeros((), dtype=torch.float32, device=matrices[0].sets[0].device)
-        self.norm = self.skipped = self._never
+        check_matrices(matrices, how.num_replicas)
+        self.matrices = matrices
+        self._course = Course(matrices, dtype, how)
+        self.norm = self.skipped = self._course.calls[0].skipped
 
     def step(
         self, gradients: Column, settings: Sequence[Any], options: StepOptions = PLAIN
@@ -308,25 +288,11 @@ class MatrixPlan:
             for matrix, gradient in zip(self.matrices, gradients, strict=True)
             if gradient is not None
         }
-        present = [matrix.place in found for matrix in self.matrices]
-        if present != self._present:
-            self._present, self._course = (
-                present,
-                Course(list(compress(self.matrices, present)), self.dtype),
-            )
-        step = MatrixStep(
-            settings,
-            options,
-            found,
-            backend=self.backend,
-            stochastic=self.seed,
-            first_replica=self.first_replica,
-        )
-        self._course.run(step)
-        self.skipped = self._never if step.skip is None else step.skip.float()
+        self._course.run(MatrixStep(settings, found, options))
 
     def gradient_norms(self) -> Tensor:
         raise NotImplementedError  # of these a ShardedClip takes them
 
     def upload(self, settings: Sequence[Any], options: StepOptions = PLAIN) -> None:
-        raise NotImplementedError
+        for calls in self._course.calls:
+            calls.upload(settings, options)

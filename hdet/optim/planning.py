@@ -94,7 +94,7 @@ class Planning(Stateful):
             for device, places in by_device
             for part in self._parts(device, {i: members[i] for i in places})
         ]
-        parts.sort(key=lambda part: part.by_torch)  # last: kernels may still refuse
+        parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
         others = [
             (param, self.state[param])
             for i, param in enumerate(params)

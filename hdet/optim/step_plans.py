@@ -44,11 +44,9 @@ class Part:
     Their addresses and forms are compared in every step: an assignment to `.data` does not reach a
     view.
     """
-    by_torch: bool = False
-    """Steps by torch's calls, which count versions by themselves.
-
-    Its settings and gradients are checked outside.
-    """
+    in_turns: bool = False
+    """Steps some of its tensors after the others: settings and gradients are checked outside,
+    before the first, and the norm is taken there."""
 
 
 class Member(NamedTuple):
@@ -90,7 +88,7 @@ class Planned:
         self._forms = lists.forms(self._lying(self._watched))
         self._addresses = lists.note_addresses(self._relied_on(params))
         self._usual = lists.UsualGradients(self._as_gradients())
-        self.by_torch = any(part.by_torch for part in parts)
+        self.in_turns = any(part.in_turns for part in parts)
         self.contents: list[Any] | None = None  # of `container`, once a step has been done
         self.copies_gradients = False
         """Has a gradient been found that has to be copied first?"""
@@ -187,17 +185,17 @@ class Planned:
         """
         self._check_parts(gradients, options)
         for turn, (n, part) in enumerate(self.active):
-            if turn == 0 and part.by_torch:
+            if turn == 0 and part.in_turns:
                 self._wrote()  # it may run out of memory half-way: what it has moved is kept
             every = len(part.places) == len(gradients)
             chosen = gradients if every else [gradients[i] for i in part.places]
             part.plan.step(chosen, settings[n], options(part.device))
-            if turn == 0 and not part.by_torch:
+            if turn == 0 and not part.in_turns:
                 # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
         if self.contents is None:  # there was no gradient
             self._write_back()
-        if self.by_torch:
+        if self.in_turns:
             self.watch.refresh()
 
     def _wrote(self) -> None:
@@ -216,7 +214,7 @@ class Planned:
         Where others step, too, all are checked here before the first plan writes.
         """
         parts = [part for _, part in self.active]
-        if not parts or (len(parts) == 1 and not parts[0].by_torch):
+        if not parts or (len(parts) == 1 and not parts[0].in_turns):
             return
         if options(parts[0].device).max_norm != 0:
             devices = ", ".join(dict.fromkeys(str(part.device) for part in parts))

@@ -149,7 +149,7 @@ class Rule(Facts):
     """An update rule."""
 
     name: str
-    optimizer: str
+    optimizer: str | None
     function: Function
     trace: Trace
 
@@ -192,7 +192,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    optimizer: str,
+    optimizer: str | None,
     *,
     moments: tuple[str, ...] = (),
     takes: str | None = None,
@@ -203,7 +203,7 @@ def rule(
     """Enters a rule. Its function's docstring is that of the optimizer.
 
     Args:
-        optimizer: the name of its class.
+        optimizer: the name of its class. None: it is a part of one.
         moments: their names in a state. One that ends in "_sq" is never negative.
         takes: the optimizer of torch.optim whose options and states this one takes.
         kept_if: the setting without which, at 0, no moment is kept.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from hdet.optim import FusedMuon, newton_schulz
 
 from ..kernels.cases import why_not
-from .test_optimizers import refusing_to_wait
+from .test_optimizers import captured_step, refusing_to_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -126,3 +126,38 @@ def test_the_steps_of_a_cpu(options: dict[str, Any], device: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "moment_dtype": "8bit"}], ids=str)
 def test_a_step_never_waits(options: dict[str, Any], device: str) -> None:
     assert all(param.isfinite().all() for param in stepped(device, waits=False, **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"moment_dtype": "8bit", "ns_dtype": torch.float16}], ids=str
+)
+def test_a_captured_step_has_the_bits_of_others(options: dict[str, Any], device: str) -> None:
+    """Rates, decay and momentum change between replays."""
+    made = []
+    for captures in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        params = [Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+        groups = [
+            {"params": params[:MATRICES], "use_muon": True},
+            {"params": params[MATRICES:], "use_muon": False},
+        ]
+        optimizer = FusedMuon(groups, lr=0.02, **options)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(device)
+        optimizer.step()
+        graph = captured_step(optimizer) if captures else None
+        if not captures:
+            optimizer.step()
+        for turn in range(1, 4):
+            optimizer.param_groups[0].update(lr=0.02 / turn, momentum=0.5 + 0.1 * turn)
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * turn
+            for param in params:
+                param.grad.copy_(torch.randn(param.shape, generator=generator))  # type: ignore[union-attr]
+            if graph is None:
+                optimizer.step()
+            else:
+                optimizer.write_hyperparameters()
+                graph.replay()
+        made.append([param.detach().cpu() for param in params])
+    for ours, theirs in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)

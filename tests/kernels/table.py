@@ -94,7 +94,7 @@ def _variants(name: str) -> dict[str, StepSettings]:
         found[f"{name}, plain"] = SETTINGS._replace(**{rule.kept_if: 0.0})
     if "dampening" in rule.keys:
         found[f"{name}, dampened"] = SETTINGS._replace(dampening=0.3, maximize=True)
-    if "nesterov" in rule.keys:
+    if "nesterov" in repr(rule.trace):
         found[f"{name}, nesterov"] = SETTINGS._replace(nesterov=True)
     # the step decays, not the rule: one for each number of moments
     alike = [other for other in DECOUPLED if len(ALL_RULES[other].moments) == len(rule.moments)]
@@ -299,7 +299,7 @@ SPECIAL = [
         )
         for rule in ALL_RULES
     ),
-    *(  # formats that kernels are compiled for; SGD has momentum in some tensors alone
+    *(  # formats that kernels are compiled for; bare rules have momentum in some tensors alone
         Case(
             f"{storage}, {name}, {k} replicas",
             sizes=_sized("chunk edges") + (37,),

@@ -115,7 +115,7 @@ def known(rule: facts.Rule, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(rule: facts.Rule) -> Iterator[Rule]:
-    fused = getattr(hdet.optim, rule.optimizer)
+    fused = getattr(hdet.optim, str(rule.optimizer))
     keeps = {} if rule.kept_if is None else {rule.kept_if: 0.9}
     groups = [known(rule, group) for group in GROUPS]
     peer = _peer_of(rule)
@@ -125,7 +125,7 @@ def _rows(rule: facts.Rule) -> Iterator[Rule]:
 
 
 _PLAIN: list[dict[str, Any]] = [{"weight_decay": 0.1}, {}, {"maximize": True}]
-RULES = [row for rule in facts.RULES.values() for row in _rows(rule)]
+RULES = [row for rule in facts.RULES.values() if rule.optimizer for row in _rows(rule)]
 BY_NAME = {rule.name: rule for rule in RULES}
 TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
 

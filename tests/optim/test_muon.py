@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
-from hdet.kernels import StepOptions, StepSettings
+from hdet.kernels import tables
 from hdet.optim import (
     POLAR_EXPRESS,
     FusedMuon,
@@ -29,7 +29,6 @@ from hdet.optim import (
     owners,
     step_plans,
 )
-from hdet.optim.finish import ShardedClip
 
 from .common import assert_close, assert_equal, assert_norms
 from .test_replicas import copies
@@ -210,14 +209,15 @@ def test_float16_is_several_times_nearer_than_bfloat16(
         assert off[torch.float16] < (5e-3 if in_pairs else 2.5e-3)
 
 
-def test_float16_has_all_its_digits_in_large_matrices() -> None:
-    """Whose elements would be too small for them at norm 1."""
+def test_float16_keeps_digits_of_small_numbers() -> None:
+    """Elements of 7e-6, as at norm 1 those of a matrix of 10^10 elements would be."""
     torch.manual_seed(0)
-    x = torch.randn(16, 1 << 17)
-    how = newton_schulz.Iteration((USUAL,) * 5, 1e-7, torch.float16)
+    x = torch.randn(96, 144)
+    eps = 1200 * float(x.norm())
+    how = newton_schulz.Iteration((USUAL,) * 5, eps, torch.float16)
     (made,) = newton_schulz.orthogonalise([x], how)
-    exact = twin_direction(x.double())
-    assert (made.double() - exact).norm() / exact.norm() < 3e-3
+    exact = twin_direction(x.double(), eps=eps)
+    assert (made.double() - exact).norm() / exact.norm() < 2e-3
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 144), (48, 192)], ids=str)
@@ -370,7 +370,7 @@ def test_replicas_step_as_separate_runs_would_and_share_newton_schulz(
     optimizer = make(params, master_weights=master_weights)
     optimizer.set_replicas(3, copies(3))
     optimizer.multipliers = copy.deepcopy(rhos)
-    with mock.patch.object(matrices, "orthogonalise", wraps=matrices.orthogonalise) as made:
+    with mock.patch.object(matrices, "of_stacks", wraps=matrices.of_stacks) as made:
         run(optimizer, params, range(4))
     assert made.call_count == 4 * 3, "one batch for all of 4 and 6, whatever lies or stands"
     for k, rho in enumerate(rhos):
@@ -629,83 +629,86 @@ def test_a_state_goes_on_to_the_bit() -> None:
 # -- what a GPU would do ---------------------------------------------------------------------------
 
 
-STORED = [
-    (torch.float32, None),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.int16),
-    (torch.bfloat16, None),
-]
-
-
-def on(
-    device: str, dtype: torch.dtype, master: torch.dtype | None, count: int = 1
-) -> list[matrices.Matrix]:
-    """Some that stand and some that lie, and a stack."""
-    made = []
-    for place, shape in enumerate([*[(6, 4)] * count, *[(4, 6)] * count, (3, 5, 4)]):
-        param = torch.zeros(shape, dtype=dtype, device=device)
-        state = {
-            "momentum_buffer": torch.zeros(shape, device=device),
-            "step": torch.zeros((), device=device),
-        }
-        masters = [None if master is None else torch.zeros(shape, dtype=master, device=device)]
-        made.append(matrices.Matrix(place, 0, param, [param], masters, state))
-    return made
-
-
-def step_of(
-    some: list[matrices.Matrix], options: StepOptions, ns_dtype: torch.dtype = torch.float32
-) -> None:
-    rows = [
-        matrices.Row(
-            StepSettings(0.1, (1.0,), 0.9, weight_decay=0.1, nesterov=True),
-            newton_schulz.Iteration((USUAL,) * 5, 1e-7, ns_dtype),
-            None,
-        )
-    ]
-    found = {matrix.place: torch.ones_like(matrix.param) for matrix in some}
-    step = matrices.MatrixStep(
-        rows, options, found, backend="torch", stochastic=None, first_replica=0
-    )
-    owners.Course(some, ns_dtype).run(step)
-
-
 class Calls(TorchDispatchMode):
     """Counts what torch is called for, but for views and memory."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not (func.is_view or "empty" in str(func) or "ones_like" in str(func))
+        self.count += not (func.is_view or "empty" in str(func))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORED)
-def test_a_step_of_matrices_never_asks_for_a_number_on_the_device(
-    dtype: torch.dtype, master: torch.dtype | None
-) -> None:
-    """Meta tensors have none to give: whoever reads one would wait on a GPU."""
-    some = on("meta", dtype, master)
-    scale, found = torch.ones(1, device="meta"), torch.zeros(1, device="meta")
-    options = ShardedClip([m.param for m in some])(
-        [m.param for m in some], 1.0, StepOptions(scale, found, zero_gradients=True)
-    )
-    step_of(some, options, torch.bfloat16)
-    step_of(some, StepOptions(zero_gradients=True))
+class OfTheHost(TorchDispatchMode):
+    """Refuses to read a number of a tensor, for which a GPU would be waited, and to make a tensor
+    of Python's numbers, which a captured graph would not see change."""
+
+    NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh", "scalar_tensor")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.name().split("::")[1].split(".")[0] not in self.NAMES, func
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORED[:2])
-def test_more_matrices_of_a_shape_are_no_more_calls(
-    dtype: torch.dtype, master: torch.dtype | None
-) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ns_dtype": torch.float16},
+        {"max_grad_norm": 1.0, "zero_gradients": True},
+        {"master_weights": "split", "moment_dtype": "8bit", "cautious_decay": True},
+        {"stochastic_rounding": True, "ns_dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_is_what_a_graph_captures(options: dict[str, Any], count: int) -> None:
+    """All that kernels read lies where it lay, and none of it is written by the host: neither
+    gradients' addresses nor rates, which write_hyperparameters() brings before."""
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    both = parameters(dtype), parameters(dtype)
+    captured, plain = (make(params, **options) for params in both)
+    for params, optimizer in zip(both, (captured, plain), strict=True):
+        optimizer.set_replicas(count, copies(count))
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        run(optimizer, params, range(2))
+        optimizer.param_groups[0].update(lr=0.5, momentum=0.5, weight_decay=0.3)
+        optimizer.param_groups[1]["lr"] = 0.1
+        if "max_grad_norm" in options:
+            run(optimizer, params, range(2, 3))  # brings them, as they cannot be written then
+        for param, gradient in zip(params, gradients(1), strict=True):
+            param.grad.copy_(gradient)  # type: ignore[union-attr]
+    if "max_grad_norm" not in options:
+        captured.write_hyperparameters()
+    refused = mock.MagicMock(side_effect=AssertionError("written by the host"))
+    with (
+        mock.patch.object(tables.Inputs, "gradients", refused),
+        mock.patch.object(tables, "check_settings", refused),  # of those that are written
+        OfTheHost(),
+    ):
+        captured.step()
+    plain.step()
+    for k in range(count):
+        assert_equal(captured.replica_parameters(k), plain.replica_parameters(k))
+
+
+@pytest.mark.parametrize("ns_dtype", [torch.float32, torch.float16])
+def test_more_matrices_of_a_shape_are_no_more_calls(ns_dtype: torch.dtype) -> None:
     """Calls for many tensors are a launch or a few on a GPU."""
     counted = []
     for count in (2, 7):
-        some = on("cpu", dtype, master, count)
+        params = [
+            Parameter(torch.randn(shape))
+            for shape in [*[(6, 4)] * count, *[(4, 6)] * count, (3, 5, 4)]
+        ]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = FusedMuon([{"params": params, "use_muon": True}], ns_dtype=ns_dtype)
+        optimizer.step()
         with Calls() as calls:
-            step_of(some, StepOptions(), torch.bfloat16)
+            optimizer.step()
         counted.append(calls.count)
-    assert counted[0] == counted[1]
+    assert counted[0] == counted[1] < 70
 
 
 # -- which parameters ------------------------------------------------------------------------------
@@ -917,11 +920,7 @@ def test_what_is_refused_when_it_is_made() -> None:
             "use_muon of parameter group 2 is None",
             lambda: FusedMuon(named).add_param_group({"params": [Parameter(torch.zeros(2))]}),
         ),
-        (
-            RuntimeError,
-            "FusedMuon does not support",
-            lambda: FusedMuon(named).write_hyperparameters(),
-        ),
+        (RuntimeError, "needs a step before", lambda: FusedMuon(named).write_hyperparameters()),
         (ValueError, "empty parameter list", lambda: FusedMuon(iter([]))),
     ]
     for kind, message, call in cases:
@@ -968,12 +967,6 @@ def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
     def overlapping_the_rest(optimizer: FusedMuon, params: list[Parameter]) -> None:
         params[6].data = params[0].data.view(-1)[:21].view(7, 3)
 
-    def of_inference(optimizer: FusedMuon, params: list[Parameter]) -> None:
-        with torch.inference_mode():
-            copies = [param.detach().clone() for param in params]
-        made = {param: [param, copy] for param, copy in zip(params, copies, strict=True)}
-        optimizer.set_replicas(2, lambda param: made[param])
-
     cases: list[tuple[str, Callable[[FusedMuon, list[Parameter]], None]]] = [
         ("lr=nan of parameter group 0", spoil("lr", math.nan)),
         ("momentum=2.0 of parameter group 0", spoil("momentum", 2.0)),
@@ -988,7 +981,6 @@ def test_what_a_step_refuses_before_anything_is_changed(steps: int) -> None:
         ("dtype torch.float64", double),
         ("overlap in memory", overlapping),
         ("parameter 6 and parameter 0 overlap in memory", overlapping_the_rest),
-        ("inference mode", of_inference),
     ]
     for message, change in cases:
         params = parameters()
@@ -1016,7 +1008,7 @@ def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
     (ours, theirs), before = (parameters(), parameters()), parameters()
     a, b = make(ours), make(theirs)
     with (
-        mock.patch.object(matrices, "orthogonalise", side_effect=MemoryError),
+        mock.patch.object(matrices, "of_stacks", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
         run(a, ours, range(1))
@@ -1059,7 +1051,7 @@ def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed(moved
     before = copy.deepcopy(params)
     refused(
         ValueError,
-        r"exp_avg of parameter 0 (has the shape \(4, 6\)|.* is not contiguous)",
+        r"momentum_buffer of parameter 0 (has the shape \(4, 6\)|.* is not contiguous)",
         lambda: run(optimizer, params, range(1, 2)),
     )
     assert_equal(params, before)
@@ -1097,14 +1089,14 @@ def test_states_of_a_first_step_that_fails_half_way_are_kept(
     )
     for place, (param, gradient) in enumerate(zip(params, gradients(0), strict=True)):
         param.grad = gradient if adamw_too or place < MATRICES else None
-    real, calls = matrices.orthogonalise, iter(range(10))
+    real, calls = matrices.of_stacks, iter(range(10))
 
     def fails(*given: Any, **named: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("no memory")
         return real(*given, **named)
 
-    monkeypatch.setattr(matrices, "orthogonalise", fails)
+    monkeypatch.setattr(matrices, "of_stacks", fails)
     before = [param.detach().clone() for param in params]
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
