@@ -8,10 +8,10 @@ job. Nothing is fetched from a network. Each step has a limit in seconds; what a
 then is kept, and the next one begins. All of it, the build included, takes at most ``--minutes``.
 
 In the folder, by default benchmarks/results/gpu, each figure is as soon as it is there:
-figures.jsonl, to which lines are appended, each with what the last run there had ("before");
-ncu.csv; and a log of each step. `python -m benchmarks.gpu_report` reads them. The exit status is 1
-if something failed or was left out. --dry-run goes the same way on a CPU with small tensors, and
-collects tests only.
+figures.jsonl, to which lines are appended, each with what the last run there had ("before") and, of
+what has changed since, what is predicted ("predicted"); ncu.csv; and a log of each step.
+`python -m benchmarks.gpu_report` reads them. The exit status is 1 if something failed or was left
+out. --dry-run goes the same way on a CPU with small tensors, and collects tests only.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .compiled import KNOWN
-from .kernels import FORMATS, GPT2, HOST
+from .kernels import FORMATS, GPT2, HOST, PREDICTED
 from .tables import crossed, table, written
 
 RESULTS = "benchmarks/results/gpu"
@@ -62,6 +62,16 @@ def formats(lines: Lines) -> str:
             rows[-1] += [f"{x['alone_ms']:.2f}", f"{x['of_copy']:.2f}"]
     heads = ["numbers", "CUDA, ms", "of a copy's bandwidth", "Triton, ms", "of a copy's bandwidth"]
     return table(heads, rows)
+
+
+def predictions(lines: Lines) -> str:
+    """Of what has changed since it was measured."""
+    found = last(lines)
+    rows = [
+        [of, backend, f"{found[of, GPT2, backend]['alone_ms']:.2f}", f"{ms:.2f}"]
+        for (of, backend), ms in PREDICTED.items()
+    ]
+    return table(["step", "backend", "measured last, ms", "predicted, ms"], rows)
 
 
 def newton_schulz(lines: Lines) -> str:
@@ -125,6 +135,7 @@ def report(folder: Path, device: str = "NVIDIA H100 80GB HBM3") -> dict[str, str
     lines = [x for x in _lines(folder / "figures.jsonl") if x["device"] == device]
     return {
         "Formats": formats(lines),
+        "Predictions": predictions(lines),
         "Orthogonalise": newton_schulz(lines),
         "Operations": operations(lines),
         "Host": host(lines),

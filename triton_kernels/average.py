@@ -8,11 +8,8 @@ import triton.language as tl
 
 from .arithmetic import add_weighted, empty_sum
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
-from .numbers import load_parameter, pointer, store_parameter
-
-HELD = tl.constexpr(4)
-"""up to so many replicas' addresses are held in registers; of more they are read again in each
-block"""
+from .numbers import load_parameter, store_parameter
+from .step import HELD, load_pointers
 
 
 @dataclass(frozen=True)
@@ -24,14 +21,6 @@ class AverageVariant:
     master: int = 0
     vector: int = 4
     block: int = 1024
-
-
-@triton.jit
-def load_pointers(addresses, offset, k, V: tl.constexpr):
-    """Of replica k; `addresses` has params[K], then masters[K]."""
-    param = pointer(tl.load(addresses + k), offset, V.param, V.vector)
-    master = pointer(tl.load(addresses + V.replicas + k), offset, V.master, V.vector)
-    return param, master
 
 
 @triton.jit
@@ -65,7 +54,7 @@ def average_block(
 
 @triton.jit
 def average(chunks, addresses, weights, V: tl.constexpr):
-    """`addresses`: [tensor][2 K]"""
+    """`addresses`: [tensor][2 K], params[K], then masters[K]."""
     K: tl.constexpr = V.replicas
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)

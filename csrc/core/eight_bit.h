@@ -9,7 +9,8 @@ namespace hdet {
 constexpr int kCodeBlock = 256;  // elements of a tensor, from its first one on, that share a scale
 
 // A search among 255 thresholds would take 8 reads one after the other. The exponent and 7 bits of the mantissa, which are a part of the numbers
-// from 2^-21 on, leave one threshold, so that one read is enough.
+// from 2^-21 on, leave one threshold, so that one read is enough. (By decades codes have a closed form, with tables of eight entries. It reads as much of
+// shared memory, as entries are of two and of four numbers, and takes more instructions.)
 constexpr float kLeastShare = 0x1p-21f;  // no threshold but 0 is below it
 constexpr int kParts = 2704;             // 21 exponents of 128 parts, 1, and some more to a multiple of 16
 

@@ -3,7 +3,7 @@
 // parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory. What a warp needs of its next
 // block is on its way meanwhile, which saves an H100 7 to 11 % of the time (docs/evidence/gpu.md).
 //
-// At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
+// At the ends of a tensor, and where streams but the gradient are not aligned, elements are done one by one, and twice: once to find the largest.
 #include "kernels.h"
 #include "launch.cuh"
 #include "phases.cuh"
@@ -83,7 +83,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
       const auto to = reinterpret_cast<uint4*>(books);
       for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
-    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false);
+    vectors = Base::prepare_replicas(0, false);
 #pragma unroll
     for (int j = 0; j < Rule::kMoments; ++j) {
       const int64_t place = j * plan.num_tensors + chunk.tensor;
@@ -98,7 +98,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
   // `block`: number of the block of codes in the chunk.
   template <int kWidth>
   __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
-    load(formats.gradient, gradient, at, loaded.gradient);
+    load_anywhere(formats.gradient, gradient, at, loaded.gradient);
 #pragma unroll
     for (int j = 0; j < Rule::kMoments; ++j) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
     if (!kMany) load(Base::replica(0).param, at, loaded.param);
@@ -235,6 +235,8 @@ constexpr int coded_blocks_per_multiprocessor() {
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return kKnown == Known::split ? 5 : 6;
 #else
   return 6;
 #endif

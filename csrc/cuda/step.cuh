@@ -112,7 +112,7 @@ struct Update {
 
   template <int kWidth>
   __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
-    load(formats.gradient, gradient, at, raw.gradient);
+    load_anywhere(formats.gradient, gradient, at, raw.gradient);
 #pragma unroll
     for (int j = 0; j < Rule::kMoments; ++j) {
       if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
@@ -145,8 +145,7 @@ struct Update {
 
   template <int kWidth>
   __device__ __forceinline__ void clear_gradient(const Place& at) const {
-    const float zeros[kWidth] = {};
-    store(formats.gradient, gradient, at, zeros);
+    clear<kWidth>(formats.gradient, gradient, at);
   }
 
   // Random numbers for the elements of this thread.
@@ -199,7 +198,7 @@ struct Update {
 
   // How the chunk is cut.
   __device__ __forceinline__ Cut prepare() {
-    const int head = head_of(gradient, formats.gradient, wide());
+    const int head = head_of(advance(plan.params[chunk.tensor], formats.param, chunk.offset), formats.param, wide());
     const bool vectors = prepare_replicas(head, wide());
     return cut(chunk.length, head, wide(), vectors && are_in_step(head, wide()));
   }

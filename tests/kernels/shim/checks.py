@@ -23,7 +23,7 @@ from hdet.kernels.native import cuda
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import BF16, CASES, F32, U8, Case, Format
+from ..table import BF16, CASES, F32, I16, U8, Case, Format
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -162,6 +162,57 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
     before = accessed(16)
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
     assert accessed(16) == before
+
+
+ALL_FORMS = [
+    Format(),
+    Format(BF16, F32, BF16),
+    Format(BF16, I16, BF16),
+    Format(BF16, F32, F32),
+    Format(BF16, None, BF16, BF16, BF16),
+    Format(exp_avg=U8, exp_avg_sq=U8),
+    Format(BF16, I16, BF16, U8, U8),
+]
+
+
+@pytest.mark.parametrize("form", ALL_FORMS, ids=str)
+def test_a_gradient_that_is_not_aligned_leaves_all_other_streams_in_vectors(form: Format) -> None:
+    by_width: list[dict[int, int]] = []
+    for shift in (0, 1):
+        case = Case("", sizes=(4096,), formats=(form,), shifts=(shift, 0, 0, 0, 0))
+        problem = Problem(case, "cpu")
+        gradients, settings, options = problem.arguments(0)
+        plan = kernels.step_plan(problem.tensors, "cuda")
+        before = {width: accessed(width) for width in (1, 2, 4, 8, 16)}
+        plan.step(gradients.tensors, settings, options)
+        by_width.append({width: accessed(width) - count for width, count in before.items()})
+    aligned, shifted = by_width
+    size = gradients.tensors[0].element_size()
+    vectors = {width: aligned[width] - shifted[width] for width in (8, 16)}
+    assert sum(width * count for width, count in vectors.items()) == 4096 * size
+    assert shifted[size] - aligned[size] == 4096
+
+
+@pytest.mark.parametrize("form", ALL_FORMS, ids=str)
+@pytest.mark.parametrize("stream", range(5))
+def test_each_stream_may_lie_anywhere(form: Format, stream: int) -> None:
+    case = Case(
+        "",
+        sizes=(3000, 40, 7),
+        formats=(form,),
+        shifts=tuple(int(place == stream) for place in range(5)),
+        zero_gradients=True,
+        max_norm=1.0,
+        steps=2,
+    )
+    assert_same(
+        *(
+            final_tensors(
+                case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)
+            )
+            for backend in BACKENDS
+        )
+    )
 
 
 # copies, streams and capture
