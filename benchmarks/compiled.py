@@ -43,8 +43,11 @@ ELEMENTS = 8
 KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split", "bf16 throughout")
 """csrc/core/numbers.h: Known"""
 BYTES = {
-    name: (12 + 4 * n, 12 + 8 * n, 12 + 8 * n, 10 + 8 * n, 6 + 4 * n)  # any: bf16 moments
-    for name, n in ((name, len(rule.moments)) for name, rule in RULES.items())
+    name: (12 + low, 12 + 8 * n, 12 + 8 * n, 10 + 8 * n, 6 + low)  # any: bf16 moments
+    for name, n, low in (
+        (name, len(rule.moments), 4 * len(rule.moments + rule.exact))
+        for name, rule in RULES.items()
+    )
 }
 
 

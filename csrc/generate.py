@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -44,6 +45,10 @@ class Language:
     scalar_calls: ClassVar[dict[str, str]]
     tensor_calls: ClassVar[dict[str, str]]
 
+    def __init__(self) -> None:
+        self.named: dict[Scalar, str] = {}
+        """scalars that have been printed"""
+
     def number(self, x: float) -> str:
         raise NotImplementedError
 
@@ -56,6 +61,8 @@ class Language:
             return self.number(float(s.args[0]))  # type: ignore[arg-type]
         if s.op in ("setting", "step"):
             return f"h.{s.args[0]}" if s.args else "step"
+        if s in self.named:
+            return self.named[s]
         args = [self.scalar(arg) for arg in s.args]  # type: ignore[arg-type]
         if s.op == "where":
             compares = isinstance(s.args[0], Scalar) and s.args[0].op == "le"
@@ -65,6 +72,16 @@ class Language:
         if s.op == "power":
             args.append("step")
         return _operation(s.op, args, self.scalar_calls)
+
+    def scalars(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
+        """What is long, by its name; and what elements meet."""
+        lines = {}
+        for node in (part for s in rule.trace.scalars for part in _parts(s)):
+            if node.op in ("exp", "log") and node not in self.named:
+                name = f"e{len(lines)}"
+                lines[name] = bare(self.scalar(node))
+                self.named[node] = name
+        return lines, [bare(self.scalar(s)) for s in rule.trace.scalars]
 
     def statements(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
         """What is used more than once, by its name; and u and the new moments, which have names
@@ -97,6 +114,12 @@ class Language:
         return lines, [bare(text(node)) for node in results]
 
 
+def _parts(s: Scalar) -> list[Scalar]:
+    """All scalars of a tree, arguments first."""
+    parts = [_parts(arg) for arg in s.args if isinstance(arg, Scalar)]
+    return [*chain.from_iterable(parts), s]
+
+
 def _operation(op: str, args: list[str], calls: dict[str, str]) -> str:
     if op in INFIX and op not in calls:
         return f"({args[0]} {INFIX[op]} {args[1]})"
@@ -104,7 +127,7 @@ def _operation(op: str, args: list[str], calls: dict[str, str]) -> str:
 
 
 class Cpp(Language):
-    scalar_calls: ClassVar = {"sqrt": "square_root"}
+    scalar_calls: ClassVar = {"sqrt": "square_root", "exp": "exponential", "log": "logarithm"}
     tensor_calls = scalar_calls
 
     def number(self, x: float) -> str:
@@ -117,7 +140,7 @@ class Cpp(Language):
         lines, (u, *moments) = self.statements(rule)
         _, param, *names = rule.trace.inputs
         outs = dict(zip(names, moments, strict=True))
-        scalars = [bare(self.scalar(s)) for s in rule.trace.scalars]
+        named, scalars = self.scalars(rule)
         divisor = bare(self.scalar(rule.trace.divisor))
         facts = {
             "kSquares": not all(rule.signed),
@@ -125,6 +148,7 @@ class Cpp(Language):
             "kMayLackMoments": rule.kept_if is not None,
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))
+        exact = sum((name in rule.exact) << j for j, name in enumerate(rule.moments))
         param = param if rule.coupled else f"/*{param}*/"
         news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
         stored = [text if text in lines else f"new_{name}" for name, text in outs.items()]
@@ -133,8 +157,10 @@ struct {_class(rule.name)} {{
   static constexpr int kMoments = {len(moments)};
   static constexpr bool {", ".join(f"{name} = {str(x).lower()}" for name, x in facts.items())};
   HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
+  HDET_HD constexpr bool is_exact(int moment) {{ return ({exact} >> moment & 1) != 0; }}
 
-  HDET_HD void derive({_parameters(scalars)}, float* s) {{
+  HDET_HD void derive({_parameters([*named.values(), *scalars])}, float* s) {{
+{_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
   HDET_HD double divisor({_parameters([divisor])}) {{ return {divisor}; }}
 
@@ -162,11 +188,11 @@ struct {_class(rule.name)} {{
         return f"""\
 // {NOTE}
 //
-// Of each rule: how many moments it keeps, which have a sign, and whether some, averages of
-// squares, have none; whether decay is part of its gradient, whether moments may be missing; what
-// of the host's settings its elements meet (derive) and what the rate is divided by, in double; and
-// new moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is
-// 0 where several replicas share u.
+// Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
+// whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
+// moments may be missing; what of the host's settings its elements meet (derive) and what the rate
+// is divided by, in double; and new moments and the direction u of one element. `g` is scaled
+// (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
@@ -231,10 +257,11 @@ class Triton(Language):
 
     def rule(self, rule: Rule) -> str:
         lines, results = self.statements(rule)
-        scalars = [bare(self.scalar(s)) for s in rule.trace.scalars]
+        named, scalars = self.scalars(rule)
         return f"""\
 @triton.jit
 def {rule.name}_scalars(h, step, s, live):
+{_lines(f"    {name} = {text}" for name, text in named.items())}\
 {_lines(_broken(f"    s{i} = {text}") for i, text in enumerate(scalars))}\
 {_lines(f"    tl.store(s + {i}, s{i}.to(tl.float32), mask=live)" for i in range(len(scalars)))}
 
@@ -272,7 +299,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import add_weighted, f64, lerp, power, sign
+from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
 
 GROUP_SETTINGS = tl.constexpr({len(FIELDS)})
 

@@ -47,6 +47,29 @@ def power(base, exponent):
 
 
 @triton.jit
+def log(x):
+    """csrc/core/hyper.h: logarithm."""
+    root = tl.sqrt(tl.sqrt(x))
+    s = (root - f64(1.0)) / (root + f64(1.0))
+    total = tl.full(x.shape, 0.0, tl.float64)
+    for i in tl.static_range(12):
+        total = f64(1.0 / (23 - 2 * i)) + s * s * total
+    return f64(8.0) * s * total
+
+
+@triton.jit
+def exp(x):
+    """csrc/core/hyper.h: exponential."""
+    y = tl.where(x > -700, x, f64(-700.0)) * f64(0.0009765625)
+    less_one = tl.full(x.shape, 0.0, tl.float64)
+    for i in tl.static_range(10):
+        less_one = y * f64(1.0 / (10 - i)) * (f64(1.0) + less_one)
+    for _ in tl.static_range(10):
+        less_one = less_one * (f64(2.0) + less_one)
+    return f64(1.0) + less_one
+
+
+@triton.jit
 def lerp(a, b, weight, rest):
     """a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and
     at weight 1. rest: 1 - weight."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import add_weighted, f64, lerp, power, sign
+from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
 
-GROUP_SETTINGS = tl.constexpr(11)
+GROUP_SETTINGS = tl.constexpr(15)
 
 
 class Settings(NamedTuple):
@@ -27,6 +27,10 @@ class Settings(NamedTuple):
     maximize: tl.tensor
     decay_at_base: tl.tensor
     cautious_decay: tl.tensor
+    beta3: tl.tensor
+    alpha: tl.tensor
+    t_alpha: tl.tensor
+    t_beta3: tl.tensor
 
 
 @triton.jit
@@ -44,6 +48,10 @@ def load_settings(source, live):
         tl.load(source + 8, mask=live, other=0),
         tl.load(source + 9, mask=live, other=0),
         tl.load(source + 10, mask=live, other=0),
+        tl.load(source + 11, mask=live, other=0),
+        tl.load(source + 12, mask=live, other=0),
+        tl.load(source + 13, mask=live, other=0),
+        tl.load(source + 14, mask=live, other=0),
     )
 
 
@@ -107,6 +115,51 @@ def adam(row, g, p, m, v):
     t1 = lerp(m, t0, s1, s2)
     t2 = (v * s3) + ((t0 * s4) * t0)
     return tl.div_rn(t1, (tl.sqrt_rn(t2) * s5) + s6), t1, t2
+
+
+@triton.jit
+def ademamix_scalars(h, step, s, live):
+    e0 = log(h.beta1)
+    e1 = log(h.beta3)
+    e2 = exp((e0 * e1) / (e1 + ((e0 - e1) * (step / h.t_beta3))))
+    s0 = f64(1.0) - h.beta1
+    s1 = h.beta1
+    s2 = f64(1.0) / (f64(1.0) - power(h.beta1, step))
+    s3 = f64(1.0) - tl.where(step <= h.t_beta3, e2, h.beta3)
+    s4 = tl.where(step <= h.t_beta3, e2, h.beta3)
+    s5 = h.alpha * tl.where(step <= h.t_alpha, step / h.t_alpha, f64(1.0))
+    s6 = h.beta2
+    s7 = f64(1.0) - h.beta2
+    s8 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
+    s9 = h.eps
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    tl.store(s + 4, s4.to(tl.float32), mask=live)
+    tl.store(s + 5, s5.to(tl.float32), mask=live)
+    tl.store(s + 6, s6.to(tl.float32), mask=live)
+    tl.store(s + 7, s7.to(tl.float32), mask=live)
+    tl.store(s + 8, s8.to(tl.float32), mask=live)
+    tl.store(s + 9, s9.to(tl.float32), mask=live)
+
+
+@triton.jit
+def ademamix(row, g, p, m, slow, v):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    s4 = row.s[4]
+    s5 = row.s[5]
+    s6 = row.s[6]
+    s7 = row.s[7]
+    s8 = row.s[8]
+    s9 = row.s[9]
+    t0 = lerp(m, g, s0, s1)
+    t1 = lerp(slow, g, s3, s4)
+    t2 = (v * s6) + ((g * s7) * g)
+    return tl.div_rn((t0 * s2) + (t1 * s5), (tl.sqrt_rn(t2) * s8) + s9), t0, t1, t2
 
 
 @triton.jit
@@ -213,6 +266,8 @@ def store_scalars(h, step, s, live, RULE: tl.constexpr):
         adamw_scalars(h, step, s, live)
     elif RULE == "adam":
         adam_scalars(h, step, s, live)
+    elif RULE == "ademamix":
+        ademamix_scalars(h, step, s, live)
     elif RULE == "lion":
         lion_scalars(h, step, s, live)
     elif RULE == "muon":
@@ -230,7 +285,7 @@ def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
     if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
         result = f64(1.0) - power(h.beta1, step)
-    elif RULE == "lion" or RULE == "muon" or RULE == "sgd":
+    elif RULE == "ademamix" or RULE == "lion" or RULE == "muon" or RULE == "sgd":
         result = f64(1.0)
     else:
         tl.static_assert(False, "no rule")
@@ -244,6 +299,8 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
         result = adamw(row, g, p, moments[0], moments[1])
     elif RULE == "adam":
         result = adam(row, g, p, moments[0], moments[1])
+    elif RULE == "ademamix":
+        result = ademamix(row, g, p, moments[0], moments[1], moments[2])
     elif RULE == "lion":
         result = lion(row, g, p, moments[0])
     elif RULE == "muon":

@@ -87,7 +87,8 @@ struct StepPlan {
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
   void* const* moments;        // [moment][tensor], where Formats::moments is not none
   float* const* scales;        // [moment][tensor][block], where it is codes
-  const Codebook* codebooks;   // signed, unsigned; null where no tensor has codes. A tensor's moments all are codes, or none is
+  const Codebook* codebooks;   // signed, unsigned; null where no tensor has codes. A tensor's moments all are codes, but
+                               // for a rule's exact ones, or none is
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* groups;       // [tensor] whose settings it has
@@ -107,7 +108,7 @@ struct StepPlan {
   const uint64_t* carried;
   int32_t num_carried;
 };
-constexpr int kCarried = 128;  // at most: 1 KiB of a kernel's arguments
+constexpr int kCarried = 192;  // at most: 1.5 KiB of a kernel's arguments
 
 // The weighted mean of K co-resident replicas, in place (Eq. 3).
 struct AveragePlan {

@@ -1,29 +1,30 @@
 // Printed by csrc/generate.py from hdet/rules: change that, and print again.
 //
-// Of each rule: how many moments it keeps, which have a sign, and whether some, averages of
-// squares, have none; whether decay is part of its gradient, whether moments may be missing; what
-// of the host's settings its elements meet (derive) and what the rate is divided by, in double; and
-// new moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is
-// 0 where several replicas share u.
+// Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
+// whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
+// moments may be missing; what of the host's settings its elements meet (derive) and what the rate
+// is divided by, in double; and new moments and the direction u of one element. `g` is scaled
+// (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "16bf025210e76576";
+constexpr const char* kRulesDigest = "e28dc0c438a328de";
 
-enum class Rule : int32_t { adamw = 0, adam = 1, lion = 2, muon = 3, nadamw = 4, sgd = 5 };
+enum class Rule : int32_t { adamw = 0, adam = 1, ademamix = 2, lion = 3, muon = 4, nadamw = 5, sgd = 6 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
-  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, decay_at_base, cautious_decay;
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, decay_at_base, cautious_decay, beta3, alpha, t_alpha, t_beta3;
 };
 
 struct AdamwRule {
   static constexpr int kMoments = 2;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -52,6 +53,7 @@ struct AdamRule {
   static constexpr int kMoments = 2;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(h.weight_decay);
@@ -78,10 +80,49 @@ struct AdamRule {
   }
 };
 
+struct AdemamixRule {
+  static constexpr int kMoments = 3;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
+  HDET_HD constexpr bool is_signed(int moment) { return (3 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (2 >> moment & 1) != 0; }
+
+  HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
+    const double e0 = logarithm(h.beta1);
+    const double e1 = logarithm(h.beta3);
+    const double e2 = exponential((e0 * e1) / (e1 + ((e0 - e1) * (step / h.t_beta3))));
+    s[0] = static_cast<float>(1.0 - h.beta1);
+    s[1] = static_cast<float>(h.beta1);
+    s[2] = static_cast<float>(1.0 / (1.0 - power(h.beta1, step)));
+    s[3] = static_cast<float>(1.0 - (step <= h.t_beta3 ? e2 : h.beta3));
+    s[4] = static_cast<float>(step <= h.t_beta3 ? e2 : h.beta3);
+    s[5] = static_cast<float>(h.alpha * (step <= h.t_alpha ? (step / h.t_alpha) : 1.0));
+    s[6] = static_cast<float>(h.beta2);
+    s[7] = static_cast<float>(1.0 - h.beta2);
+    s[8] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
+    s[9] = static_cast<float>(h.eps);
+  }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+
+  template <class Moments>
+  HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8], s9 = row.s[9];
+    const float m = moments[0], slow = moments[1], v = moments[2];
+    const float t0 = lerp(m, g, s0, s1);
+    const float t1 = lerp(slow, g, s3, s4);
+    const float t2 = (v * s6) + ((g * s7) * g);
+    const float u = ((t0 * s2) + (t1 * s5)) / ((square_root(t2) * s8) + s9);
+    moments[0] = t0;
+    moments[1] = t1;
+    moments[2] = t2;
+    return u;
+  }
+};
+
 struct LionRule {
   static constexpr int kMoments = 1;
   static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t /*step*/, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -106,6 +147,7 @@ struct MuonRule {
   static constexpr int kMoments = 1;
   static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = true;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t /*step*/, float* s) {
     s[0] = static_cast<float>(1.0 - h.momentum);
@@ -130,6 +172,7 @@ struct NadamwRule {
   static constexpr int kMoments = 2;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(1.0 - h.beta1);
@@ -158,6 +201,7 @@ struct SgdRule {
   static constexpr int kMoments = 1;
   static constexpr bool kSquares = false, kCoupled = true, kMayLackMoments = true;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
+  HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, float* s) {
     s[0] = static_cast<float>(h.nesterov);
@@ -187,6 +231,7 @@ HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, fl
   switch (rule) {
     case Rule::adamw: return AdamwRule::derive(h, step, s);
     case Rule::adam: return AdamRule::derive(h, step, s);
+    case Rule::ademamix: return AdemamixRule::derive(h, step, s);
     case Rule::lion: return LionRule::derive(h, step, s);
     case Rule::muon: return MuonRule::derive(h, step, s);
     case Rule::nadamw: return NadamwRule::derive(h, step, s);
@@ -199,6 +244,7 @@ HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) 
   switch (rule) {
     case Rule::adamw: return AdamwRule::divisor(h, step);
     case Rule::adam: return AdamRule::divisor(h, step);
+    case Rule::ademamix: return AdemamixRule::divisor(h, step);
     case Rule::lion: return LionRule::divisor(h, step);
     case Rule::muon: return MuonRule::divisor(h, step);
     case Rule::nadamw: return NadamwRule::divisor(h, step);
@@ -213,6 +259,7 @@ static auto with_rule(Rule rule, const Call& call) {
   switch (rule) {
     case Rule::adamw: return call(AdamwRule{});
     case Rule::adam: return call(AdamRule{});
+    case Rule::ademamix: return call(AdemamixRule{});
     case Rule::lion: return call(LionRule{});
     case Rule::muon: return call(MuonRule{});
     case Rule::nadamw: return call(NadamwRule{});

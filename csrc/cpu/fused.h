@@ -77,7 +77,9 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
 // The update of a chunk that holds float32 only, if there is one loop for it.
 template <class Rule>
 bool fused_chunk(const Work& w) {
-  if (w.formats.moments[0] != DType::f32) return false;  // SGD without momentum, and codes
+  for (int j = 0; j < Rule::kMoments; ++j) {
+    if (w.formats.moments[j] != DType::f32) return false;  // SGD without momentum, and codes
+  }
   switch (w.plan.num_replicas) {
     case 1: return fused<Rule, 1>(w);
     case 2: return fused<Rule, 2>(w);

@@ -53,10 +53,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
   using Base = Update<Rule, kMany, kKnown>;
   using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
 
-  // Eight elements or one, as they lie in memory, with the scales of their block. Of many replicas' parameters none: they would not fit.
+  // Eight elements or one, as they lie in memory, with the scales of their block; exact moments as they are. Of many replicas' parameters
+  // none: they would not fit.
   template <int kWidth>
   struct Loaded {
     Raw<kWidth> gradient, param;
+    Raw<kWidth> exact[Rule::kMoments];
     uint2 moments[Rule::kMoments];
     float scales[Rule::kMoments];
   };
@@ -65,7 +67,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
   template <int kWidth>
   struct Turn {
     Raw<kWidth> params[kBatch];
-    float moments[Rule::kMoments][kWidth], u[kWidth];
+    float moments[Rule::kMoments][kWidth] = {}, u[kWidth];
   };
   template <class T>
   using Each = PerThread<T, kStepThreads>;
@@ -84,13 +86,16 @@ struct Coded : Update<Rule, kMany, kKnown> {
       for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
     vectors = Base::prepare_replicas(0, false);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
+    each<Rule::kMoments>([&](auto j) {
+      if (Rule::is_exact(j)) {
+        vectors = vectors && in_step(Base::moments[j], DType::f32, 0, false);
+        return;
+      }
       const int64_t place = j * plan.num_tensors + chunk.tensor;
       codes[j] = {static_cast<uint8_t*>(plan.moments[place]) + chunk.offset, plan.scales[place] + chunk.offset / kCodeBlock,
                   books + (Rule::is_signed(j) ? 0 : 1)};
       vectors = vectors && aligned(codes[j]);
-    }
+    });
   }
 
   __device__ __forceinline__ static bool aligned(const Codes& moment) { return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0; }
@@ -99,11 +104,14 @@ struct Coded : Update<Rule, kMany, kKnown> {
   template <int kWidth>
   __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
     load_anywhere(formats.gradient, gradient, at, loaded.gradient);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+    each<Rule::kMoments>([&](auto j) {
+      if (Rule::is_exact(j)) load(DType::f32, Base::moments[j], at, loaded.exact[j]);
+      else loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+    });
     if (!kMany) load(Base::replica(0).param, at, loaded.param);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) loaded.scales[j] = *global(codes[j].scales + block);
+    each<Rule::kMoments>([&](auto j) {
+      if (!Rule::is_exact(j)) loaded.scales[j] = *global(codes[j].scales + block);
+    });
   }
 
   // New moments and the direction; nothing is written.
@@ -113,8 +121,10 @@ struct Coded : Update<Rule, kMany, kKnown> {
     else turn.params[0] = loaded.param;
     float g[kWidth], p[kWidth] = {};
     unpack(formats.gradient, loaded.gradient, g);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+    each<Rule::kMoments>([&](auto j) {
+      if (Rule::is_exact(j)) unpack(DType::f32, loaded.exact[j], turn.moments[j]);
+      else codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+    });
     if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{turn.moments, i});
@@ -124,11 +134,11 @@ struct Coded : Update<Rule, kMany, kKnown> {
   template <int kWidth>
   __device__ __forceinline__ void keep(const Place& at, const float (&scales)[Rule::kMoments], Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
-      if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
+    each<Rule::kMoments>([&](auto j) {
+      if (Rule::is_exact(j)) store(DType::f32, Base::moments[j], at, turn.moments[j]);
+      else if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
       else codes[j].template store<false>(at, scales[j], turn.moments[j]);
-    }
+    });
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
     Base::follow_all(at, turn.params, turn.u, bits);
   }
@@ -142,8 +152,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
 
   template <int kWidth>
   __device__ __forceinline__ static void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) {
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) found[j] = largest(turn.moments[j], found[j]);
+    each<Rule::kMoments>([&](auto j) {
+      if (!Rule::is_exact(j)) found[j] = largest(turn.moments[j], found[j]);
+    });
   }
 
   __device__ __forceinline__ bool is_whole(int block) const { return vectors && (block + 1) * kCodeBlock <= chunk.length; }
@@ -190,16 +201,15 @@ struct Coded : Update<Rule, kMany, kKnown> {
       } else {
         one_by_one(block, lane, [&](const Place&, const Turn<1>& turn) { add_largest(turn, found); });
       }
-#pragma unroll
-      for (int j = 0; j < Rule::kMoments; ++j) largests[j][thread] = found[j];
+      each<Rule::kMoments>([&](auto j) { largests[j][thread] = found[j]; });
     });
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) largest_of_warps(largests[j]);
+    each<Rule::kMoments>([&](auto j) {
+      if (!Rule::is_exact(j)) largest_of_warps(largests[j]);
+    });
     threads([&](int thread) {
       const int block = start + thread / kWarp, lane = thread % kWarp;
       float scales[Rule::kMoments];
-#pragma unroll
-      for (int j = 0; j < Rule::kMoments; ++j) scales[j] = scale_of(largests[j][thread]);
+      each<Rule::kMoments>([&](auto j) { scales[j] = scale_of(largests[j][thread]); });
       if (is_whole(block)) {
         keep(place_in(block, lane), scales, turns[thread]);
       } else {
@@ -210,8 +220,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
     threads([&](int thread) {
       const int block = start + thread / kWarp;
       if (thread % kWarp != 0 || block * kCodeBlock >= chunk.length) return;
-#pragma unroll
-      for (int j = 0; j < Rule::kMoments; ++j) *global(codes[j].scales + block) = scale_of(largests[j][thread]);
+      each<Rule::kMoments>([&](auto j) {
+        if (!Rule::is_exact(j)) *global(codes[j].scales + block) = scale_of(largests[j][thread]);
+      });
     });
   }
 
@@ -232,6 +243,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
+  if (Rule::kMoments > 2) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;

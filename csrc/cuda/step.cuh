@@ -48,6 +48,13 @@ struct Replica {
   bool in_step;
 };
 
+// work(j) for the number of each moment, as a constant. The compiler unrolls a loop so late that arrays have gone to memory by then.
+template <int kCount, class Work>
+__device__ __forceinline__ void each(const Work& work) {
+  if constexpr (kCount > 1) each<kCount - 1>(work);
+  work(Width<kCount - 1>{});
+}
+
 // The moments of one element.
 template <int kWidth>
 struct Element {
@@ -61,7 +68,7 @@ struct Element {
 template <class Rule, bool kMany, Known kKnown>
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
-  static constexpr int kBatch = !kMany ? 1 : kKnown == Known::floats ? 4 : 2;
+  static constexpr int kBatch = !kMany ? 1 : kKnown == Known::floats ? 4 : kKnown == Known::none && Rule::kMoments > 2 ? 1 : 2;
 
   template <int kWidth>
   struct RawTurn {
@@ -80,11 +87,10 @@ struct Update {
   __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
       : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
+    each<Rule::kMoments>([&](auto j) {
       if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none) formats.moments[j] = DType::none;
       moments[j] = keeps(j) ? advance(plan.moments[j * plan.num_tensors + chunk.tensor], formats.moments[j], chunk.offset) : nullptr;
-    }
+    });
     if constexpr (kMany) replicas = dynamic_shared<Replica>();
     else own = replica_at(0);
   }
@@ -97,26 +103,23 @@ struct Update {
   }
   __device__ __forceinline__ bool draws_any() const {
     bool any = false;
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) any = any || draws(j);
+    each<Rule::kMoments>([&](auto j) { any = any || draws(j); });
     return any;
   }
 
   // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.
   __device__ __forceinline__ bool are_in_step(int head, bool wide) const {
     bool all = !(formats.stochastic && head % 4 != 0);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) all = all && in_step(moments[j], formats.moments[j], head, wide);
+    each<Rule::kMoments>([&](auto j) { all = all && in_step(moments[j], formats.moments[j], head, wide); });
     return all;
   }
 
   template <int kWidth>
   __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
     load_anywhere(formats.gradient, gradient, at, raw.gradient);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
+    each<Rule::kMoments>([&](auto j) {
       if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
-    }
+    });
   }
 
   // Gradient and moments -> new moments, in memory, and u. `p`: the parameter, for coupled rules. `bits`: those of replica number 0
@@ -126,21 +129,19 @@ struct Update {
                                             float (&u)[kWidth]) const {
     float g[kWidth], x[Rule::kMoments][kWidth] = {};
     unpack(formats.gradient, raw.gradient, g);
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
+    each<Rule::kMoments>([&](auto j) {
       if (keeps(j)) unpack(formats.moments[j], raw.moments[j], x[j]);
-    }
+    });
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) {
+    each<Rule::kMoments>([&](auto j) {
       if (draws(j)) {
         random(0, at, bits);
         store_halves<kWidth>(moments[j], at, [&](int i) { return to_bf16(x[j][i], bits[i] >> 16); });
       } else if (keeps(j)) {
         store(formats.moments[j], moments[j], at, x[j]);
       }
-    }
+    });
   }
 
   template <int kWidth>
@@ -172,8 +173,7 @@ struct Update {
     const auto has_16_bits = [](DType type) { return type != DType::f32; };
     bool all = (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) && has_16_bits(formats.param) &&
                formats.master != Master::f32;
-#pragma unroll
-    for (int j = 0; j < Rule::kMoments; ++j) all = all && has_16_bits(formats.moments[j]);
+    each<Rule::kMoments>([&](auto j) { all = all && has_16_bits(formats.moments[j]); });
     return all;
   }
 
@@ -294,6 +294,7 @@ __device__ __forceinline__ bool without_gradient(const StepPlan& plan, const Chu
 template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
+  if (Rule::kMoments > 2) return kKnown == Known::floats || kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats) return 5;
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6 already. For it SGD takes more than it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

@@ -30,6 +30,7 @@ constexpr int kEight = 8;
 template <int kWidth>
 struct Width {
   static constexpr int value = kWidth;
+  __device__ __forceinline__ constexpr operator int() const { return kWidth; }
 };
 
 // Of accesses to streams where a host runs the kernels: tests ask how wide they are.

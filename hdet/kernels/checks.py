@@ -186,6 +186,7 @@ def _check_lengths(t: StepTensors, count: int) -> None:
 
 def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[torch.dtype]]]:
     """(number of its parameter, name, tensor, allowed dtypes) of every tensor a step writes."""
+    exact = RULES[t.rule].exact
     whose = "parameter {}" + " of replica {}" * (t.num_replicas > 1)
     columns: list[tuple[str, int, Column, Sequence[torch.dtype]]] = [
         *((whose, k, column, FLOATS) for k, column in enumerate(t.params)),
@@ -194,7 +195,7 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
             for k, column in enumerate(t.masters or [])
         ),
         *(
-            (f"{name} of parameter {{}}", 0, column, MOMENTS)
+            (f"{name} of parameter {{}}", 0, column, MOMENTS if name not in exact else FLOATS[:1])
             for name, column in zip(RULES[t.rule].moments, t.moments, strict=True)
         ),
         *(
@@ -212,10 +213,13 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
 
 
 def _check_codes(t: StepTensors) -> None:
-    """Codes have scales, nothing else has, and all moments of a tensor are codes or none is."""
-    coded, names = set(t.coded()), RULES[t.rule].moments
-    for j, (name, moments) in enumerate(zip(names, t.moments, strict=True)):
-        scales = t.scales_of(j)
+    """Codes have scales, nothing else has, and all moments of a tensor are codes or none is, but
+    for exact ones."""
+    rule = RULES[t.rule]
+    names = [name for name in rule.moments if name not in rule.exact]
+    all_coded = set(t.coded())
+    for j, (name, moments) in enumerate(zip(rule.moments, t.moments, strict=True)):
+        scales, coded = t.scales_of(j), all_coded if name in names else set()
         for i, moment in enumerate(moments):
             if moment is None:
                 continue

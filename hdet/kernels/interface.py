@@ -25,7 +25,8 @@ class StepTensors:
     torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
     Each speaks for its own tensor.
     moments: n tensors for each moment of the rule (`RULES`), in its order: float32, bfloat16, or
-    the uint8 codes of numbers.py, then for all moments of a tensor. SGD without momentum has None.
+    the uint8 codes of numbers.py, then for all moments of a tensor; but a rule's exact ones are
+    float32. SGD without momentum has None.
     scales: the same of codes, float32, one for each block of 256 elements; None for other tensors,
     and where no tensor has codes.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy;

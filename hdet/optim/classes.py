@@ -11,12 +11,69 @@ from typing_extensions import Unpack
 from .fused import FusedOptimizer, Options, TorchOptions
 
 __all__ = [
+    "FusedAdEMAMix",
     "FusedAdam",
     "FusedAdamW",
     "FusedLion",
     "FusedNAdamW",
     "FusedSGD",
 ]
+
+
+class FusedAdEMAMix(FusedOptimizer):
+    """AdEMAMix (Pagliardini et al. 2024, arXiv 2409.03137, Algorithm 1): AdamW with a second
+    average of gradients, over tens of thousands of steps.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        m = beta1 * m + (1 - beta1) * g             exp_avg
+        s = beta3(t) * s + (1 - beta3(t)) * g       exp_avg_slow
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        u = (m / (1 - beta1^t) + alpha(t) * s) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    Args:
+        betas: beta1, beta2 and beta3.
+        alpha: the slow average's share of the direction.
+        t_alpha: steps in which alpha(t) grows from 0, linearly; 0: none. The paper has the run's.
+        t_beta3: steps in which beta3(t) grows from beta1, so that half-lives grow linearly,
+            1 / ln beta3(t) = (1 - t / t_beta3) / ln beta1 + t / t_beta3 / ln beta3; 0: none. The
+            paper has the run's.
+        decay_at: as FusedAdamW.
+        others: as FusedOptimizer. The slow average is float32 whatever `moment_dtype` is: a step
+            changes it by less than half of what bfloat16 and codes can tell apart.
+
+    Raises ValueError or TypeError as FusedAdamW. A state of FusedAdamW lacks exp_avg_slow, and is
+    refused.
+
+    A run of 1 000 steps, warmed up over all of them:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = hdet.FusedAdEMAMix(model.parameters(), lr=1e-3, t_alpha=1000, t_beta3=1000)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model.bias])
+    ['exp_avg', 'exp_avg_slow', 'exp_avg_sq', 'step']
+    """
+
+    rule = "ademamix"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.9, 0.999, 0.9999),
+        alpha: float | Tensor = 5.0,
+        t_alpha: float | Tensor = 0.0,
+        t_beta3: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.01,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, alpha, t_alpha, t_beta3, eps, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
 
 
 class FusedAdam(FusedOptimizer):

@@ -222,8 +222,7 @@ class FusedMuon(FusedOptimizer):
         )
         if not of_matrix:
             return super()._layout(param)
-        dtype = dtype_for(self.moment_dtype, param)
-        return Layout(MATRICES.moments, MATRICES.required, dtype, self.master_weights)
+        return Layout(MATRICES, dtype_for(self.moment_dtype, param), self.master_weights)
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hdet.kernels.numbers import CODES
-from hdet.rules import is_signed
+from hdet.rules import Facts, is_signed
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -28,14 +28,17 @@ _RELAY = (
 class Layout:
     """How the state of a parameter is stored.
 
-    moments: their names, in the rule's order. moment_dtype: of 8 bits that of the codes. required:
-    what a loaded state must have.
+    moment_dtype: of 8 bits that of the codes; exact moments are float32 in any case.
     """
 
-    moments: tuple[str, ...]
-    required: tuple[str, ...]
+    rule: Facts
     moment_dtype: torch.dtype
     master_weights: str | None
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the moments, by name."""
+        exact = dict.fromkeys(self.rule.exact, torch.float32)
+        return {**dict.fromkeys(self.rule.moments, self.moment_dtype), **exact}
 
     def master_key(self, param: Tensor) -> str | None:
         """The state's name for this parameter's master, or None: a float32 parameter is its own."""
@@ -74,16 +77,16 @@ class Layout:
         """Of a parameter as it lies on this rank; without the list of its replicas."""
         param = sets[0]
         entries: dict[str, Any] = {}
-        kept = [state.get(name) for name in self.moments]
+        kept = [state.get(name) for name in self.rule.moments]
         if moments:
-            for name, moment in zip(self.moments, kept, strict=True):
+            for (name, dtype), moment in zip(self.dtypes().items(), kept, strict=True):
                 if moment is None:
-                    entries.update(stored.zeros(name, param, self.moment_dtype))
-                elif not stored.fits(name, state, param, self.moment_dtype):
+                    entries.update(stored.zeros(name, param, dtype))
+                elif not stored.fits(name, state, param, dtype):
                     signed = is_signed(name)
                     values = stored.values_of(name, state, signed).detach().to(param.device)
                     values = strides.like(values, param)
-                    entries.update(stored.entries(name, values, self.moment_dtype, signed))
+                    entries.update(stored.entries(name, values, dtype, signed))
         step = state.get("step")
         if moments and kept[0] is None:
             step = 0.0  # moments that begin at zero need the corrections of a first step
@@ -144,10 +147,9 @@ class Layout:
 
         Large tensors that fit are taken as they are, as torch does; the step counter is copied.
         """
-        coded = self.moment_dtype == CODES
-        moment_dtype = torch.float32 if coded else self.moment_dtype
+        moments = self.dtypes()
         dtypes = {
-            **dict.fromkeys(self.moments, moment_dtype),
+            **{key: torch.float32 if d == CODES else d for key, d in moments.items()},
             "remainder": torch.int16,
             "replica_params": param.dtype,
         }
@@ -167,7 +169,7 @@ class Layout:
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
-            elif key in self.moments and getattr(value, "dtype", None) == CODES:
+            elif key in moments and getattr(value, "dtype", None) == CODES:
                 raise ValueError(
                     f"the loaded {key} of {name} is {CODES}, codes as they are in a running "
                     "optimizer: save its state_dict()"
@@ -176,13 +178,11 @@ class Layout:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
             else:
                 placed[key] = value
-        for key in self.moments:
-            if coded and key in placed:
-                made = stored.entries(
-                    key, shards.local(placed[key]), self.moment_dtype, is_signed(key)
-                )
+        for key, dtype in moments.items():
+            if dtype == CODES and key in placed:
+                made = stored.entries(key, shards.local(placed[key]), dtype, is_signed(key))
                 placed.update(shards.state_like(made, param))
-        absent = [key for key in self.required if key not in placed]
+        absent = [key for key in self.rule.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(
                 f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another "
@@ -197,7 +197,7 @@ class Layout:
         seen as bfloat16: neither gloo nor NCCL knows int16, and both move bits as they are."""
         if state.get("remainder") is not None:
             state = _with_halves(state, torch.bfloat16)
-        coded = [name for name in self.moments if stored.scale_key(name) in state]
+        coded = [name for name in self.rule.moments if stored.scale_key(name) in state]
         if not coded:
             return state
         own = shards.local_state(state, param)

@@ -107,9 +107,7 @@ class Stateful(Optimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         """How the state of a parameter is stored."""
-        rule = RULES[self.rule]
-        dtype = dtype_for(self.moment_dtype, param)
-        return Layout(rule.moments, rule.required, dtype, self.master_weights)
+        return Layout(RULES[self.rule], dtype_for(self.moment_dtype, param), self.master_weights)
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:
         if self.num_replicas == 1:

@@ -42,6 +42,10 @@ class StepSettings(NamedTuple):
     decay_at_base: bool = False
     cautious_decay: bool = False
     """decoupled decay acts on those elements alone that the direction brings nearer to 0"""
+    beta3: float = 0.0
+    alpha: float = 0.0
+    t_alpha: float = 0.0
+    t_beta3: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,7 @@ class Facts:
     settings: Mapping[str, Any]
     takes: str | None = None
     kept_if: str | None = None
+    exact: tuple[str, ...] = ()
 
     @property
     def signed(self) -> tuple[bool, ...]:
@@ -195,6 +200,7 @@ def rule(
     optimizer: str | None,
     *,
     moments: tuple[str, ...] = (),
+    exact: tuple[str, ...] = (),
     takes: str | None = None,
     kept_if: str | None = None,
     like: Function | None = None,
@@ -205,6 +211,7 @@ def rule(
     Args:
         optimizer: the name of its class. None: it is a part of one.
         moments: their names in a state. One that ends in "_sq" is never negative.
+        exact: of these those that are float32 whatever `moment_dtype` is; not the first one.
         takes: the optimizer of torch.optim whose options and states this one takes.
         kept_if: the setting without which, at 0, no moment is kept.
         like: another rule, from which all comes that is not said.
@@ -214,7 +221,7 @@ def rule(
 
     def enter(function: Function) -> Function:
         facts: dict[str, Any] = {"moments": moments, "settings": settings}
-        facts |= {"takes": takes, "kept_if": kept_if}
+        facts |= {"takes": takes, "kept_if": kept_if, "exact": exact}
         if like is not None:
             base = RULES[like.__name__]
             facts = {key: x or getattr(base, key) for key, x in facts.items()}

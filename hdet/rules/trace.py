@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Scalar:
     def __rsub__(self, other: float) -> Scalar:
         return _scalar("sub", other, self)
 
+    @overload
+    def __mul__(self, other: Scalar) -> Scalar: ...
+
+    @overload
+    def __mul__(self, other: Tensor) -> Tensor: ...
+
+    def __mul__(self, other: Scalar | Tensor) -> Scalar | Tensor:
+        return other * self if isinstance(other, Tensor) else _scalar("mul", self, other)
+
     def __truediv__(self, other: Scalar | float) -> Scalar:
         return _scalar("div", self, other)
 
@@ -42,7 +51,7 @@ class Scalar:
         assert other.op == "step"
         return Scalar("power", (self,))
 
-    def __le__(self, other: float) -> Scalar:
+    def __le__(self, other: Scalar | float) -> Scalar:
         return _scalar("le", self, other)
 
 
@@ -60,9 +69,6 @@ class Tensor:
         return Tensor("sub", (self, other))
 
     def __mul__(self, other: Tensor | Scalar) -> Tensor:
-        return Tensor("mul", (self, other))
-
-    def __rmul__(self, other: Scalar) -> Tensor:
         return Tensor("mul", (self, other))
 
     def __truediv__(self, other: Tensor | Scalar) -> Tensor:
@@ -91,6 +97,16 @@ class Settings:
 
 def sqrt(x: Scalar) -> Scalar:
     return Scalar("sqrt", (x,))
+
+
+def exp(x: Scalar) -> Scalar:
+    """Of a number that is not positive, by operations alone that round once."""
+    return Scalar("exp", (x,))
+
+
+def log(x: Scalar) -> Scalar:
+    """The same of a number from 0 to 1; of 0 a number near -18."""
+    return Scalar("log", (x,))
 
 
 def root(x: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ def test_formats_that_kernels_are_compiled_for_are_bound_by_memory() -> None:
     assert len(made) == len(compiled.KNOWN) * len(RULES)
     for (rule, formats), line in made.items():
         if formats != "any":
-            assert line["bound"] == "memory" and line["blocks"] >= 5, line
+            fewest = 5 if len(RULES[rule].moments) < 3 else 4  # each has more in flight
+            assert line["bound"] == "memory" and line["blocks"] >= fewest, line
             assert 10 < line["instructions"] < made[rule, "any"]["instructions"]
     masters = made["adamw", "bf16 with float32 masters"]
     assert masters["instructions"] < 0.5 * made["adamw", "any"]["instructions"]

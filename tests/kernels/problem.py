@@ -90,10 +90,13 @@ class Problem:
         self.groups = [i % min(case.groups, count) for i in range(count)]
         self.memory: dict[str, Guarded] = {}
         rule = RULES[case.rule]
+        exacts = [name in rule.exact for name in rule.moments]
         self.signed = {f"moment {j}": signed for j, signed in enumerate(rule.signed)}
         moments = [
-            self._column(name, [f.moment(signed) for f in self.formats], 1 + j)
-            for j, (name, signed) in enumerate(self.signed.items())
+            self._column(name, [F32 if exact else f.moment(signed) for f in self.formats], 1 + j)
+            for j, ((name, signed), exact) in enumerate(
+                zip(self.signed.items(), exacts, strict=True)
+            )
         ]
         scales = [self._scales(f"scales {j}", column) for j, column in enumerate(moments)]
         sets: dict[str, list[Guarded]] = {"param": [], "master": []}

@@ -124,8 +124,10 @@ _SCALARS: dict[str, Callable[..., float]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
-    "div": operator.truediv,
+    "div": lambda a, b: a / b if b != 0 else a * math.inf,  # b is never -0
     "sqrt": math.sqrt,
+    "exp": math.exp,
+    "log": lambda x: math.log(x) if x > 0 else -math.inf,
     "le": lambda a, b: float(a <= b),
     "where": lambda condition, a, b: a if condition else b,
 }

@@ -45,7 +45,9 @@ SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1
 """squares overflow from 1e20 on, sums of moments at 1e38, and float16 holds neither"""
 COMBINATIONS = len(SPECIAL_VALUES) ** 2
 
-SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9)  # multipliers are filled in
+SETTINGS = StepSettings(  # multipliers are filled in
+    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class Case:
     steps: int = 2
 
     def format(self, i: int) -> Format:
-        """Of tensor i."""
         return self.formats[i % len(self.formats)]
 
 
@@ -96,6 +97,8 @@ def _variants(name: str) -> dict[str, StepSettings]:
         found[f"{name}, dampened"] = SETTINGS._replace(dampening=0.3, maximize=True)
     if "nesterov" in repr(rule.trace):
         found[f"{name}, nesterov"] = SETTINGS._replace(nesterov=True)
+    if "t_beta3" in rule.keys:
+        found[f"{name}, warming"] = SETTINGS._replace(t_alpha=11, t_beta3=2, maximize=True)
     # the step decays, not the rule: one for each number of moments
     alike = [other for other in DECOUPLED if len(ALL_RULES[other].moments) == len(rule.moments)]
     if alike[:1] == [name]:

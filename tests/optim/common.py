@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,24 @@ def nadamw(group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, v: 
     p.addcdiv_(m.lerp(g, 1 - beta1), root, value=-group["lr"] / (1 - beta1**t))
 
 
+@peer
+def ademamix(
+    group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor
+) -> None:
+    """Pagliardini et al. 2024, Algorithm 1 and Equation 1"""
+    (beta1, beta2, beta3), alpha = group["betas"], group["alpha"]
+    if t < group["t_alpha"]:
+        alpha *= t / group["t_alpha"]
+    if t < group["t_beta3"]:
+        share, ln1, ln3 = t / group["t_beta3"], math.log(beta1), math.log(beta3)
+        beta3 = math.exp(ln1 * ln3 / ((1 - share) * ln3 + share * ln1))
+    m.lerp_(g, 1 - beta1)
+    slow.lerp_(g, 1 - beta3)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+    p.addcdiv_(m / (1 - beta1**t) + alpha * slow, root, value=-group["lr"])
+
+
 class Loop(Optimizer):
     """One tensor after the other in float32, with decoupled decay."""
 
@@ -102,16 +121,20 @@ class Rule:
 
 
 GROUPS: list[dict[str, Any]] = [
-    {"lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3},
-    {"betas": (0.8, 0.9), "eps": 1e-4, "momentum": 0.8, "nesterov": True},
+    {"lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3, "t_beta3": 4},
+    {"betas": (0.8, 0.9), "eps": 1e-4, "momentum": 0.8, "nesterov": True, "t_alpha": 3},
     {"weight_decay": 0.0, "maximize": True, "momentum": 0.9},
 ]
 
 
 def known(rule: facts.Rule, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those that the rule has."""
+    """Those that the rule has, as many betas as it has."""
     keys = (*rule.keys, "maximize")
-    return {key: value for key, value in settings.items() if key in keys}
+    found = {key: value for key, value in settings.items() if key in keys}
+    if "betas" in found:
+        count = len(found["betas"])
+        found["betas"] = (*found["betas"], *rule.settings["betas"][count:])
+    return found
 
 
 def _rows(rule: facts.Rule) -> Iterator[Rule]:

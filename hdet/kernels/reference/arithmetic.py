@@ -139,6 +139,8 @@ def in_double(scalar: Scalar, settings: Mapping[str, Tensor], step: Tensor) -> T
         return torch.where(args[0] != 0, args[1], args[2])
     if scalar.op == "power":
         return power(args[0] + 0 * step, step)
+    if scalar.op in _SCALAR_OPERATIONS:
+        return _SCALAR_OPERATIONS[scalar.op](args[0])
     return getattr(torch, scalar.op)(*args)
 
 
@@ -156,6 +158,28 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
         result = torch.where((exponent >> bit & 1) == 1, result * base, result)
         base = base * base
     return result
+
+
+def _log(x: Tensor) -> Tensor:
+    """csrc/core/hyper.h: logarithm."""
+    root, total = x.sqrt().sqrt(), torch.zeros_like(x)
+    s = (root - 1.0) / (root + 1.0)
+    for n in range(23, 0, -2):
+        total = 1.0 / n + s * s * total
+    return 8.0 * s * total
+
+
+def _exp(x: Tensor) -> Tensor:
+    """csrc/core/hyper.h: exponential."""
+    y, less_one = x.clamp(min=-700.0) * 2.0**-10, torch.zeros_like(x)
+    for n in range(10, 0, -1):
+        less_one = y * (1.0 / n) * (1.0 + less_one)
+    for _ in range(10):
+        less_one = less_one * (2.0 + less_one)
+    return 1.0 + less_one
+
+
+_SCALAR_OPERATIONS = {"exp": _exp, "log": _log}
 
 
 def values_of(params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> Many:

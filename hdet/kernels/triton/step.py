@@ -54,10 +54,9 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
-        no_scales: list[None] = [None] * len(tensors.moments)
         addresses = t.address_table(
             *tensors.moments,
-            *(tensors.scales or no_scales),
+            *map(tensors.scales_of, range(len(tensors.moments))),
             *tensors.params,
             *(tensors.masters or nothing),
             count=count,
