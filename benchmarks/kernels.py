@@ -312,7 +312,6 @@ FORMATS = {
 PREDICTED = {
     ("adamw, 8 bits", "cuda"): 0.70,
     ("adamw, 8 bits, split", "cuda"): 0.64,
-    ("adamw, float32, gradients off by one element", "cuda"): 1.22,
     ("adamw, 8 bits", "triton"): 0.85,
     ("adamw, 8 bits, split", "triton"): 0.85,
 }

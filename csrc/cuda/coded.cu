@@ -3,7 +3,7 @@
 // parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory. What a warp needs of its next
 // block is on its way meanwhile, which saves an H100 7 to 11 % of the time (docs/evidence/gpu.md).
 //
-// At the ends of a tensor, and where streams but the gradient are not aligned, elements are done one by one, and twice: once to find the largest.
+// At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
 #include "kernels.h"
 #include "launch.cuh"
 #include "phases.cuh"
@@ -85,7 +85,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
       const auto to = reinterpret_cast<uint4*>(books);
       for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
-    vectors = Base::prepare_replicas(0, false);
+    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false);
     each<Rule::kMoments>([&](auto j) {
       if (Rule::is_exact(j)) {
         vectors = vectors && in_step(Base::moments[j], DType::f32, 0, false);
@@ -103,7 +103,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
   // `block`: number of the block of codes in the chunk.
   template <int kWidth>
   __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
-    load_anywhere(formats.gradient, gradient, at, loaded.gradient);
+    load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
       if (Rule::is_exact(j)) load(DType::f32, Base::moments[j], at, loaded.exact[j]);
       else loaded.moments[j] = codes[j].load(at, Width<kWidth>{});

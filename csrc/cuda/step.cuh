@@ -116,7 +116,7 @@ struct Update {
 
   template <int kWidth>
   __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
-    load_anywhere(formats.gradient, gradient, at, raw.gradient);
+    load(formats.gradient, gradient, at, raw.gradient);
     each<Rule::kMoments>([&](auto j) {
       if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
     });
@@ -146,7 +146,8 @@ struct Update {
 
   template <int kWidth>
   __device__ __forceinline__ void clear_gradient(const Place& at) const {
-    clear<kWidth>(formats.gradient, gradient, at);
+    const float zeros[kWidth] = {};
+    store(formats.gradient, gradient, at, zeros);
   }
 
   // Random numbers for the elements of this thread.
@@ -198,7 +199,7 @@ struct Update {
 
   // How the chunk is cut.
   __device__ __forceinline__ Cut prepare() {
-    const int head = head_of(advance(plan.params[chunk.tensor], formats.param, chunk.offset), formats.param, wide());
+    const int head = head_of(gradient, formats.gradient, wide());
     const bool vectors = prepare_replicas(head, wide());
     return cut(chunk.length, head, wide(), vectors && are_in_step(head, wide()));
   }
@@ -294,7 +295,7 @@ __device__ __forceinline__ bool without_gradient(const StepPlan& plan, const Chu
 template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
-  if (Rule::kMoments > 2) return kKnown == Known::floats || kKnown == Known::halves ? 5 : 4;
+  if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats) return 5;
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6 already. For it SGD takes more than it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

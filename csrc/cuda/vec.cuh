@@ -13,7 +13,7 @@
 //   tail     the elements after the last full turn, likewise
 //   wide     all streams of the chunk have 16 bits: one access of 16 bytes takes eight elements
 //   narrow   (csrc/cpu/blocks.h) to round float32 to the 16 bits of a stream
-//   in step  a stream whose elements after the head are aligned too, so that it can be accessed in vectors. A gradient need not be
+//   in step  a stream whose elements after the head are aligned too, so that it can be accessed in vectors
 #pragma once
 
 #include <cstdint>
@@ -78,15 +78,6 @@ struct Place {
   bool wide;  // second == first + 4, and 16-bit streams are aligned to 16 bytes
 };
 
-// Of the eight elements of a place, the i-th one alone.
-__device__ __forceinline__ Place element_of(const Place& at, int i) { return {i < 4 ? at.first + i : at.second + i - 4, 0, false}; }
-
-// Whether a stream can be accessed in vectors at a place of eight elements.
-__device__ __forceinline__ bool is_aligned(DType type, const void* stream, const Place& at) {
-  const auto address = reinterpret_cast<std::uintptr_t>(stream) + at.first * size_of(type);
-  return address % (type == DType::f32 || at.wide ? sizeof(uint4) : sizeof(uint2)) == 0;
-}
-
 // What a thread has of one stream, as it lies in memory. Nothing waits for a load until it is unpacked. Streams of 16 bits are in
 // `low` alone; in the split form the upper halves are in `low`, the lower ones in `high`.
 template <int kWidth>
@@ -125,23 +116,6 @@ __device__ __forceinline__ void load(DType type, const void* stream, const Place
 __device__ __forceinline__ void load(DType type, const void* stream, const Place& at, Raw<1>& raw) {
   raw.low = type == DType::f32 ? read<uint32_t>(stream, at.first) : read<uint16_t>(stream, at.first);
 }
-
-// The same of a stream that may lie anywhere, as a gradient does in a bucket of data-parallel training behind a tensor of an odd size. A branch
-// for all eight elements: of smaller ones the compiler makes predicates, and issues what is not done as well.
-__device__ __forceinline__ void load_anywhere(DType type, const void* stream, const Place& at, Raw<kEight>& raw) {
-  if (is_aligned(type, stream, at)) return load(type, stream, at, raw);
-  uint32_t words[kEight] = {};
-#pragma unroll
-  for (int i = 0; i < kEight; ++i) {
-    Raw<1> one;
-    load(type, stream, element_of(at, i), one);
-    if (type == DType::f32) words[i] = one.low;
-    else words[i / 2] |= one.low << 16 * (i % 2);
-  }
-  raw = {make_uint4(words[0], words[1], words[2], words[3]), make_uint4(words[4], words[5], words[6], words[7])};
-}
-
-__device__ __forceinline__ void load_anywhere(DType type, const void* stream, const Place& at, Raw<1>& raw) { load(type, stream, at, raw); }
 
 __device__ __forceinline__ void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
   raw.high = read_halves(stream, at);
@@ -213,16 +187,6 @@ __device__ __forceinline__ void store(DType type, void* stream, const Place& at,
   else if (type == DType::bf16)
     store_halves<kWidth>(stream, at, [&](int i) { return to_bf16(x[i]); }, [&](int i) { return to_bf16_pair(x[i], x[i + 1]); });
   else store_halves<kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
-}
-
-// Zeros, anywhere.
-template <int kWidth>
-__device__ __forceinline__ void clear(DType type, void* stream, const Place& at) {
-  const float zeros[kWidth] = {}, zero[1] = {};
-  if constexpr (kWidth == 1) return store(type, stream, at, zero);
-  if (is_aligned(type, stream, at)) return store(type, stream, at, zeros);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) store(type, stream, element_of(at, i), zero);
 }
 
 // A parameter and what stands beside it, from a chunk's first element on. Its value is that of the master where it has one.
