@@ -63,9 +63,17 @@ class Stored:
     first_replica: int = 0
     options: StepOptions = PLAIN
 
+    def moments(self) -> list[torch.dtype | None]:
+        rule = RULES[self.rule]
+        kinds = zip(rule.moments, rule.signed, strict=True)
+        return [
+            F32 if name in rule.exact else self.first if signed else self.second
+            for name, signed in kinds
+        ]
+
     def streams(self) -> tuple[list[torch.dtype], list[torch.dtype]]:
         """dtypes of what an element reads and writes."""
-        moments = [d for d in (self.first, self.second) if d is not None]
+        moments = [d for d in self.moments() if d is not None]
         each = [d for d in (self.param, self.master) if d is not None] * self.replicas
         kept = [self.master] * self.replicas if self.master == F32 else each
         zeroed = [self.gradient] if self.options.zero_gradients else []
@@ -89,7 +97,7 @@ def settings(replicas: int, **changed: Any) -> list[StepSettings]:
 
 
 def plan_of(s: Stored, sizes: list[int]) -> Any:
-    kinds = [s.first if signed else s.second for signed in RULES[s.rule].signed]
+    kinds = s.moments()
     return backend.TritonBackend().step_plan(
         StepTensors(
             s.rule,
@@ -111,10 +119,7 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
 MIXED = {"param": BF16, "gradient": BF16}
 SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
 STEPS = {
-    **{
-        name: Stored(name, second=F32 if len(rule.moments) == 2 else None)
-        for name, rule in RULES.items()
-    },
+    **{name: Stored(name) for name in RULES},
     "adamw, 5 replicas": Stored(replicas=5),
     "adamw, 16 replicas": Stored(replicas=16),
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
