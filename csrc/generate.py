@@ -59,8 +59,8 @@ class Language:
         """In double."""
         if s.op == "number":
             return self.number(float(s.args[0]))  # type: ignore[arg-type]
-        if s.op in ("setting", "step"):
-            return f"h.{s.args[0]}" if s.args else "step"
+        if s.op in ("setting", "step", "rate"):
+            return f"h.{s.args[0]}" if s.args else s.op
         if s in self.named:
             return self.named[s]
         args = [self.scalar(arg) for arg in s.args]  # type: ignore[arg-type]
@@ -146,6 +146,7 @@ class Cpp(Language):
             "kSquares": not all(rule.signed),
             "kCoupled": rule.coupled,
             "kMayLackMoments": rule.kept_if is not None,
+            "kGivesParameter": rule.gives_parameter,
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))
         exact = sum((name in rule.exact) << j for j, name in enumerate(rule.moments))
@@ -159,7 +160,7 @@ struct {_class(rule.name)} {{
   HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
   HDET_HD constexpr bool is_exact(int moment) {{ return ({exact} >> moment & 1) != 0; }}
 
-  HDET_HD void derive({_parameters([*named.values(), *scalars])}, float* s) {{
+  HDET_HD void derive({_parameters([*named.values(), *scalars], "rate")}, float* s) {{
 {_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
   HDET_HD double divisor({_parameters([divisor])}) {{ return {divisor}; }}
@@ -180,7 +181,7 @@ struct {_class(rule.name)} {{
         scalars, divisor, each = (
             _lines(f"    case Rule::{name}: return {call(_class(name))};" for name in RULES)
             for call in (
-                "{}::derive(h, step, s)".format,
+                "{}::derive(h, step, rate, s)".format,
                 "{}::divisor(h, step)".format,
                 "call({}{{}})".format,
             )
@@ -190,9 +191,10 @@ struct {_class(rule.name)} {{
 //
 // Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
 // whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
-// moments may be missing; what of the host's settings its elements meet (derive) and what the rate
-// is divided by, in double; and new moments and the direction u of one element. `g` is scaled
-// (HyperRow::gradient_scale); `p` is 0 where several replicas share u.
+// moments may be missing, and whether it gives the new parameter in the place of u; what of the
+// host's settings its elements meet (derive) and what the rate is divided by, in double; and new
+// moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is 0
+// where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
@@ -213,7 +215,9 @@ HDET_HD constexpr bool is_coupled(Rule rule) {{
   return {" || ".join(f"rule == Rule::{name}" for name in COUPLED)};
 }}
 
-HDET_HD void derive_scalars(Rule rule, const GroupSettings& h, uint32_t step, float* s) {{
+// `rate`: of replica 0.
+HDET_HD void derive_scalars(
+    Rule rule, const GroupSettings& h, uint32_t step, double rate, float* s) {{
   switch (rule) {{
 {scalars}  }}
   HDET_UNREACHABLE
@@ -237,12 +241,14 @@ static auto with_rule(Rule rule, const Call& call) {{
 """
 
 
-def _parameters(texts: list[str]) -> str:
-    """Of what is derived: names that no text reads are comments."""
+def _parameters(texts: list[str], *more: str) -> str:
+    """Of what is derived: names that no text reads are comments. `more`: numbers."""
     names = [
-        name if any(name in text for text in texts) else f"/*{name}*/" for name in ("h.", "step")
+        name if any(name in text for text in texts) else f"/*{name}*/"
+        for name in ("h.", "step", *more)
     ]
-    return "const GroupSettings& {}, uint32_t {}".format(*names).replace("h.", "h")
+    types = ["const GroupSettings&", "uint32_t", *("double" for _ in more)]
+    return ", ".join(f"{t} {n}" for t, n in zip(types, names, strict=True)).replace("h.", "h")
 
 
 class Triton(Language):
@@ -260,7 +266,7 @@ class Triton(Language):
         named, scalars = self.scalars(rule)
         return f"""\
 @triton.jit
-def {rule.name}_scalars(h, step, s, live):
+def {rule.name}_scalars(h, step, rate, s, live):
 {_lines(f"    {name} = {text}" for name, text in named.items())}\
 {_lines(_broken(f"    s{i} = {text}") for i, text in enumerate(scalars))}\
 {_lines(f"    tl.store(s + {i}, s{i}.to(tl.float32), mask=live)" for i in range(len(scalars)))}
@@ -273,13 +279,17 @@ def {rule.name}(row, {", ".join(rule.trace.inputs)}):
 """
 
     def branches(self, call: Callable[[Rule], str]) -> str:
-        tests: dict[str, str] = {}
+        names: dict[str, list[str]] = {}
         for name, rule in RULES.items():
-            text = call(rule)
-            tests[text] = (
-                f'{tests[text]} or RULE == "{name}"' if text in tests else f'RULE == "{name}"'
+            names.setdefault(call(rule), []).append(f'RULE == "{name}"')
+
+        def test(found: list[str]) -> str:
+            line = " or ".join(found)
+            return (
+                line if len(line) < 88 else "(\n        " + "\n        or ".join(found) + "\n    )"
             )
-        branches = (f"if {test}:\n        {text}\n" for text, test in tests.items())
+
+        branches = (f"if {test(found)}:\n        {text}\n" for text, found in names.items())
         return f'    {"    el".join(branches)}    else:\n        tl.static_assert(False, "no rule")'
 
     def file(self) -> str:
@@ -319,9 +329,9 @@ def load_settings(source, live):
 {(2 * chr(10)).join(map(self.rule, RULES.values()))}
 
 @triton.jit
-def store_scalars(h, step, s, live, RULE: tl.constexpr):
+def store_scalars(h, step, rate, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
-{self.branches(lambda rule: f"{rule.name}_scalars(h, step, s, live)")}
+{self.branches(lambda rule: f"{rule.name}_scalars(h, step, rate, s, live)")}
 
 
 @triton.jit
@@ -352,6 +362,8 @@ class Optimizers:
         kind = "float | Tensor"
         if isinstance(default, bool):
             kind = "bool"
+        elif isinstance(default, int):
+            kind = "int"
         elif isinstance(default, tuple):
             kind = f"tuple[{', '.join([kind] * len(default))}]"
         return f"        {name}: {kind} = {default!r},"
@@ -360,7 +372,7 @@ class Optimizers:
         doc = inspect.cleandoc(rule.function.__doc__ or "")
         names = ", ".join(rule.settings)
         return f'''\
-class {rule.optimizer}(FusedOptimizer):
+class {rule.optimizer}({rule.base}):
 {textwrap.indent(f'"""{doc}', "    ")}
     """
 
@@ -392,6 +404,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from .fused import FusedOptimizer, Options, TorchOptions
+from .schedule_free import ScheduleFree
 
 __all__ = [
 {_lines(f'    "{rule.optimizer}",' for rule in rules)}]

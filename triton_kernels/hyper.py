@@ -3,7 +3,7 @@ prepare.h in Triton.
 
 It is here a second time because these kernels are for builds without nvcc, whose steps may not read
 counters, rates, scaler and norm on the host either. `settings` is one array of doubles: max_norm;
-ten for each group; rho[groups][K] (Eq. 1).
+sixteen for each group; rho[groups][K] (Eq. 1).
 """
 
 import triton
@@ -98,9 +98,9 @@ def derive(
     row = rows + tensor * HYPER_ROW
     tl.store(row, tl.where(h.maximize != 0, -gradient_scale, gradient_scale), mask=live)
     tl.store(row + 1, step.to(tl.float32, bitcast=True), mask=live)
-    store_scalars(h, step, row + 2, live, RULE)
-    divided_by = divisor(h, step, RULE)
     rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
+    store_scalars(h, step, lr * tl.load(rho, mask=live, other=0), row + 2, live, RULE)
+    divided_by = divisor(h, step, RULE)
     for k in range(num_replicas):
         target = replica_rows + (tensor * num_replicas + k) * 3
         rho_k = tl.load(rho + k, mask=live, other=0)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
 
-GROUP_SETTINGS = tl.constexpr(15)
+GROUP_SETTINGS = tl.constexpr(16)
 
 
 class Settings(NamedTuple):
@@ -31,6 +31,7 @@ class Settings(NamedTuple):
     alpha: tl.tensor
     t_alpha: tl.tensor
     t_beta3: tl.tensor
+    average: tl.tensor
 
 
 @triton.jit
@@ -52,11 +53,12 @@ def load_settings(source, live):
         tl.load(source + 12, mask=live, other=0),
         tl.load(source + 13, mask=live, other=0),
         tl.load(source + 14, mask=live, other=0),
+        tl.load(source + 15, mask=live, other=0),
     )
 
 
 @triton.jit
-def adamw_scalars(h, step, s, live):
+def adamw_scalars(h, step, rate, s, live):
     s0 = f64(1.0) - h.beta1
     s1 = h.beta1
     s2 = h.beta2
@@ -85,7 +87,7 @@ def adamw(row, g, p, m, v):
 
 
 @triton.jit
-def adam_scalars(h, step, s, live):
+def adam_scalars(h, step, rate, s, live):
     s0 = h.weight_decay
     s1 = f64(1.0) - h.beta1
     s2 = h.beta1
@@ -118,7 +120,7 @@ def adam(row, g, p, m, v):
 
 
 @triton.jit
-def ademamix_scalars(h, step, s, live):
+def ademamix_scalars(h, step, rate, s, live):
     e0 = log(h.beta1)
     e1 = log(h.beta3)
     e2 = exp((e0 * e1) / (e1 + ((e0 - e1) * (step / h.t_beta3))))
@@ -163,7 +165,7 @@ def ademamix(row, g, p, m, slow, v):
 
 
 @triton.jit
-def lion_scalars(h, step, s, live):
+def lion_scalars(h, step, rate, s, live):
     s0 = f64(1.0) - h.beta1
     s1 = h.beta1
     s2 = f64(1.0) - h.beta2
@@ -184,7 +186,7 @@ def lion(row, g, p, m):
 
 
 @triton.jit
-def muon_scalars(h, step, s, live):
+def muon_scalars(h, step, rate, s, live):
     s0 = f64(1.0) - h.momentum
     s1 = h.momentum
     s2 = f64(1.0) - tl.where(h.nesterov != 0, h.momentum, f64(1.0))
@@ -206,7 +208,7 @@ def muon(row, g, p, m):
 
 
 @triton.jit
-def nadamw_scalars(h, step, s, live):
+def nadamw_scalars(h, step, rate, s, live):
     s0 = f64(1.0) - h.beta1
     s1 = h.beta1
     s2 = h.beta2
@@ -235,7 +237,45 @@ def nadamw(row, g, p, m, v):
 
 
 @triton.jit
-def sgd_scalars(h, step, s, live):
+def schedule_free_adamw_scalars(h, step, rate, s, live):
+    s0 = f64(1.0) - (f64(1.0) - h.average)
+    s1 = f64(1.0) - h.average
+    s2 = h.beta2
+    s3 = f64(1.0) - h.beta2
+    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
+    s5 = h.eps
+    s6 = h.weight_decay
+    s7 = rate * ((h.beta1 * (f64(1.0) - h.average)) - f64(1.0))
+    s8 = rate
+    tl.store(s + 0, s0.to(tl.float32), mask=live)
+    tl.store(s + 1, s1.to(tl.float32), mask=live)
+    tl.store(s + 2, s2.to(tl.float32), mask=live)
+    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    tl.store(s + 4, s4.to(tl.float32), mask=live)
+    tl.store(s + 5, s5.to(tl.float32), mask=live)
+    tl.store(s + 6, s6.to(tl.float32), mask=live)
+    tl.store(s + 7, s7.to(tl.float32), mask=live)
+    tl.store(s + 8, s8.to(tl.float32), mask=live)
+
+
+@triton.jit
+def schedule_free_adamw(row, g, p, v, z):
+    s0 = row.s[0]
+    s1 = row.s[1]
+    s2 = row.s[2]
+    s3 = row.s[3]
+    s4 = row.s[4]
+    s5 = row.s[5]
+    s6 = row.s[6]
+    s7 = row.s[7]
+    s8 = row.s[8]
+    t0 = (v * s2) + ((g * s3) * g)
+    t1 = add_weighted(tl.div_rn(g, (tl.sqrt_rn(t0) * s4) + s5), s6, p)
+    return lerp(p, z, s0, s1) + (t1 * s7), t0, z - (t1 * s8)
+
+
+@triton.jit
+def sgd_scalars(h, step, rate, s, live):
     s0 = h.nesterov
     s1 = h.weight_decay
     s2 = tl.where(
@@ -260,22 +300,24 @@ def sgd(row, g, p, m):
 
 
 @triton.jit
-def store_scalars(h, step, s, live, RULE: tl.constexpr):
+def store_scalars(h, step, rate, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
     if RULE == "adamw":
-        adamw_scalars(h, step, s, live)
+        adamw_scalars(h, step, rate, s, live)
     elif RULE == "adam":
-        adam_scalars(h, step, s, live)
+        adam_scalars(h, step, rate, s, live)
     elif RULE == "ademamix":
-        ademamix_scalars(h, step, s, live)
+        ademamix_scalars(h, step, rate, s, live)
     elif RULE == "lion":
-        lion_scalars(h, step, s, live)
+        lion_scalars(h, step, rate, s, live)
     elif RULE == "muon":
-        muon_scalars(h, step, s, live)
+        muon_scalars(h, step, rate, s, live)
     elif RULE == "nadamw":
-        nadamw_scalars(h, step, s, live)
+        nadamw_scalars(h, step, rate, s, live)
+    elif RULE == "schedule_free_adamw":
+        schedule_free_adamw_scalars(h, step, rate, s, live)
     elif RULE == "sgd":
-        sgd_scalars(h, step, s, live)
+        sgd_scalars(h, step, rate, s, live)
     else:
         tl.static_assert(False, "no rule")
 
@@ -285,7 +327,13 @@ def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
     if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
         result = f64(1.0) - power(h.beta1, step)
-    elif RULE == "ademamix" or RULE == "lion" or RULE == "muon" or RULE == "sgd":
+    elif (
+        RULE == "ademamix"
+        or RULE == "lion"
+        or RULE == "muon"
+        or RULE == "schedule_free_adamw"
+        or RULE == "sgd"
+    ):
         result = f64(1.0)
     else:
         tl.static_assert(False, "no rule")
@@ -307,6 +355,8 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
         result = muon(row, g, p, moments[0])
     elif RULE == "nadamw":
         result = nadamw(row, g, p, moments[0], moments[1])
+    elif RULE == "schedule_free_adamw":
+        result = schedule_free_adamw(row, g, p, moments[0], moments[1])
     elif RULE == "sgd":
         result = sgd(row, g, p, moments[0])
     else:

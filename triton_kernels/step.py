@@ -41,6 +41,7 @@ class StepVariant:
     master: int = 0
     moments: tuple[int, ...] = (1, 1)
     signed: tuple[bool, ...] = (True, False)
+    gives_parameter: bool = False
     stochastic: bool = False
     # the plan's first replica is replica 0, so that it can share random bits with the second moment
     first: bool = True
@@ -236,13 +237,15 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
             old = load_batch(place, offsets, mask, batch, V)
         for k in tl.static_range(batch, min(batch + BATCH, K)):
             p, master = pointers_of(place, k, V)
-            new = take_step(
-                place.replica_rows[3 * k],
-                place.replica_rows[3 * k + 1],
-                place.replica_rows[3 * k + 2],
-                old[k - batch],
-                u,
-            )
+            new = u
+            if not V.gives_parameter:
+                new = take_step(
+                    place.replica_rows[3 * k],
+                    place.replica_rows[3 * k + 1],
+                    place.replica_rows[3 * k + 2],
+                    old[k - batch],
+                    u,
+                )
             store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)

@@ -15,11 +15,11 @@ HDET_HD const double* rho_settings(const StepPlan& plan, int32_t group) {
 }
 
 // Everything derived is derived in double, and rounded once. `step` counts from 1.
-HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, float gradient_scale) {
+HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, double rate, float gradient_scale) {
   HyperRow row{};
   row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
   row.step = step;
-  derive_scalars(rule, s, step, row.s);
+  derive_scalars(rule, s, step, rate, row.s);
   return row;
 }
 
@@ -55,9 +55,10 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
   const uint32_t step = static_cast<uint32_t>(*counter) + 1u;  // the one that is about to be taken, from 1
   const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;
   const GroupSettings& s = group_settings(plan, group);
-  plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, s, step, control.gradient_scale);
+  const double lr = rate_of(plan, group), rate = lr * rho_settings(plan, group)[0];
+  plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, s, step, rate, control.gradient_scale);
   ReplicaRow* const rows = plan.replica_rows + tensor * plan.num_replicas;
-  const double lr = rate_of(plan, group), divisor = alike ? 1.0 : derive_divisor(plan.rule, s, step);
+  const double divisor = alike ? 1.0 : derive_divisor(plan.rule, s, step);
   HDET_ROLLED
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
     rows[k] = alike ? plan.replica_rows[before * plan.num_replicas + k]

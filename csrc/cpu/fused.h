@@ -39,7 +39,8 @@ void fused_loop(const Work& w, const Batch<N>& batch) {
   HDET_INDEPENDENT
   for (int i = 0; i < c.length; ++i) {
     const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f, Element{moments, i});
-    batch.template take_steps<kCautious>(i, u);
+    if (Rule::kGivesParameter) batch.p[0][i] = u;
+    else batch.template take_steps<kCautious>(i, u);
   }
 }
 

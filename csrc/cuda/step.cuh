@@ -264,7 +264,7 @@ struct Update {
     }
   }
 
-  // Replica k takes its step along u.
+  // Replica k takes its step along u, or becomes it.
   template <int kWidth>
   __device__ __forceinline__ void follow(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
                                          uint32_t (&bits)[kWidth]) const {
@@ -272,7 +272,7 @@ struct Update {
     float p[kWidth];
     unpack(r.param, raw, p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) p[i] = take_step(r.row, p[i], u[i]);
+    for (int i = 0; i < kWidth; ++i) p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
   }
 

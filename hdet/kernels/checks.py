@@ -431,6 +431,8 @@ def check_group(
             f"cautious_decay of {name} needs decay that is no part of the gradient: use "
             f"{' or '.join(DECOUPLED)}"
         )
+    if num_replicas > 1 and RULES[rule].gives_parameter:
+        raise ValueError(f"{rule} steps one replica, not {num_replicas}")
     if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
         raise ValueError(
             f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so "

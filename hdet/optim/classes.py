@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from .fused import FusedOptimizer, Options, TorchOptions
+from .schedule_free import ScheduleFree
 
 __all__ = [
     "FusedAdEMAMix",
@@ -17,6 +18,7 @@ __all__ = [
     "FusedLion",
     "FusedNAdamW",
     "FusedSGD",
+    "FusedScheduleFreeAdamW",
 ]
 
 
@@ -312,4 +314,64 @@ class FusedSGD(FusedOptimizer):
         **options: Unpack[TorchOptions],
     ) -> None:
         settings = [lr, momentum, dampening, weight_decay, nesterov]
+        super().__init__(params, settings, **options)
+
+
+class FusedScheduleFreeAdamW(ScheduleFree):
+    """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682) as schedulefree's
+    AdamWScheduleFree computes it: a constant rate, and an average of the weights in place of decay
+    to 0.
+
+    The parameters are y, where gradients are taken; `eval()` makes them x, the average, and
+    `train()` makes them y again. With gradient g, step count t and rate r = lr * multiplier *
+    min(1, t / warmup_steps)::
+
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        d = g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y
+        c = w / (sum of all w until now),  w = t^r * (largest rate until now)^weight_lr_power
+        y = (1 - c) * y + c * z + r * (beta1 * (1 - c) - 1) * d
+        z = z - r * d
+
+    Args:
+        betas: beta1, of y = beta1 * x + (1 - beta1) * z, above 0; beta2.
+        warmup_steps: in which the rate grows from 0.
+        r, weight_lr_power: of the weights w.
+        others: as FusedOptimizer. z is float32 whatever `moment_dtype` is; it begins as the
+            parameter, or its master. A bfloat16 model needs `master_weights`, or each change of
+            mode rounds it.
+
+    An optimizer begins in train mode. t of the weights, their sum and the largest rate are numbers
+    of a group, as schedulefree has them; each `step` counts for its own parameter.
+
+    Raises ValueError or TypeError as FusedAdamW; RuntimeError for a step in eval mode, and where a
+    CUDA graph is captured: c is computed on the host in each step. Refused: `set_replicas`, an
+    Ensemble and `find_rate`, a rate in a tensor on a GPU, decay_at and cautious_decay.
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = hdet.FusedScheduleFreeAdamW(model.parameters(), lr=0.0025, warmup_steps=10)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(4, 8)).square().mean().backward()
+    ...     optimizer.step()
+    >>> optimizer.eval()  # before a measurement, and before the model is saved
+    >>> optimizer.step()
+    Traceback (most recent call last):
+    RuntimeError: this optimizer is in eval mode: call its train() before a step
+    """
+
+    rule = "schedule_free_adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.0,
+        warmup_steps: int = 0,
+        r: float | Tensor = 0.0,
+        weight_lr_power: float | Tensor = 2.0,
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power]
         super().__init__(params, settings, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepTensors
-from hdet.rules import RULES, Kind
+from hdet.rules import RULES, Facts, Kind
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -43,7 +43,11 @@ class Planning(Stateful):
                     f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
                 )
         pairs = zip(kinds, self.param_groups, strict=True)
-        return [kind.rule.values(group) for kind, group in pairs]
+        return [self._values(kind.rule, group) for kind, group in pairs]
+
+    def _values(self, rule: Facts, group: dict[str, Any]) -> Hyper:
+        """Of the next step, in the order of the rule's `fields`."""
+        return rule.values(group)
 
     def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
         """What the plan of each part takes, checked as far as it does not check by itself."""

@@ -16,6 +16,7 @@ from ..tensors.dtensor import local_parts
 from .fused import FusedOptimizer
 from .masters import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from .moment_storage import EIGHT_BIT
+from .schedule_free import ScheduleFree
 
 __all__ = [
     "CycleStarts",
@@ -30,6 +31,7 @@ __all__ = [
     "masters_of",
     "optimizers_in",
     "owners_in",
+    "refuse_schedule_free",
     "reset_moments",
     "without_hooks",
 ]
@@ -90,6 +92,17 @@ def keeps_weights(optimizer: Optimizer) -> bool:
     """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their
     groups which of them are in place."""
     return any("train_mode" in group for group in optimizer.param_groups)
+
+
+def refuse_schedule_free(optimizer: Optimizer, who: str) -> None:
+    """Of ours: its z and the numbers of its groups belong to the parameters, and are neither kept,
+    averaged nor put back with them yet."""
+    inner = inner_optimizer(optimizer)
+    if isinstance(inner, ScheduleFree):
+        raise TypeError(
+            f"optimizer is a {type(inner).__name__}, whose average {who} cannot keep: use "
+            "FusedAdamW, or schedulefree's AdamWScheduleFree with moments='average'"
+        )
 
 
 def keeps_codes(optimizer: Optimizer) -> bool:

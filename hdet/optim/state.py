@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet.kernels import numbers
 from hdet.kernels.numbers import CODES
 from hdet.rules import Facts, is_signed
 from hdet.tensors import dtensor as shards
@@ -80,7 +81,10 @@ class Layout:
         kept = [state.get(name) for name in self.rule.moments]
         if moments:
             for (name, dtype), moment in zip(self.dtypes().items(), kept, strict=True):
-                if moment is None:
+                if moment is None and name in self.rule.weights:
+                    kept_value = next(iter(kept_masters(state)), None)
+                    entries[name] = numbers.value_of(param.detach(), kept_value).clone()
+                elif moment is None:
                     entries.update(stored.zeros(name, param, dtype))
                 elif not stored.fits(name, state, param, dtype):
                     signed = is_signed(name)

@@ -36,7 +36,8 @@ for _file in pkgutil.iter_modules(__path__):
 COUPLED = tuple(name for name, rule in RULES.items() if rule.coupled)
 DECOUPLED = tuple(name for name, rule in RULES.items() if not rule.coupled)
 _PRINTED = [
-    (rule.name, rule.kept_if, rule.signed, rule.exact, rule.trace) for rule in RULES.values()
+    (rule.name, rule.kept_if, rule.signed, rule.exact, rule.gives_parameter, rule.trace)
+    for rule in RULES.values()
 ]
 DIGEST = hashlib.sha256(repr((StepSettings._fields, _PRINTED)).encode()).hexdigest()[:16]
 """of all that is printed for kernels, for a module to say of which rules it was made"""

@@ -46,6 +46,8 @@ class StepSettings(NamedTuple):
     alpha: float = 0.0
     t_alpha: float = 0.0
     t_beta3: float = 0.0
+    average: float = 0.0
+    """schedule-free: this step's share"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,8 @@ class Facts:
     takes: str | None = None
     kept_if: str | None = None
     exact: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
 
     @property
     def signed(self) -> tuple[bool, ...]:
@@ -79,12 +83,12 @@ class Facts:
     def fields(self) -> tuple[str, ...]:
         """What `values` reads, by the names of StepSettings; lr is the first."""
         betas = [f"beta{i + 1}" for i in range(len(self.settings.get("betas", ())))]
-        return (*(key for key in self.keys if key != "betas"), "maximize", *betas)
+        return (*(key for key in self.keys if key != "betas"), "maximize", *self.computed, *betas)
 
     @cached_property
     def values(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
         """Of a parameter group, as they are: numbers or tensors, in the order of `fields`."""
-        plain = itemgetter(*(key for key in self.keys if key != "betas"), "maximize")
+        plain = itemgetter(*(key for key in self.fields if not key.startswith("beta")))
         if "betas" not in self.keys:
             return plain
         return lambda group: (*plain(group), *group["betas"])
@@ -157,6 +161,8 @@ class Rule(Facts):
     optimizer: str | None
     function: Function
     trace: Trace
+    base: str = "FusedOptimizer"
+    gives_parameter: bool = False
 
     @property
     def coupled(self) -> bool:
@@ -201,6 +207,10 @@ def rule(
     *,
     moments: tuple[str, ...] = (),
     exact: tuple[str, ...] = (),
+    weights: tuple[str, ...] = (),
+    computed: tuple[str, ...] = (),
+    base: str | None = None,
+    gives_parameter: bool = False,
     takes: str | None = None,
     kept_if: str | None = None,
     like: Function | None = None,
@@ -212,6 +222,11 @@ def rule(
         optimizer: the name of its class. None: it is a part of one.
         moments: their names in a state. One that ends in "_sq" is never negative.
         exact: of these those that are float32 whatever `moment_dtype` is; not the first one.
+        weights: of the exact ones those that begin as the parameter, not as 0.
+        computed: fields of StepSettings that are no arguments: the optimizer's class computes them.
+        base: the class, of hdet.optim, that the optimizer's is made of; FusedOptimizer if none.
+        gives_parameter: the function gives the new parameter in the place of a direction. It steps
+            one replica, whose rate is h.rate.
         takes: the optimizer of torch.optim whose options and states this one takes.
         kept_if: the setting without which, at 0, no moment is kept.
         like: another rule, from which all comes that is not said.
@@ -221,11 +236,13 @@ def rule(
 
     def enter(function: Function) -> Function:
         facts: dict[str, Any] = {"moments": moments, "settings": settings}
-        facts |= {"takes": takes, "kept_if": kept_if, "exact": exact}
+        facts |= {"takes": takes, "kept_if": kept_if, "exact": exact, "weights": weights}
+        facts |= {"computed": computed, "gives_parameter": gives_parameter}
+        facts["base"] = base or "FusedOptimizer"
         if like is not None:
-            base = RULES[like.__name__]
-            facts = {key: x or getattr(base, key) for key, x in facts.items()}
-            facts["settings"] = {**base.settings, **settings}
+            model = RULES[like.__name__]
+            facts = {key: x or getattr(model, key) for key, x in facts.items()}
+            facts["settings"] = {**model.settings, **settings}
         found = trace(function, len(facts["moments"]))
         name = function.__name__
         RULES[name] = Rule(name=name, optimizer=optimizer, function=function, trace=found, **facts)

@@ -87,6 +87,8 @@ class Settings:
     """`h` of a rule: `h.beta1` is that field of StepSettings, and `h.step` counts from 1."""
 
     step = Scalar("step")
+    rate = Scalar("rate")
+    """of replica 0, lr * multiplier"""
 
     def __getattr__(self, name: str) -> Scalar:
         return Scalar("setting", (name,))
@@ -143,7 +145,7 @@ def where(condition: Scalar, a: Scalar | float, b: Scalar | float) -> Scalar:
 
 Function = Callable[..., tuple[Tensor, ...]]
 """(h, g, p, *moments) -> (u, *moments): settings, gradient, parameter and moments, up to
-MAX_MOMENTS; the direction, which a step goes against, and the new moments"""
+MAX_MOMENTS; the direction, which a step goes against, or the new parameter; and the new moments"""
 MAX_MOMENTS = 3
 """csrc/core/numbers.h: Formats"""
 

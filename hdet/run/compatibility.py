@@ -22,7 +22,7 @@ from ..core.design import columns
 from ..core.divergence import Divergence
 from ..core.evidence import Run
 from ..knobs import Bound
-from ..optim.snapshot import keeps_codes, keeps_weights
+from ..optim.snapshot import keeps_codes, keeps_weights, refuse_schedule_free
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
@@ -97,6 +97,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{remedy}"
         )
+    refuse_schedule_free(optimizer, "an Ensemble")
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
             "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or "

@@ -86,6 +86,8 @@ def step(
     g = (-factor if h.maximize else factor) * gradient.double()
     inputs = [Bounded(g, 3 * ROUNDING * g.abs()), *map(exactly, (params[0], *moments))]
     direction, found = evaluate(rule, h, t, inputs)
+    if RULES[rule].gives_parameter:
+        return Stepped(found, [direction])
     new = Stepped(found)
     for theta, rho in zip(params, h.multipliers, strict=True):
         rate = float(h.lr) * rho
@@ -114,6 +116,8 @@ def _scalar(node: Scalar, h: StepSettings, t: int) -> float:
         return float(getattr(h, str(node.args[0])))
     if node.op == "step":
         return float(t)
+    if node.op == "rate":
+        return float(h.lr) * h.multipliers[0]
     args = [_scalar(arg, h, t) for arg in node.args]  # type: ignore[arg-type]
     if node.op == "power":
         return args[0] ** t

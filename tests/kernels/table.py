@@ -46,7 +46,7 @@ SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1
 COMBINATIONS = len(SPECIAL_VALUES) ** 2
 
 SETTINGS = StepSettings(  # multipliers are filled in
-    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0
+    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0, average=0.3
 )
 
 
@@ -246,7 +246,8 @@ def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
 
 
 def _case(number: int, choice: dict[str, Any]) -> Case:
-    replicas = choice["replicas"]
+    alone = ALL_RULES[RULES[choice["rule"]]["rule"]].gives_parameter
+    replicas = 1 if alone else choice["replicas"]
     words = [str(choice[name]) for name in ("rule", "storage", "gradient", "replicas", "sizes")]
     case = Case(
         name=f"{number}: {' '.join(words)}",
@@ -444,4 +445,7 @@ SPECIAL = [
         for name in ALL_RULES
     ),
 ]
-CASES = [*(_case(i, choice) for i, choice in enumerate(covering())), *SPECIAL]
+CASES = [
+    *(_case(i, choice) for i, choice in enumerate(covering())),
+    *(case for case in SPECIAL if case.replicas == 1 or not ALL_RULES[case.rule].gives_parameter),
+]

@@ -132,6 +132,8 @@ def in_double(scalar: Scalar, settings: Mapping[str, Tensor], step: Tensor) -> T
         return torch.full((), scalar.args[0], dtype=step.dtype, device=step.device)  # type: ignore[arg-type]
     if scalar.op == "setting":
         return settings[scalar.args[0]]  # type: ignore[index]
+    if scalar.op == "rate":
+        return settings["rate"]
     if scalar.op == "step":
         return step
     args = [in_double(arg, settings, step) for arg in scalar.args]  # type: ignore[arg-type]

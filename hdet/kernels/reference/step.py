@@ -158,6 +158,7 @@ class TorchStepPlan:
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
         wide = step.to(self.wide)
         rates = lr * self.rho[group]  # Eq. 2
+        settings["rate"] = rates[0]
         at = torch.where(settings["decay_at_base"] != 0, lr, rates)
         divisor = in_double(rule.trace.divisor, settings, wide)
         return Row(
@@ -180,7 +181,9 @@ class TorchStepPlan:
         ]
         old = [values_of(*pair) for pair in zip(params, masters, strict=True)]
         u = self._share(row, members, gradients, old[0], skip)
-        new = [p * self._decay(row, k, p, u) - u * row.step_size[k] for k, p in enumerate(old)]
+        new = [u]
+        if not RULES[t.rule].gives_parameter:
+            new = [p * self._decay(row, k, p, u) - u * row.step_size[k] for k, p in enumerate(old)]
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(old, new, strict=True)]
         for k, values in enumerate(new):

@@ -202,6 +202,7 @@ class TritonStepPlan:
             tensors.rule,
             tensors.num_replicas,
             signed=RULES[tensors.rule].signed,
+            gives_parameter=RULES[tensors.rule].gives_parameter,
             stochastic=tensors.stochastic is not None,
             first=tensors.first_replica == 0,
         )

@@ -1,0 +1,118 @@
+"""What a schedule-free optimizer has beside a rule: two modes, and the weight of a step in the
+average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import numbers
+from hdet.rules import Facts
+from hdet.tensors import dtensor as shards
+
+from .fused import FusedOptimizer
+from .masters import kept_masters
+from .step_plans import Hyper
+
+_COUNTED: dict[str, Any] = {
+    "k": 0,
+    "train_mode": True,
+    "weight_sum": 0.0,
+    "lr_max": -1.0,
+    "scheduled_lr": 0.0,
+}
+"""what a group keeps, by schedulefree's names"""
+
+
+class ScheduleFree(FusedOptimizer):
+    # the scaler leaves a step out by itself: one that a kernel skips would count in the average
+    _step_supports_amp_scaling = False
+
+    def _carried(self) -> dict[str, Any]:
+        return {**super()._carried(), **_COUNTED}
+
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        if isinstance(group["lr"], Tensor) and not group["lr"].is_cpu:
+            raise TypeError(
+                f"lr of {name} is a tensor on {group['lr'].device}, and the average's weights are "
+                "computed of it on the host: pass a number"
+            )
+        super()._check_group({**group, "average": 0.0}, name)
+        if not group["betas"][0] > 0:
+            raise ValueError(f"beta1={group['betas'][0]} of {name} must be above 0: y would be z")
+        for key in ("warmup_steps", "r", "weight_lr_power"):
+            if key not in group:
+                raise ValueError(f"{name} lacks {key}: it is not that of a {type(self).__name__}")
+            if not 0 <= group[key] < math.inf:
+                raise ValueError(f"{key}={group[key]} of {name} must be finite and not negative")
+
+    def _next(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What the group keeps after another step."""
+        t, warmup = group["k"] + 1, group["warmup_steps"]
+        rate = float(group["lr"]) * (t / warmup if t < warmup else 1.0)
+        most = max(rate, group["lr_max"])
+        weight = t ** group["r"] * most ** group["weight_lr_power"]
+        total = group["weight_sum"] + weight
+        return {"k": t, "weight_sum": total, "lr_max": most, "scheduled_lr": rate}
+
+    def _values(self, rule: Facts, group: dict[str, Any]) -> Hyper:
+        after = self._next(group)
+        total = after["weight_sum"]
+        share = (total - group["weight_sum"]) / total if total else 0.0
+        return super()._values(rule, {**group, "lr": after["scheduled_lr"], "average": share})
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See FusedOptimizer.step. Raises RuntimeError in eval mode."""
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError("this optimizer is in eval mode: call its train() before a step")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.write_hyperparameters()
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group.update(self._next(group))
+        return loss
+
+    def write_hyperparameters(self) -> NoReturn:
+        raise RuntimeError(
+            f"a CUDA graph cannot replay a step of {type(self).__name__}: each has another weight "
+            "in the average, which is computed on the host"
+        )
+
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        if count > 1:
+            raise ValueError(
+                f"{type(self).__name__} steps one replica: each would need a z of its own. Use "
+                "FusedAdamW"
+            )
+        super().set_replicas(count, copies)
+
+    def train(self) -> None:
+        """The parameters become y, at which gradients are taken."""
+        self._change(True)
+
+    def eval(self) -> None:
+        """The parameters become x, the average, which is what is measured and saved."""
+        self._change(False)
+
+    @torch.no_grad()
+    def _change(self, train: bool) -> None:
+        self._take_over()
+        for group in self.param_groups:
+            if bool(group["train_mode"]) == train:
+                continue
+            beta1 = float(group["betas"][0])
+            weight = 1 - beta1 if train else 1 - 1 / beta1
+            for param in group["params"]:
+                state = shards.local_state(self.state.get(param, {}), param)
+                if "z" in state:
+                    own, master = shards.local(param), next(iter(kept_masters(state)), None)
+                    value = numbers.value_of(own, master)
+                    numbers.store(value + weight * (state["z"] - value), own, master)
+            group["train_mode"] = train
+        if self._planned is not None:
+            self._planned.watch.refresh()
