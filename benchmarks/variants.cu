@@ -129,7 +129,7 @@ void run(const Form& form) {
   plan.scales = placed<float*>({scales[0], scales[1]});
   plan.codebooks = reinterpret_cast<const Codebook*>(placed<unsigned char>({std::begin(kCodebooks), std::end(kCodebooks)}));
   plan.ids = placed<int32_t>({3});
-  plan.rows = placed<HyperRow>({derive_row(Rule::adamw, {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0}, 1, 1.0f)});
+  plan.rows = placed<HyperRow>({derive_row(Rule::adamw, {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0}, 1, 1e-3, 1.0f)});
   plan.replica_rows = placed<ReplicaRow>({{1e-3f, 0.9999f}});
   plan.control = placed<Control>({Control{}});
 
