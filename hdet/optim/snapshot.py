@@ -249,6 +249,13 @@ class Snapshot:
             kept = keep(state, self._on_host, befores.get(id(one)))
             self._states.append((one, kept, GroupNumbers(one)))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that the copies take."""
+        buffers = [] if self._buffers is None else self._buffers.copies
+        held = [self._copies, buffers, [state for _, state, _ in self._states]]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(held))
+
     @torch.no_grad()
     def restore(self, keep_new_buffers: bool = False) -> None:
         """Put it back, in place.

@@ -111,9 +111,11 @@ class Copy:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """However nested in mappings, lists and tuples."""
+    """However nested in mappings, lists and tuples, and those that copies hold."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, Copy):
+        yield value.values
     elif isinstance(value, (Mapping, list, tuple)):
         for held in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(held)
@@ -167,6 +169,11 @@ class BufferCopies:
     def __init__(self, model: nn.Module, on_host: bool = False) -> None:
         self._model, self._on_host = model, on_host
         self._kept: dict[tuple[nn.Module, str], Any] | None = None
+
+    @property
+    def copies(self) -> list[Any]:
+        """What has been taken, a `Copy` or None each."""
+        return list((self._kept or {}).values())
 
     @torch.no_grad()
     def take(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,11 @@ class Arms:
         """A new arm. It has the first weights."""
         self.run.restore(self.first)
         return self.run.take_snapshot(self._place)
+
+    def num_bytes(self, arms: Iterable[Snapshot | None]) -> int:
+        """What these take here, with the first weights and the run's own."""
+        held = [self.first, self._own, *(arm for arm in arms if arm is not None)]
+        return sum(snapshot.num_bytes for snapshot in held)
 
     @ranged("hdet.trial.train")
     def train(

@@ -21,7 +21,7 @@ from .budget import Budget
 from .displacement import Displacement
 from .rule import STEPS, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import OwnSteps, TrialSteps
+from .steps import Cost, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -65,6 +65,8 @@ class AutoLR(Controller):
     Attributes:
         interval: what was measured, a `RateInterval`; None: nothing yet.
         cost: of trials, in steps of the run.
+        seconds, num_bytes: their time and the most memory that copies took, on this rank and in
+            this process; a checkpoint does not have them.
         done: is the search over?
 
     Raises:
@@ -113,7 +115,8 @@ class AutoLR(Controller):
         self.best_weights = None if val_batches is None else BestWeights(*val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
-        self.cost = 0.0
+        self.cost = self.seconds = 0.0
+        self.num_bytes = 0
         self.done = False
         self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
         self._repeats = 0
@@ -174,12 +177,17 @@ class AutoLR(Controller):
         trial = self._steps.after_step(closure)
         if trial is None:
             return None
-        self.cost += self._steps.cost
+        self._add(self._steps.cost)
         factor = self._decide(trial)
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()
         return factor
+
+    def _add(self, cost: Cost) -> None:
+        self.cost += cost.steps
+        self.seconds += cost.seconds
+        self.num_bytes = max(self.num_bytes, cost.num_bytes)
 
     def _make_steps(
         self, first: Snapshot, displacement: Displacement, closure: Closure | None
@@ -263,7 +271,9 @@ class AutoLR(Controller):
         if self.interval is not None:
             lines = [str(self.interval)]
             if self.cost:
-                lines.append(f"cost: {self._budget.cost(self.cost)}")
+                measured = f", {self.seconds:.1f} s, {self.num_bytes / 1e6:.1f} MB of copies"
+                spent = self._budget.cost(self.cost)
+                lines.append(f"cost: {spent}{measured if self.seconds else ''}")
         elif self.done:
             lines = ["no search: the run was resumed after its first steps"]
         else:

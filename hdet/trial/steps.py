@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from .displacement import Displacement, Ratios, medians
 from .rule import FARTHEST, MULTIPLES, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched
 
-__all__ = ["OwnSteps", "TrialSteps"]
+__all__ = ["Cost", "OwnSteps", "TrialSteps"]
 
 UNCERTAINTY = 2.0
 """A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
@@ -40,10 +41,21 @@ Loss = torch.Tensor | None
 """Of one batch. None: this rank saw none."""
 
 
+@dataclass
+class Cost:
+    """Of a trial."""
+
+    steps: float = 0.0
+    """of the run, which take as long"""
+    seconds: float = 0.0
+    num_bytes: int = 0
+    """the most that copies took"""
+
+
 class OwnSteps:
     """Counts the first `STEPS` steps of a run: the free reading."""
 
-    cost = 0.0
+    cost = Cost()
 
     def __init__(self, run: Searched, displacement: Displacement) -> None:
         self._run, self._displacement = run, displacement
@@ -96,7 +108,7 @@ class TrialSteps:
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = ""
-        self.cost = 0.0  # in steps of the run
+        self.cost = Cost()
 
     def after_step(self, closure: Closure | None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
@@ -105,6 +117,7 @@ class TrialSteps:
                 "AutoLR's trial needs the batch's losses again in each of its steps: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch))"
             )
+        started = time.perf_counter()
         compares = self._position == 0 and not self._arms.spread
         part = self._part_in_force() if compares else 0.0
         own = self._displacement.ratios() if part else {}
@@ -118,8 +131,12 @@ class TrialSteps:
                 self._compare_steps(own, part)
             if self._position == STEPS:
                 self._end_training()
+            if self._position == 2:  # optimizers have made their states, and no arm has stopped
+                self.cost.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
         is_over = self._given_up or not self._live or self._position == STEPS + SCORES
-        return self._trial() if is_over else None
+        trial = self._trial() if is_over else None
+        self.cost.seconds += time.perf_counter() - started
+        return trial
 
     # -- arms --------------------------------------------------------------------------------------
 
@@ -133,7 +150,7 @@ class TrialSteps:
 
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
-        self.cost += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        self.cost.steps += max(len(self._copies_of(k)) for k in range(self._replicas.count))
         for copy in mine:
             if self._position == 0:
                 copy.weights = self._arms.begin()
@@ -192,7 +209,7 @@ class TrialSteps:
                     f"{type(error).__name__}: {error}"
                 )
                 return
-            self.cost += FORWARD
+            self.cost.steps += FORWARD
         for copy, loss in losses.items():
             copy.scored.append(loss)
 

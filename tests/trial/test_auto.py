@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import warnings
 from typing import Any
 
@@ -187,7 +188,13 @@ def test_the_report_says_what_was_measured() -> None:
     assert to == f"learning rate: 0.001 -> {found.suggestion:.2g} (learned less than higher rates)"
     assert good == f"good rates for 1500 steps: {found.low:.2g} to {found.high:.2g}"
     assert losses.startswith("losses after 28 steps: ") and losses.count(" at ") == 5
-    assert cost == "cost: 196 steps (13.1 % of the run)"
+    weights = sum(p.nbytes for p in run.controller.model.parameters())
+    moments = sum(x.nbytes for of in run.optimizer.state.values() for x in of.values())
+    in_mb = f"{(7 * weights + 6 * moments) / 1e6:.1f}"  # the first weights have no moments
+    assert re.fullmatch(
+        rf"cost: 196 steps \(13\.1 % of the run\), \d+\.\d s, {in_mb} MB of copies", cost
+    )
+    assert run.controller.num_bytes == 7 * weights + 6 * moments and run.controller.seconds > 0
 
 
 def test_the_cycles_record_has_the_trial_once() -> None:
@@ -219,7 +226,8 @@ def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
         warnings.simplefilter("error")
         again = auto_run(lr, every=1000, **settings).loaded(run.saved())
     assert again.controller.interval == run.controller.interval
-    assert again.ensemble.report() == run.ensemble.report().partition("\nthe median")[0]
+    before = re.sub(r", [\d.]+ s, .* of copies", "", run.ensemble.report())
+    assert again.ensemble.report() == before.partition("\nthe median")[0]
     assert same(again.steps(5).weights().nan_to_num(), run.steps(5).weights().nan_to_num())
     assert again.rate == run.rate
 
