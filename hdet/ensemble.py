@@ -156,7 +156,7 @@ class Ensemble:
             if stepped and cycles.search is not None:
                 if closure is not None and not cycles.search.done:
                     refuse_backward(loss)
-                note = cycles.search_rate(closure)
+                note = cycles.search_rate(closure, loss)
                 if note is not None:
                     self.records.tell_note(note)
             is_over = schedule.advance()

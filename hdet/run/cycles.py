@@ -161,12 +161,12 @@ class Cycles:
         self.weights.note_load()
         self.begin()
 
-    def search_rate(self, closure: Closure | None) -> str | None:
-        """One step of the search. Returns what it has decided, in a line."""
+    def search_rate(self, closure: Closure | None, loss: torch.Tensor | float | None) -> str | None:
+        """One step of the search. Returns what it has decided, in a line. ``loss``: the loop's."""
         search = self.search
         assert search is not None
         with self.during("trial"):
-            factor = search.after_step(closure)
+            factor = search.after_step(closure, loss)
         if factor is None:
             return None
         if factor != 1:

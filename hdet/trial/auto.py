@@ -21,7 +21,7 @@ from .budget import Budget
 from .displacement import Displacement
 from .rule import STEPS, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import Cost, OwnSteps, TrialSteps
+from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -164,8 +164,8 @@ class AutoLR(Controller):
         if not self.done and self._begun is None:
             self._begun = self._run.take_snapshot(self.place), Displacement(self._run.weights)
 
-    def after_step(self, closure: Closure | None) -> float | None:
-        """After each optimizer step, with its rates still in use. Returns the factor of all rates
+    def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> float | None:
+        """After each optimizer step, with its rates still in use and its loss. Returns the factor of all rates
         once it is decided: 1 if nothing changes; below 1, the first weights are in place again.
         Raises TypeError where the closure of a trial is missing."""
         if self.best_weights is not None:
@@ -174,7 +174,7 @@ class AutoLR(Controller):
             return None  # the search begins with the first step that has a rate
         if self._steps is None:
             self._steps = self._make_steps(*self._begun, closure)
-        trial = self._steps.after_step(closure)
+        trial = self._steps.after_step(closure, loss)
         if trial is None:
             return None
         self._add(self._steps.cost)

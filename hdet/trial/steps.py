@@ -17,7 +17,7 @@ from .arms import Arms
 from .budget import FORWARD
 from .displacement import Displacement, Ratios, medians
 from .rule import FARTHEST, MULTIPLES, SCORES, STEPS, Arm, Trial, arm_factor
-from .searched import Closure, Searched
+from .searched import Closure, Searched, mean_of
 
 __all__ = ["Cost", "OwnSteps", "TrialSteps"]
 
@@ -37,8 +37,14 @@ CEILING = 8.0
 INFINITE = 1e30
 """In the place of a loss that is not finite, so that ranks can add up losses."""
 
+OTHER_NUMBERS = 8.0
+"""Factor between the mean of a closure's table and the loop's loss that says that it holds no
+losses."""
+
 Loss = torch.Tensor | None
 """Of one batch. None: this rank saw none."""
+LoopLoss = torch.Tensor | float | None
+"""As a loop gives it."""
 
 
 @dataclass
@@ -62,7 +68,7 @@ class OwnSteps:
         self._position = 0
         self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
 
-    def after_step(self, closure: Closure | None = None) -> Trial | None:
+    def after_step(self, closure: Closure | None = None, loss: LoopLoss = None) -> Trial | None:
         """Returns what was measured after the last of them: a trial with one arm."""
         run, self._position = self._run, self._position + 1
         number, peak = max(run.peaks(), key=lambda pair: pair[1])
@@ -110,7 +116,7 @@ class TrialSteps:
         self._given_up = ""
         self.cost = Cost()
 
-    def after_step(self, closure: Closure | None) -> Trial | None:
+    def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
         if not callable(closure):
             raise TypeError(
@@ -122,6 +128,8 @@ class TrialSteps:
         part = self._part_in_force() if compares else 0.0
         own = self._displacement.ratios() if part else {}
         with self._arms.keep_run():
+            if self._position == 0 and loss is not None:
+                closure = _compare_losses(closure, loss)
             if self._position < STEPS:
                 self._train(closure)
             else:
@@ -286,3 +294,23 @@ class TrialSteps:
                 "sum of the losses (use the mean), or change gradients before optimizer.step() "
                 "(pass before_step=)?"
             )
+
+
+def _compare_losses(closure: Closure, loss: torch.Tensor | float) -> Closure:
+    """With the loop's own, of the same weights and the same batch: logits have several dimensions,
+    as losses of tokens do, but not this mean."""
+
+    def compared() -> Any:
+        losses = closure()
+        if isinstance(losses, torch.Tensor) and losses.dim() > 1 and losses.is_floating_point():
+            found, own = (float(mean_of(torch.as_tensor(x)) or 0.0) for x in (losses, loss))
+            is_known = math.isfinite(found) and math.isfinite(own) and own != 0
+            if is_known and not 1 / OTHER_NUMBERS < found / own < OTHER_NUMBERS:
+                raise TypeError(
+                    f"the closure returned numbers of shape {tuple(losses.shape)} with mean "
+                    f"{found:.3g}, where the loss of this batch is {own:.3g}: return the losses, "
+                    'one for each example (reduction="none"), no logits'
+                )
+        return losses
+
+    return compared

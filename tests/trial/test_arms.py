@@ -120,6 +120,8 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
         (lambda losses, own: losses().detach(), ValueError, "losses without a graph"),
         (lambda losses, own: losses() and None, ValueError, "is a return missing"),
         (lambda losses, own: own, ValueError, "the loop's own losses, whose graph is gone"),
+        (lambda losses, own: 0.01 * losses().expand(8, 3), TypeError, r"mean .* no logits"),
+        (lambda losses, own: -losses().expand(8, 3), TypeError, r"of shape \(8, 3\) with mean"),
         ("no function", TypeError, r"call ensemble.step\(loss, closure=lambda: losses_of\("),
     ],
 )
@@ -132,7 +134,13 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
     run.optimizer.step()
     losses = lambda: run.losses(taught(0)).mean()
     with pytest.raises(error, match=message):
-        run.ensemble.step(1.0, (lambda: closed(losses, own)) if callable(closed) else closed)
+        run.ensemble.step(own.item(), (lambda: closed(losses, own)) if callable(closed) else closed)
+
+
+def test_losses_of_tokens_have_two_dimensions() -> None:
+    run, plain = auto_run(RATE), auto_run(RATE).steps(ALL)
+    run.closure = lambda data: run.losses(data)[:, None].expand(-1, 3)
+    assert run.steps(ALL).controller.interval == plain.controller.interval
 
 
 def test_a_batch_that_raised_and_was_skipped_is_not_counted() -> None:
