@@ -165,9 +165,9 @@ class AutoLR(Controller):
             self._begun = self._run.take_snapshot(self.place), Displacement(self._run.weights)
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> float | None:
-        """After each optimizer step, with its rates still in use and its loss. Returns the factor of all rates
-        once it is decided: 1 if nothing changes; below 1, the first weights are in place again.
-        Raises TypeError where the closure of a trial is missing."""
+        """After each optimizer step, with its rates still in use and its loss. Returns the factor
+        of all rates once it is decided: 1 if nothing changes; below 1, the first weights are in
+        place again. Raises TypeError where the closure of a trial is missing."""
         if self.best_weights is not None:
             self.best_weights.after_step()
         if self.done or self._begun is None or not self._run.rate:
