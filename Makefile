@@ -83,6 +83,7 @@ gpu:
 lint: $(BIN)/hdet.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # The wheel must work without this folder: built, installed into an empty environment that has only torch, imported and used.

@@ -1,13 +1,14 @@
-// A step's update alone, on one tensor of as many elements as GPT-2 124M has. Compiled by variants.py, which names the variant.
-#include "core/prepare.h"
-#include "cuda/coded.cu"
-
+// A step's update alone, on one tensor of as many elements as GPT-2 124M has. Compiled by
+// variants.py, which names the variant.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "core/prepare.h"
+#include "cuda/coded.cu"
 
 namespace {
 
@@ -29,25 +30,33 @@ template <class T>
 T* placed(const std::vector<T>& numbers) {
   T* memory = nullptr;
   checked(cudaMalloc(&memory, numbers.size() * sizeof(T)), "cudaMalloc");
-  checked(cudaMemcpy(memory, numbers.data(), numbers.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  checked(cudaMemcpy(memory, numbers.data(), numbers.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "cudaMemcpy");
   return memory;
 }
 
 // Normal numbers as float32, or as the upper half of one; or any 16 bits.
 enum class Kind { floats, halves, bits };
 __global__ void fill(void* out, Kind kind, float size) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < kElements; i += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < kElements;
+       i += int64_t{gridDim.x} * blockDim.x) {
     const Random4 random = rounding_bits(7, 1, 0, static_cast<uint32_t>(kind), i);
-    const float radius = sqrtf(-2.0f * logf((static_cast<float>(random.word[0]) + 1.0f) * 0x1p-33f));
+    const float radius =
+        sqrtf(-2.0f * logf((static_cast<float>(random.word[0]) + 1.0f) * 0x1p-33f));
     const float x = size * radius * cospif(static_cast<float>(random.word[1]) * 0x1p-31f);
-    if (kind == Kind::floats) static_cast<float*>(out)[i] = x;
-    else static_cast<uint16_t*>(out)[i] = kind == Kind::halves ? upper_half(x) : static_cast<uint16_t>(random.word[2]);
+    if (kind == Kind::floats)
+      static_cast<float*>(out)[i] = x;
+    else
+      static_cast<uint16_t*>(out)[i] =
+          kind == Kind::halves ? upper_half(x) : static_cast<uint16_t>(random.word[2]);
   }
 }
 
 __global__ void add_up(const uint32_t* words, int64_t count, unsigned long long* sum) {
   unsigned long long own = 0;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) own += words[i] * (2ull * (i % 65521) + 1);
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x)
+    own += words[i] * (2ull * (i % 65521) + 1);
   atomicAdd(sum, own);
 }
 
@@ -70,10 +79,12 @@ const Form kForms[] = {
 int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::codes ? 1 : 2; }
 
 void launch_plain(const StepPlan& plan, const Form& form, const cuda::Slices& slices) {
-  const auto kernel = form.known == Known::floats  ? cuda::step_kernel<AdamwRule, false, Known::floats>
-                      : form.known == Known::split ? cuda::step_kernel<AdamwRule, false, Known::split>
-                                                   : cuda::step_kernel<AdamwRule, false, Known::halves>;
-  cuda::launch("step", kernel, {plan.num_chunks * slices.count, cuda::kStepThreads}, 0, plan, slices);
+  const auto kernel =
+      form.known == Known::floats  ? cuda::step_kernel<AdamwRule, false, Known::floats>
+      : form.known == Known::split ? cuda::step_kernel<AdamwRule, false, Known::split>
+                                   : cuda::step_kernel<AdamwRule, false, Known::halves>;
+  cuda::launch("step", kernel, {plan.num_chunks * slices.count, cuda::kStepThreads}, 0, plan,
+               slices);
 }
 
 template <class Call>
@@ -100,7 +111,8 @@ void run(const Form& form) {
   const Kind kind = form.number == DType::f32 ? Kind::floats : Kind::halves;
   void* streams[5];  // gradient, parameter, master, moments
   float* scales[2];
-  const int64_t sizes[] = {size_of(form.number), size_of(form.number), 2, size_of(form.moment), size_of(form.moment)};
+  const int64_t sizes[] = {size_of(form.number), size_of(form.number), 2, size_of(form.moment),
+                           size_of(form.moment)};
   for (int i = 0; i < 5; ++i) checked(cudaMalloc(&streams[i], kElements * sizes[i]), "cudaMalloc");
   for (float*& scale : scales) {
     checked(cudaMalloc(&scale, kElements / kCodeBlock * 4), "cudaMalloc");
@@ -109,12 +121,15 @@ void run(const Form& form) {
   fill<<<2048, 256>>>(streams[0], kind, 1e-3f);
   fill<<<2048, 256>>>(streams[1], kind, 0.02f);
   fill<<<2048, 256>>>(streams[2], Kind::bits, 0.0f);
-  for (int i = 3; i < 5; ++i) checked(cudaMemset(streams[i], 0, kElements * sizes[i]), "cudaMemset");
+  for (int i = 3; i < 5; ++i)
+    checked(cudaMemset(streams[i], 0, kElements * sizes[i]), "cudaMemset");
 
   const int number = static_cast<int>(form.number), moment = static_cast<int>(form.moment);
   const int stochastic = form.moment == DType::bf16 ? 1 : 0;
   std::vector<Chunk> chunks(static_cast<size_t>(count_chunks({kElements}, kChunkElements)));
-  write_chunks(chunks.data(), {kElements}, {number | number << 4 | static_cast<int>(form.master) << 8 | moment << 12 | moment << 16 | stochastic << 20},
+  write_chunks(chunks.data(), {kElements},
+               {number | number << 4 | static_cast<int>(form.master) << 8 | moment << 12 |
+                moment << 16 | stochastic << 20},
                kChunkElements);
   StepPlan plan{};
   plan.chunks = placed(chunks);
@@ -127,23 +142,32 @@ void run(const Form& form) {
   plan.masters = form.master == Master::none ? nullptr : placed<void*>({streams[2]});
   plan.moments = placed<void*>({streams[3], streams[4]});
   plan.scales = placed<float*>({scales[0], scales[1]});
-  plan.codebooks = reinterpret_cast<const Codebook*>(placed<unsigned char>({std::begin(kCodebooks), std::end(kCodebooks)}));
+  plan.codebooks = reinterpret_cast<const Codebook*>(
+      placed<unsigned char>({std::begin(kCodebooks), std::end(kCodebooks)}));
   plan.ids = placed<int32_t>({3});
-  plan.rows = placed<HyperRow>({derive_row(Rule::adamw, {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0}, 1, 1e-3, 1.0f)});
+  plan.rows = placed<HyperRow>(
+      {derive_row(Rule::adamw, {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0}, 1, 1e-3, 1.0f)});
   plan.replica_rows = placed<ReplicaRow>({{1e-3f, 0.9999f}});
   plan.control = placed<Control>({Control{}});
 
   const cuda::Slices slices = cuda::slices_of(plan.longest);
   const double ms = milliseconds([&] {
-    if (coded) cuda::launch_coded(plan, {plan.num_chunks, cuda::kStepThreads}, 0);
-    else launch_plain(plan, form, slices);
+    if (coded)
+      cuda::launch_coded(plan, {plan.num_chunks, cuda::kStepThreads}, 0);
+    else
+      launch_plain(plan, form, slices);
   });
 
-  unsigned long long *sum = placed<unsigned long long>({0}), bits = 0;  // of all that was written: variants that should be alike can be compared
-  for (int i = 1; i < 5; ++i) add_up<<<1024, 256>>>(static_cast<uint32_t*>(streams[i]), kElements * sizes[i] / 4, sum);
+  unsigned long long
+      *sum = placed<unsigned long long>({0}),
+      bits = 0;  // of all that was written: variants that should be alike can be compared
+  for (int i = 1; i < 5; ++i)
+    add_up<<<1024, 256>>>(static_cast<uint32_t*>(streams[i]), kElements * sizes[i] / 4, sum);
   checked(cudaMemcpy(&bits, sum, sizeof bits, cudaMemcpyDeviceToHost), "cudaMemcpy");
-  std::printf("{\"benchmark\": \"variants\", \"variant\": \"%s\", \"formats\": \"%s\", \"ms\": %.4f, \"gb_s\": %.0f, \"bits\": \"%016llx\"}\n", HDET_VARIANT_NAME,
-              form.name, ms, form.bytes * kElements / ms / 1e6, bits);
+  std::printf(
+      "{\"benchmark\": \"variants\", \"variant\": \"%s\", \"formats\": \"%s\", \"ms\": %.4f, "
+      "\"gb_s\": %.0f, \"bits\": \"%016llx\"}\n",
+      HDET_VARIANT_NAME, form.name, ms, form.bytes * kElements / ms / 1e6, bits);
   for (void* stream : streams) checked(cudaFree(stream), "cudaFree");
 }
 

@@ -1,4 +1,5 @@
-// hdet._C: plain integers in (addresses, sizes, a stream), no tensor type of any library. Callers check dtype, layout and size.
+// hdet._C: plain integers in (addresses, sizes, a stream), no tensor type of any library. Callers
+// check dtype, layout and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,54 +31,71 @@ T* at(Address address) {
 
 // A plan as Python sees it: fields named as in plan.h; pointers and enumerations are integers.
 template <class Plan>
-struct PlanClass : py::class_<Plan> {
-  PlanClass(py::module_& m, const char* name) : py::class_<Plan>(m, name) {
-    this->def(py::init([] { return Plan{}; }));
-  }
+struct PlanField {
+  const char* name;
+  py::cpp_function get, set;
 
   template <class Field>
-  PlanClass& field(const char* name, Field Plan::*member) {
-    using Number = std::conditional_t<std::is_pointer_v<Field>, Address, std::conditional_t<std::is_enum_v<Field>, int, Field>>;
-    this->def_property(
-        name, [member](const Plan& plan) { return (Number)(plan.*member); },
-        [member](Plan& plan, Number value) { plan.*member = (Field)value; });
-    return *this;
+  PlanField(const char* name, Field Plan::* member) : name(name) {
+    using Number = std::conditional_t<std::is_pointer_v<Field>, Address,
+                                      std::conditional_t<std::is_enum_v<Field>, int, Field>>;
+    get = [member](const Plan& plan) { return (Number)(plan.*member); };
+    set = [member](Plan& plan, Number value) { plan.*member = (Field)value; };
   }
 };
-#define HDET_FIELD(name) .field(#name, &Plan::name)
 
-void define_step_plan(py::module_& m) {
-  using Plan = hdet::StepPlan;
-  PlanClass<Plan>(m, "StepPlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(longest) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
-      HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(known) HDET_FIELD(seed) HDET_FIELD(first_replica)
-      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(moments) HDET_FIELD(scales) HDET_FIELD(codebooks)
-      HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
-      HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
-      HDET_FIELD(grad_scale) HDET_FIELD(found_inf) HDET_FIELD(carried) HDET_FIELD(num_carried);
+template <class Plan>
+void define_plan(py::module_& m, const char* name, std::initializer_list<PlanField<Plan>> fields) {
+  py::class_<Plan> plan(m, name);
+  plan.def(py::init([] { return Plan{}; }));
+  for (const PlanField<Plan>& field : fields) plan.def_property(field.name, field.get, field.set);
 }
 
-void define_average_plan(py::module_& m) {
-  using Plan = hdet::AveragePlan;
-  PlanClass<Plan>(m, "AveragePlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(all_float)
-      HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(weights);
-}
+#define HDET_FIELD(name) {#name, &Plan::name}
 
-void define_copy_plan(py::module_& m) {
-  using Plan = hdet::CopyPlan;
-  PlanClass<Plan>(m, "CopyPlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(all_float) HDET_FIELD(sources) HDET_FIELD(source_lowers)
-      HDET_FIELD(destinations) HDET_FIELD(masters) HDET_FIELD(scale);
+void define_plans(py::module_& m) {
+  {
+    using Plan = hdet::StepPlan;
+    define_plan<Plan>(
+        m, "StepPlan",
+        {HDET_FIELD(chunks),      HDET_FIELD(num_chunks),     HDET_FIELD(longest),
+         HDET_FIELD(num_tensors), HDET_FIELD(num_replicas),   HDET_FIELD(num_groups),
+         HDET_FIELD(rule),        HDET_FIELD(zero_gradients), HDET_FIELD(known),
+         HDET_FIELD(seed),        HDET_FIELD(first_replica),  HDET_FIELD(gradients),
+         HDET_FIELD(params),      HDET_FIELD(masters),        HDET_FIELD(moments),
+         HDET_FIELD(scales),      HDET_FIELD(codebooks),      HDET_FIELD(counters),
+         HDET_FIELD(ids),         HDET_FIELD(groups),         HDET_FIELD(rates),
+         HDET_FIELD(settings),    HDET_FIELD(rows),           HDET_FIELD(replica_rows),
+         HDET_FIELD(control),     HDET_FIELD(partials),       HDET_FIELD(grad_scale),
+         HDET_FIELD(found_inf),   HDET_FIELD(carried),        HDET_FIELD(num_carried)});
+  }
+  {
+    using Plan = hdet::AveragePlan;
+    define_plan<Plan>(m, "AveragePlan",
+                      {HDET_FIELD(chunks), HDET_FIELD(num_chunks), HDET_FIELD(num_tensors),
+                       HDET_FIELD(num_replicas), HDET_FIELD(all_float), HDET_FIELD(params),
+                       HDET_FIELD(masters), HDET_FIELD(weights)});
+  }
+  {
+    using Plan = hdet::CopyPlan;
+    define_plan<Plan>(m, "CopyPlan",
+                      {HDET_FIELD(chunks), HDET_FIELD(num_chunks), HDET_FIELD(all_float),
+                       HDET_FIELD(sources), HDET_FIELD(source_lowers), HDET_FIELD(destinations),
+                       HDET_FIELD(masters), HDET_FIELD(scale)});
+  }
 }
 
 void define_gradients(py::module_& m) {
   using hdet::Gradients;
   py::class_<Gradients> gradients(m, "Gradients");
-  gradients.def(py::init<const py::object&, const py::object&, const py::list&>(), py::arg("type"), py::arg("exchange"), py::arg("params"));
+  gradients.def(py::init<const py::object&, const py::object&, const py::list&>(), py::arg("type"),
+                py::arg("exchange"), py::arg("params"));
   gradients.def("read", &Gradients::read, py::arg("gradients"));
   gradients.def("forget", [](Gradients& self) { self.forget(); });
-  gradients.def("write_addresses", [](const Gradients& self, Address out) { self.write_addresses(at<Address>(out)); }, py::arg("out"));
+  gradients.def(
+      "write_addresses",
+      [](const Gradients& self, Address out) { self.write_addresses(at<Address>(out)); },
+      py::arg("out"));
   gradients.def_property_readonly("types", &Gradients::types);
   gradients.attr("EMPTY") = Address{Gradients::kEmpty};
   gradients.attr("UNUSUAL") = int{Gradients::kUnusual};
@@ -98,25 +116,33 @@ void define_lists(py::module_& m) {
       .def("same", &Addresses::same, py::arg("tensors"));
 }
 
-void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats, int64_t longest) {
+void write_chunks(Address out, const std::vector<int64_t>& elements,
+                  const std::vector<int32_t>& formats, int64_t longest) {
   hdet::write_chunks(at<hdet::Chunk>(out), elements, formats, longest);
 }
 
 void write_addresses(Address out, const std::vector<Address>& addresses) {
-  if (!addresses.empty()) std::memcpy(at<Address>(out), addresses.data(), addresses.size() * sizeof(Address));
+  if (!addresses.empty())
+    std::memcpy(at<Address>(out), addresses.data(), addresses.size() * sizeof(Address));
 }
 
 void define_cpu(py::module_& m) {
-  m.def("cpu_step", &hdet::cpu::step, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def("cpu_average", &hdet::cpu::average, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
-  m.def("cpu_copy", &hdet::cpu::copy, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_step", &hdet::cpu::step, py::arg("plan"), py::arg("threads"), py::arg("isa") = "",
+        ReleaseGil());
+  m.def("cpu_average", &hdet::cpu::average, py::arg("plan"), py::arg("threads"),
+        py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_copy", &hdet::cpu::copy, py::arg("plan"), py::arg("threads"), py::arg("isa") = "",
+        ReleaseGil());
 }
 
 #ifdef HDET_CUDA
 void define_cuda(py::module_& m) {
-  m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_copy", &hdet::cuda::copy, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"),
+        ReleaseGil());
+  m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"),
+        ReleaseGil());
+  m.def("cuda_copy", &hdet::cuda::copy, py::arg("plan"), py::arg("device"), py::arg("stream"),
+        ReleaseGil());
 }
 #endif
 
@@ -140,12 +166,16 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "hdet's native kernels. Arguments are addresses and sizes; use hdet.kernels, which checks them.";
+  m.doc() =
+      "hdet's native kernels. Arguments are addresses and sizes; use hdet.kernels, which checks "
+      "them.";
 
   const py::dict info = build_info();
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
-  for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
+  for (const char* name :
+       {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
+    m.attr(name) = info[name];
   m.attr("INTERFACE") = 14;  // see hdet/kernels/native/__init__.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
@@ -157,15 +187,17 @@ PYBIND11_MODULE(_C, m) {
   m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
 
-  define_step_plan(m);
-  define_average_plan(m);
-  define_copy_plan(m);
+  define_plans(m);
   define_gradients(m);
 
   m.def("chunk_length", &hdet::chunk_length, py::arg("elements"), py::arg("least"));
   m.def("count_chunks", &hdet::count_chunks, py::arg("elements"), py::arg("length"));
-  m.def("known_of", [](const std::vector<int32_t>& formats) { return static_cast<int>(hdet::known_of(formats)); }, py::arg("formats"));
-  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"), py::arg("longest"));
+  m.def(
+      "known_of",
+      [](const std::vector<int32_t>& formats) { return static_cast<int>(hdet::known_of(formats)); },
+      py::arg("formats"));
+  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"),
+        py::arg("longest"));
   m.def("write_addresses", &write_addresses, py::arg("out"), py::arg("addresses"));
   define_lists(m);
 

@@ -163,7 +163,9 @@ struct {_class(rule.name)} {{
   HDET_HD void derive({_parameters([*named.values(), *scalars], "rate")}, float* s) {{
 {_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
-  HDET_HD double divisor({_parameters([divisor])}) {{ return {divisor}; }}
+  HDET_HD double divisor({_parameters([divisor])}) {{
+    return {divisor};
+  }}
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float {param}, const Moments& moments) {{
@@ -349,6 +351,18 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
 '''
 
 
+def _wrapped(text: str) -> str:
+    """Lines of C++ in 100 columns, broken at spaces, but not beside =."""
+
+    def wrapped(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        glued = line.replace(" = ", "\0=\0")
+        parts = textwrap.wrap(glued, 100, subsequent_indent=indent, break_on_hyphens=False)
+        return "\n".join(parts).replace("\0", " ")
+
+    return _lines(map(wrapped, text.splitlines()))
+
+
 def _broken(line: str) -> str:
     """As ruff format breaks a long call."""
     call, _, inside = line.partition("(")
@@ -422,7 +436,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def texts() -> dict[Path, str]:
-    return {HEADER: Cpp().file(), MODULE: Triton().file(), CLASSES: Optimizers().file()}
+    return {HEADER: _wrapped(Cpp().file()), MODULE: Triton().file(), CLASSES: Optimizers().file()}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-// Where tensors lie, found in about 10 ns for each: asked of torch through DLPack's C exchange interface (the structures below are
-// its stable binary interface, version 1), because a Python call for each attribute of 300 gradients would take longer than the
-// step's launch.
+// Where tensors lie, found in about 10 ns for each: asked of torch through DLPack's C exchange
+// interface (the structures below are its stable binary interface, version 1), because a Python
+// call for each attribute of 300 gradients would take longer than the step's launch.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,7 +37,8 @@ struct Exchange {
 inline DType dtype_of(const Tensor& t) {
   constexpr uint8_t kFloat = 2, kBfloat = 4;
   if (t.lanes != 1) return DType::none;
-  if (t.type_code == kFloat) return t.bits == 32 ? DType::f32 : t.bits == 16 ? DType::f16 : DType::none;
+  if (t.type_code == kFloat)
+    return t.bits == 32 ? DType::f32 : t.bits == 16 ? DType::f16 : DType::none;
   return t.type_code == kBfloat && t.bits == 16 ? DType::bf16 : DType::none;
 }
 
@@ -57,22 +58,28 @@ inline bool is_contiguous(const Tensor& t) {
   return true;
 }
 
-inline std::uintptr_t address_of(const Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset; }
+inline std::uintptr_t address_of(const Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+}
 
-// What describes a torch tensor, from torch.Tensor.__dlpack_c_exchange_api__; null where a torch has none, or another one.
+// What describes a torch tensor, from torch.Tensor.__dlpack_c_exchange_api__; null where a torch
+// has none, or another one.
 inline auto describer(const pybind11::object& capsule) -> int (*)(void*, Tensor*) {
   constexpr const char* kCapsule = "dlpack_exchange_api";
   if (PyCapsule_IsValid(capsule.ptr(), kCapsule) == 0) return nullptr;
-  const auto* const exchange = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
+  const auto* const exchange =
+      static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
   return exchange->major == 1 ? exchange->tensor_from_object : nullptr;
 }
 
 }  // namespace dlpack
 
-// Where tensors lay when this was made. Not usable where one of them is not described, or a torch has no exchange interface.
+// Where tensors lay when this was made. Not usable where one of them is not described, or a torch
+// has no exchange interface.
 class Addresses {
  public:
-  Addresses(const pybind11::object& capsule, const pybind11::list& tensors) : describe_(dlpack::describer(capsule)) {
+  Addresses(const pybind11::object& capsule, const pybind11::list& tensors)
+      : describe_(dlpack::describer(capsule)) {
     for (size_t i = 0; i < tensors.size() && describe_ != nullptr; ++i) {
       known_.push_back(address(tensors, i));
       if (known_.back() == kUnknown) describe_ = nullptr;
@@ -101,13 +108,15 @@ class Addresses {
   std::vector<std::uintptr_t> known_;
 };
 
-// The gradients of one list of parameters; None: there is none. read() takes what a step can use as it is: plain tensors of the
-// parameters' shapes, on their device, contiguous, of a type that Formats knows. For anything else it says so, and Python finds out
-// what it is.
+// The gradients of one list of parameters; None: there is none. read() takes what a step can use as
+// it is: plain tensors of the parameters' shapes, on their device, contiguous, of a type that
+// Formats knows. For anything else it says so, and Python finds out what it is.
 class Gradients {
  public:
-  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Without one, Python sees all lists.
-  Gradients(const pybind11::object& type, const pybind11::object& capsule, const pybind11::list& params)
+  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Without one, Python sees all
+  // lists.
+  Gradients(const pybind11::object& type, const pybind11::object& capsule,
+            const pybind11::list& params)
       : type_(type), describe_(dlpack::describer(capsule)) {
     for (const pybind11::handle param : params) {
       dlpack::Tensor t{};
@@ -124,9 +133,11 @@ class Gradients {
   }
 
   static constexpr int kUnusual = -1, kMoved = 1, kRetyped = 2;
-  static constexpr std::uintptr_t kEmpty = 64;  // where an empty gradient lies, which is there and which nobody reads
+  static constexpr std::uintptr_t kEmpty =
+      64;  // where an empty gradient lies, which is there and which nobody reads
 
-  // kUnusual, or a sum of what has changed since the last call. A gradient that goes or comes has moved.
+  // kUnusual, or a sum of what has changed since the last call. A gradient that goes or comes has
+  // moved.
   int read(const pybind11::list& gradients) {
     if (describe_ == nullptr || gradients.size() != shapes_.size()) return kUnusual;
     int changes = 0;
@@ -159,15 +170,21 @@ class Gradients {
     return kUnusual;
   }
 
-  // Of the last list that read() took: addresses, 0 where there was no gradient; and DTypes, 0 where there has never been one.
-  void write_addresses(std::uintptr_t* out) const { std::copy(addresses_.begin(), addresses_.end(), out); }
+  // Of the last list that read() took: addresses, 0 where there was no gradient; and DTypes, 0
+  // where there has never been one.
+  void write_addresses(std::uintptr_t* out) const {
+    std::copy(addresses_.begin(), addresses_.end(), out);
+  }
   const std::vector<int32_t>& types() const { return types_; }
 
  private:
   bool is_usual(const dlpack::Tensor& t, size_t i) const {
     const std::vector<int64_t>& shape = shapes_[i];
-    return t.device_type == device_type_ && t.device_id == device_id_ && static_cast<size_t>(t.ndim) == shape.size() &&
-           (shape.empty() || std::memcmp(t.shape, shape.data(), shape.size() * sizeof(int64_t)) == 0) && dlpack::is_contiguous(t);
+    return t.device_type == device_type_ && t.device_id == device_id_ &&
+           static_cast<size_t>(t.ndim) == shape.size() &&
+           (shape.empty() ||
+            std::memcmp(t.shape, shape.data(), shape.size() * sizeof(int64_t)) == 0) &&
+           dlpack::is_contiguous(t);
   }
 
   pybind11::object type_;

@@ -1,4 +1,5 @@
-// What an optimizer's step looks at for every tensor, of Python objects: hdet/optim/lists.py has the same in Python.
+// What an optimizer's step looks at for every tensor, of Python objects: hdet/optim/lists.py has
+// the same in Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -50,7 +51,8 @@ bool visit(PyObject* dict, bool outer, const Look& look) {
   return true;
 }
 
-// Everything in a dictionary of dictionaries, in a list: a Python object, so that the garbage collector sees who holds whom.
+// Everything in a dictionary of dictionaries, in a list: a Python object, so that the garbage
+// collector sees who holds whom.
 inline pybind11::list contents(const pybind11::dict& outer) {
   pybind11::list found;
   visit(outer.ptr(), true, [&found](PyObject* object) {
@@ -64,8 +66,9 @@ inline pybind11::list contents(const pybind11::dict& outer) {
 inline bool same_contents(const pybind11::dict& outer, const pybind11::list& known) {
   size_t place = 0;
   const size_t count = known.size();
-  const bool alike =
-      visit(outer.ptr(), true, [&](PyObject* object) { return place < count && PyList_GET_ITEM(known.ptr(), place++) == object; });
+  const bool alike = visit(outer.ptr(), true, [&](PyObject* object) {
+    return place < count && PyList_GET_ITEM(known.ptr(), place++) == object;
+  });
   return alike && place == count;
 }
 

@@ -1,17 +1,19 @@
-// Hyperparameters: what the host writes (doubles), and what the kernels read (fp32 rows), derived on the device that runs the step.
+// Hyperparameters: what the host writes (doubles), and what the kernels read (fp32 rows), derived
+// on the device that runs the step.
 //
-// A kernel reads its row from memory, so changing a rate, a multiplier or a beta never changes a kernel's arguments: one small
-// copy into the settings, and the next step (or the next replay of a captured one) acts on it.
+// A kernel reads its row from memory, so changing a rate, a multiplier or a beta never changes a
+// kernel's arguments: one small copy into the settings, and the next step (or the next replay of a
+// captured one) acts on it.
 #pragma once
 
 #include "portable.h"
 
 namespace hdet {
 
-// One array of doubles, in this order: CallSettings, GroupSettings[groups] (rules.h), rho[groups][replicas] (Eq. 1).
-// Of the whole call.
+// One array of doubles, in this order: CallSettings, GroupSettings[groups] (rules.h),
+// rho[groups][replicas] (Eq. 1). Of the whole call.
 struct CallSettings {
-  double max_norm;  // clip gradients to this global norm; infinity only measures it; 0: no norm at all
+  double max_norm;  // clip gradients to this global norm; infinity only measures it; 0: no norm
 };
 
 constexpr int kCallSettings = sizeof(CallSettings) / sizeof(double);
@@ -26,13 +28,15 @@ static_assert(sizeof(HyperRow) == 48);
 
 // What each replica of a tensor has for itself.
 struct alignas(8) ReplicaRow {
-  float step_size;  // lr * rho, divided by the rule's divisor; its sign bit is set where decay is cautious: two registers, as a third one spills
-  float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
+  // lr * rho, divided by the rule's divisor; its sign bit is set where decay is cautious: two
+  // registers, as a third one spills
+  float step_size;
+  float decay;  // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
 };
 
 // What the whole step shares, left in device memory for the host to read if it wants to.
 struct alignas(16) Control {
-  float skip;            // 1: gradients are not finite; parameters, moments and step counters stay as they are
+  float skip;            // 1: gradients are not finite; parameters, moments and counters stay
   float norm;            // global norm of the unscaled gradients, 0 where none was asked for
   float gradient_scale;  // unscaling times clipping
   float unscaling;       // 1 / the scaler's factor
@@ -49,8 +53,8 @@ HDET_HD double power(double base, uint32_t exponent) {
   return result;
 }
 
-// e^x for x that are not positive: of x / 1024 as a series, squared ten times. It is e^x - 1 that is summed and squared, as 1 - e^x is asked
-// for where that is small.
+// e^x for x that are not positive: of x / 1024 as a series, squared ten times. It is e^x - 1 that
+// is summed and squared, as 1 - e^x is asked for where that is small.
 HDET_HD double exponential(double x) {
   const double y = (x > -700.0 ? x : -700.0) * 0x1p-10;
   double less_one = 0.0;
@@ -68,19 +72,22 @@ HDET_HD double logarithm(double x) {
   return 8.0 * s * sum;
 }
 
-// `scale` is the gradient scaler's factor (the gradients are that many times too large), 1 without one; `found_inf` is its verdict;
-// `sum_of_squares` is of the gradients as they are in memory, and is read where a norm is asked for.
-HDET_HD Control derive_control(const CallSettings& settings, float scale, float found_inf, double sum_of_squares) {
+// `scale` is the gradient scaler's factor (the gradients are that many times too large), 1 without
+// one; `found_inf` is its verdict; `sum_of_squares` is of the gradients as they are in memory, and
+// is read where a norm is asked for.
+HDET_HD Control derive_control(const CallSettings& settings, float scale, float found_inf,
+                               double sum_of_squares) {
   const double inverse = 1.0 / static_cast<double>(scale);
   double norm = 0.0, clip = 1.0;
   bool skip = found_inf != 0.0f;
   if (settings.max_norm != 0.0) {
     norm = square_root(sum_of_squares) * inverse;
-    skip = skip || !(norm - norm == 0.0);  // NaN or infinite
+    skip = skip || !(norm - norm == 0.0);      // NaN or infinite
     clip = settings.max_norm / (norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
     if (!(clip < 1.0)) clip = 1.0;
   }
-  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), static_cast<float>(inverse)};
+  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip),
+          static_cast<float>(inverse)};
 }
 
 }  // namespace hdet

@@ -1,4 +1,5 @@
-// Numbers in memory: float32, bfloat16, float16, and the split form. All arithmetic is float32; these functions are the way in and out.
+// Numbers in memory: float32, bfloat16, float16, and the split form. All arithmetic is float32;
+// these functions are the way in and out.
 #pragma once
 
 #include <initializer_list>
@@ -7,16 +8,24 @@
 
 namespace hdet {
 
-enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3, codes = 4 };  // codes: of moments alone, eight_bit.h
+enum class DType : int32_t {
+  none = 0,
+  f32 = 1,
+  bf16 = 2,
+  f16 = 3,
+  codes = 4
+};  // codes: of moments alone, eight_bit.h
 
-// What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its bfloat16 lacks (split).
+// What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its
+// bfloat16 lacks (split).
 enum class Master : int32_t { none = 0, f32 = 1, split = 2 };
 
 HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
 HDET_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
-// To nearest, ties to even. NaN stays NaN: of the many there are, 0x7fc0 or the hardware's. A pair has the first number in its lower half.
+// To nearest, ties to even. NaN stays NaN: of the many there are, 0x7fc0 or the hardware's. A pair
+// has the first number in its lower half.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 HDET_HD uint32_t to_bf16_pair(float low, float high) {
   uint32_t result;
@@ -30,10 +39,13 @@ HDET_HD uint16_t to_bf16(float x) {
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : rounded);
 }
-HDET_HD uint32_t to_bf16_pair(float low, float high) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
+HDET_HD uint32_t to_bf16_pair(float low, float high) {
+  return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16;
+}
 #endif
 
-// Stochastic: up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact.
+// Stochastic: up with the probability of what would be cut off. `random` is uniform in 0 .. 65535.
+// Infinities and NaN are exact.
 HDET_HD uint16_t to_bf16(float x, uint32_t random) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + random) >> 16;
@@ -46,11 +58,13 @@ HDET_HD float from_f16(uint16_t x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
   return result;
 #else
-  const uint32_t shifted = static_cast<uint32_t>(x & 0x7fffu) << 13;  // exponent and mantissa where float32 has them
+  // exponent and mantissa where float32 has them
+  const uint32_t shifted = static_cast<uint32_t>(x & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;
   const uint32_t rebased = shifted + (112u << 23);  // 127 - 15
   const uint32_t special = rebased + (112u << 23);  // infinity and NaN
-  const uint32_t small = bits_of(float_of(rebased + (1u << 23)) - float_of(113u << 23));  // zero and subnormal numbers
+  // zero and subnormal numbers
+  const uint32_t small = bits_of(float_of(rebased + (1u << 23)) - float_of(113u << 23));
   const uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0 ? small : rebased;
   return float_of(magnitude | static_cast<uint32_t>(x & 0x8000u) << 16);
 #endif
@@ -66,7 +80,8 @@ HDET_HD uint16_t to_f16(float x) {
   const uint32_t sign = bits_of(x) & 0x80000000u;
   const uint32_t bits = bits_of(x) ^ sign;
   const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  constexpr uint32_t kMagic = 126u << 23;  // one unit in its last place is the spacing of float16's subnormal numbers
+  // one unit in its last place is the spacing of float16's subnormal numbers
+  constexpr uint32_t kMagic = 126u << 23;
   const uint32_t small = bits_of(float_of(bits) + float_of(kMagic)) - kMagic;
   const uint32_t normal = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13;
   const uint32_t magnitude = bits >= 143u << 23 ? special : bits < 113u << 23 ? small : normal;
@@ -75,15 +90,20 @@ HDET_HD uint16_t to_f16(float x) {
 }
 
 // A number of 16 bits, by its type.
-HDET_HD float from_16(DType type, uint16_t x) { return type == DType::bf16 ? from_bf16(x) : from_f16(x); }
+HDET_HD float from_16(DType type, uint16_t x) {
+  return type == DType::bf16 ? from_bf16(x) : from_f16(x);
+}
 HDET_HD uint16_t to_16(DType type, float x) { return type == DType::bf16 ? to_bf16(x) : to_f16(x); }
 
-// The split form: a float32 as its bfloat16, rounded to nearest with ties away from zero, and its low 16 bits. Where they are
-// 0x8000 or more the upper half was rounded up, so the pair is exact for every number; a NaN stays one in the upper half, where
-// everybody looks for it. A zero that was rounded up is no number's upper half: somebody has set the parameter to zero.
+// The split form: a float32 as its bfloat16, rounded to nearest with ties away from zero, and its
+// low 16 bits. Where they are 0x8000 or more the upper half was rounded up, so the pair is exact
+// for every number; a NaN stays one in the upper half, where everybody looks for it. A zero that
+// was rounded up is no number's upper half: somebody has set the parameter to zero.
 HDET_HD float join(uint16_t upper, uint16_t lower) {
-  const uint32_t bits = ((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower;
-  return float_of((upper & 0x7fffu) == 0 && lower >= 0x8000u ? static_cast<uint32_t>(upper) << 16 : bits);
+  const uint32_t bits =
+      ((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower;
+  return float_of((upper & 0x7fffu) == 0 && lower >= 0x8000u ? static_cast<uint32_t>(upper) << 16
+                                                             : bits);
 }
 HDET_HD uint16_t upper_half(float x) {
   const uint32_t bits = bits_of(x);
@@ -100,35 +120,46 @@ struct Formats {
   DType gradient, param;
   Master master;
   DType moments[kMaxMoments];
-  bool stochastic;  // bfloat16 parameters without a master and bfloat16 averages of squares are rounded stochastically
+  bool stochastic;  // of bfloat16 parameters without a master, and of bfloat16 averages of squares
 };
 
-// How all tensors of a step are stored, where kernels have been compiled for just that: float32; or bfloat16 parameters and gradients, with
-// float32 masters or in the split form, with moments in float32 or codes; or bfloat16 throughout, rounded stochastically (halves). Moments
-// may be missing.
+// How all tensors of a step are stored, where kernels have been compiled for just that: float32; or
+// bfloat16 parameters and gradients, with float32 masters or in the split form, with moments in
+// float32 or codes; or bfloat16 throughout, rounded stochastically (halves). Moments may be
+// missing.
 enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3, halves = 4 };
 
 // Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
-  if (known == Known::halves) return {DType::bf16, DType::bf16, Master::none, {DType::bf16, DType::bf16, DType::bf16}, true};
-  const DType halves = known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
-  const Master master = known == Known::masters ? Master::f32 : known == Known::split ? Master::split : Master::none;
+  if (known == Known::halves)
+    return {DType::bf16, DType::bf16, Master::none, {DType::bf16, DType::bf16, DType::bf16}, true};
+  const DType halves =
+      known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
+  const Master master = known == Known::masters ? Master::f32
+                        : known == Known::split ? Master::split
+                                                : Master::none;
   return {halves, halves, master, {DType::f32, DType::f32, DType::f32}, false};
 }
 
 HDET_HD Formats unpack_formats(int32_t packed) {
   const auto type = [packed](int place) { return static_cast<DType>(packed >> 4 * place & 15); };
-  return {type(0), type(1), static_cast<Master>(packed >> 8 & 15), {type(3), type(4), type(5)}, (packed >> 24 & 1) != 0};
+  return {type(0),
+          type(1),
+          static_cast<Master>(packed >> 8 & 15),
+          {type(3), type(4), type(5)},
+          (packed >> 24 & 1) != 0};
 }
 
-// Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are never rounded so.
+// Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are
+// never rounded so.
 HDET_HD Known known_of(const Formats& f) {
   for (const Known one : {Known::floats, Known::masters, Known::split, Known::halves}) {
     const Formats like = formats_of(one);
     const bool coded = one != Known::halves;  // may be
     bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
     for (const DType moment : f.moments) {
-      alike = alike && (moment == like.moments[0] || moment == DType::none || (coded && moment == DType::codes));
+      alike = alike && (moment == like.moments[0] || moment == DType::none ||
+                        (coded && moment == DType::codes));
     }
     if (alike && (f.stochastic || !like.stochastic)) return one;
   }

@@ -1,10 +1,12 @@
-// What the headers of this folder need from the compiler that reads them: g++, clang++ or nvcc, for a host or for a GPU.
+// What the headers of this folder need from the compiler that reads them: g++, clang++ or nvcc, for
+// a host or for a GPU.
 #pragma once
 
 #include <cstdint>
 
-// `static` on purpose: the CPU loops are compiled several times with different instruction sets, and a shared (comdat) copy of
-// one of these functions could be taken from a translation unit that needs AVX-512.
+// `static` on purpose: the CPU loops are compiled several times with different instruction sets,
+// and a shared (comdat) copy of one of these functions could be taken from a translation unit that
+// needs AVX-512.
 #if defined(__CUDACC__)
 #define HDET_HD static __forceinline__ __host__ __device__
 #else
@@ -12,7 +14,8 @@
 #endif
 
 #if defined(__CUDA_ARCH__)
-#define HDET_ROLLED _Pragma("unroll 1")  // several turns at a time would take registers that there are not
+// several turns at a time would take registers that there are not
+#define HDET_ROLLED _Pragma("unroll 1")
 #else
 #define HDET_ROLLED
 #endif

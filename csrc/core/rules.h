@@ -14,16 +14,19 @@ namespace hdet {
 
 constexpr const char* kRulesDigest = "fb418c2f7d37ab34";
 
-enum class Rule : int32_t { adamw = 0, adam = 1, ademamix = 2, lion = 3, muon = 4, nadamw = 5, schedule_free_adamw = 6, sgd = 7 };
+enum class Rule : int32_t { adamw = 0, adam = 1, ademamix = 2, lion = 3, muon = 4, nadamw = 5,
+    schedule_free_adamw = 6, sgd = 7 };
 
 // What the host says of a parameter group: StepSettings, which explains it.
 struct GroupSettings {
-  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, decay_at_base, cautious_decay, beta3, alpha, t_alpha, t_beta3, average;
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize,
+      decay_at_base, cautious_decay, beta3, alpha, t_alpha, t_beta3, average;
 };
 
 struct AdamwRule {
   static constexpr int kMoments = 2;
-  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false, kGivesParameter = false;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -35,11 +38,14 @@ struct AdamwRule {
     s[4] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
     s[5] = static_cast<float>(h.eps);
   }
-  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) {
+    return 1.0 - power(h.beta1, step);
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
+        s5 = row.s[5];
     const float m = moments[0], v = moments[1];
     const float t0 = lerp(m, g, s0, s1);
     const float t1 = (v * s2) + ((g * s3) * g);
@@ -52,7 +58,8 @@ struct AdamwRule {
 
 struct AdamRule {
   static constexpr int kMoments = 2;
-  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false, kGivesParameter = false;
+  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -65,11 +72,14 @@ struct AdamRule {
     s[5] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
     s[6] = static_cast<float>(h.eps);
   }
-  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) {
+    return 1.0 - power(h.beta1, step);
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float p, const Moments& moments) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6];
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
+        s5 = row.s[5], s6 = row.s[6];
     const float m = moments[0], v = moments[1];
     const float t0 = add_weighted(g, s0, p);
     const float t1 = lerp(m, t0, s1, s2);
@@ -83,7 +93,8 @@ struct AdamRule {
 
 struct AdemamixRule {
   static constexpr int kMoments = 3;
-  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false, kGivesParameter = false;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (3 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (2 >> moment & 1) != 0; }
 
@@ -102,11 +113,14 @@ struct AdemamixRule {
     s[8] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
     s[9] = static_cast<float>(h.eps);
   }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
+    return 1.0;
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8], s9 = row.s[9];
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
+        s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8], s9 = row.s[9];
     const float m = moments[0], slow = moments[1], v = moments[2];
     const float t0 = lerp(m, g, s0, s1);
     const float t1 = lerp(slow, g, s3, s4);
@@ -121,7 +135,8 @@ struct AdemamixRule {
 
 struct LionRule {
   static constexpr int kMoments = 1;
-  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false, kGivesParameter = false;
+  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -131,7 +146,9 @@ struct LionRule {
     s[2] = static_cast<float>(1.0 - h.beta2);
     s[3] = static_cast<float>(h.beta2);
   }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
+    return 1.0;
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
@@ -146,7 +163,8 @@ struct LionRule {
 
 struct MuonRule {
   static constexpr int kMoments = 1;
-  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = true, kGivesParameter = false;
+  static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = true,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -156,7 +174,9 @@ struct MuonRule {
     s[2] = static_cast<float>(1.0 - (h.nesterov != 0 ? h.momentum : 1.0));
     s[3] = static_cast<float>(h.nesterov != 0 ? h.momentum : 1.0);
   }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
+    return 1.0;
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
@@ -171,7 +191,8 @@ struct MuonRule {
 
 struct NadamwRule {
   static constexpr int kMoments = 2;
-  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false, kGivesParameter = false;
+  static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -183,11 +204,14 @@ struct NadamwRule {
     s[4] = static_cast<float>(1.0 / square_root(1.0 - power(h.beta2, step)));
     s[5] = static_cast<float>(h.eps);
   }
-  HDET_HD double divisor(const GroupSettings& h, uint32_t step) { return 1.0 - power(h.beta1, step); }
+  HDET_HD double divisor(const GroupSettings& h, uint32_t step) {
+    return 1.0 - power(h.beta1, step);
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5];
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
+        s5 = row.s[5];
     const float m = moments[0], v = moments[1];
     const float t0 = lerp(m, g, s0, s1);
     const float t1 = (v * s2) + ((g * s3) * g);
@@ -200,7 +224,8 @@ struct NadamwRule {
 
 struct Schedule_free_adamwRule {
   static constexpr int kMoments = 2;
-  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false, kGivesParameter = true;
+  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false,
+      kGivesParameter = true;
   HDET_HD constexpr bool is_signed(int moment) { return (2 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (2 >> moment & 1) != 0; }
 
@@ -215,11 +240,14 @@ struct Schedule_free_adamwRule {
     s[7] = static_cast<float>(rate * ((h.beta1 * (1.0 - h.average)) - 1.0));
     s[8] = static_cast<float>(rate);
   }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
+    return 1.0;
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float p, const Moments& moments) {
-    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4], s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8];
+    const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
+        s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8];
     const float v = moments[0], z = moments[1];
     const float t0 = (v * s2) + ((g * s3) * g);
     const float t1 = add_weighted(g / ((square_root(t0) * s4) + s5), s6, p);
@@ -233,7 +261,8 @@ struct Schedule_free_adamwRule {
 
 struct SgdRule {
   static constexpr int kMoments = 1;
-  static constexpr bool kSquares = false, kCoupled = true, kMayLackMoments = true, kGivesParameter = false;
+  static constexpr bool kSquares = false, kCoupled = true, kMayLackMoments = true,
+      kGivesParameter = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -243,7 +272,9 @@ struct SgdRule {
     s[2] = static_cast<float>(step <= 1.0 ? 1.0 : (h.momentum != 0 ? (1.0 - h.dampening) : 1.0));
     s[3] = static_cast<float>(h.momentum);
   }
-  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) { return 1.0; }
+  HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
+    return 1.0;
+  }
 
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float p, const Moments& moments) {

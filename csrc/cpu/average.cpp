@@ -1,12 +1,14 @@
-// The weighted mean of K co-resident replicas on a CPU, in place. Compiled once per instruction set.
-#include "kernels.h"
-
+// The weighted mean of K co-resident replicas on a CPU, in place. Compiled once per instruction
+// set.
 #include "blocks.h"
+#include "kernels.h"
 
 namespace {
 
-// The sums stay in the first-level cache while K sets stream through it: each element is fetched once and written once.
-void average_block(const hdet::AveragePlan& plan, const hdet::Chunk& c, int64_t element, int length) {
+// The sums stay in the first-level cache while K sets stream through it: each element is fetched
+// once and written once.
+void average_block(const hdet::AveragePlan& plan, const hdet::Chunk& c, int64_t element,
+                   int length) {
   Staging sums, buffer;
   const hdet::Formats formats = hdet::unpack_formats(c.formats);
   const Master kind = plan.masters == nullptr ? Master::none : formats.master;
@@ -17,7 +19,8 @@ void average_block(const hdet::AveragePlan& plan, const hdet::Chunk& c, int64_t 
   start_sums(sums.values, length);
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
     if (plan.weights[k] == 0.0f) continue;
-    add_weighted_block(sums.values, plan.weights[k], open(param(k), element, length, buffer), length);
+    add_weighted_block(sums.values, plan.weights[k], open(param(k), element, length, buffer),
+                       length);
   }
   for (int32_t k = 0; k < plan.num_replicas; ++k) put(param(k), element, length, sums.values);
 }
@@ -43,10 +46,14 @@ void average_floats(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
 
 void average_chunk(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
   switch (plan.all_float != 0 ? plan.num_replicas : 0) {
-    case 2: return average_floats<2>(plan, c);
-    case 4: return average_floats<4>(plan, c);
-    case 8: return average_floats<8>(plan, c);
-    default: over_blocks(c, [&](int64_t element, int length) { average_block(plan, c, element, length); });
+    case 2:
+      return average_floats<2>(plan, c);
+    case 4:
+      return average_floats<4>(plan, c);
+    case 8:
+      return average_floats<8>(plan, c);
+    default:
+      over_blocks(c, [&](int64_t element, int length) { average_block(plan, c, element, length); });
   }
 }
 

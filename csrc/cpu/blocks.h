@@ -1,14 +1,14 @@
-// Blocks: what the loops of a CPU work on. A block of a stream is seen as float32, where it lies if it is float32, else in a
-// staging buffer that the first-level cache holds. So formats are looked at once a block, and the arithmetic is plain float loops.
+// Blocks: what the loops of a CPU work on. A block of a stream is seen as float32, where it lies if
+// it is float32, else in a staging buffer that the first-level cache holds. So formats are looked
+// at once a block, and the arithmetic is plain float loops.
 //
-// Included by sources that are compiled once per instruction set: everything is local to them, and no standard header with inline
-// functions may be used (see portable.h on comdat copies).
+// Included by sources that are compiled once per instruction set: everything is local to them, and
+// no standard header with inline functions may be used (see portable.h on comdat copies).
 #pragma once
 
-#include "../core/eight_bit.h"
-#include "../core/numbers.h"
-#include "../core/philox.h"
 #include "../core/arithmetic.h"
+#include "../core/philox.h"
+#include "../core/plan.h"
 
 // The streams of a plan do not overlap, and a loop over the sets of a batch becomes straight code.
 #if defined(__clang__)
@@ -19,7 +19,8 @@
 #define HDET_UNROLL _Pragma("GCC unroll 8")
 #endif
 
-#pragma GCC diagnostic ignored "-Wunused-function"  // a source uses what it needs; `inline` would have all of this inlined
+// a source uses what it needs; `inline` would have all of this inlined
+#pragma GCC diagnostic ignored "-Wunused-function"
 
 namespace {
 
@@ -54,7 +55,8 @@ void narrow(DType type, const float* __restrict values, uint16_t* __restrict num
   }
 }
 
-void narrow_stochastic(const float* __restrict values, const uint16_t* __restrict random, uint16_t* __restrict numbers, int length) {
+void narrow_stochastic(const float* __restrict values, const uint16_t* __restrict random,
+                       uint16_t* __restrict numbers, int length) {
   for (int i = 0; i < length; ++i) numbers[i] = hdet::to_bf16(values[i], random[i]);
 }
 
@@ -65,11 +67,14 @@ float* open(DType type, void* stream, int64_t element, int length, Staging& stag
   return staging.values;
 }
 
-// Writes a block that open() gave and the caller has changed, or any other. `random`: 16 bits a number, for bfloat16, or null.
-void put(DType type, void* stream, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+// Writes a block that open() gave and the caller has changed, or any other. `random`: 16 bits a
+// number, for bfloat16, or null.
+void put(DType type, void* stream, int64_t element, int length, const float* values,
+         const uint16_t* random = nullptr) {
   if (type == DType::f32) {
     float* const target = at<float>(stream, element);
-    if (target != values) __builtin_memcpy(target, values, static_cast<unsigned long>(length) * sizeof(float));
+    if (target != values)
+      __builtin_memcpy(target, values, static_cast<unsigned long>(length) * sizeof(float));
   } else if (random != nullptr) {
     narrow_stochastic(values, random, at<uint16_t>(stream, element), length);
   } else {
@@ -89,8 +94,10 @@ struct Moment {
 using hdet::kCodeBlock;
 static_assert(kBlock % kCodeBlock == 0, "a block of a stream holds whole blocks of codes");
 
-// These loops have one step of the way each, so that reads from tables are vectorised where there is an instruction for them.
-void decode(const hdet::Codebook& book, float scale, const uint8_t* __restrict codes, float* __restrict values, int length) {
+// These loops have one step of the way each, so that reads from tables are vectorised where there
+// is an instruction for them.
+void decode(const hdet::Codebook& book, float scale, const uint8_t* __restrict codes,
+            float* __restrict values, int length) {
   const float* const table = book.values;
   int32_t places[kCodeBlock];
   for (int i = 0; i < length; ++i) places[i] = codes[i];
@@ -98,17 +105,20 @@ void decode(const hdet::Codebook& book, float scale, const uint8_t* __restrict c
 }
 
 template <bool kSigned>
-void encode(const hdet::Codebook& book, float scale, const float* __restrict values, uint8_t* __restrict codes, int length) {
+void encode(const hdet::Codebook& book, float scale, const float* __restrict values,
+            uint8_t* __restrict codes, int length) {
   const uint32_t* const table = book.parts;
   float shares[kCodeBlock];
   uint32_t places[kCodeBlock], parts[kCodeBlock];
   const hdet::Shares shares_in = hdet::shares_of(scale);
   for (int i = 0; i < length; ++i) {
     shares[i] = hdet::share_of(shares_in, values[i]);
-    places[i] = hdet::place_of(kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i]);
+    places[i] =
+        hdet::place_of(kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i]);
   }
   for (int i = 0; i < length; ++i) parts[i] = table[places[i] >> 16];
-  for (int i = 0; i < length; ++i) codes[i] = static_cast<uint8_t>(hdet::code_of<kSigned>(shares[i], places[i], parts[i]));
+  for (int i = 0; i < length; ++i)
+    codes[i] = static_cast<uint8_t>(hdet::code_of<kSigned>(shares[i], places[i], parts[i]));
 }
 
 uint32_t largest_bits(const float* __restrict values, int length) {
@@ -120,11 +130,13 @@ uint32_t largest_bits(const float* __restrict values, int length) {
   return largest;
 }
 
-// The blocks of codes among these elements, the first of which begins one: work(start, length, its number).
+// The blocks of codes among these elements, the first of which begins one: work(start, length, its
+// number).
 template <class Work>
 void over_code_blocks(int64_t element, int length, const Work& work) {
   for (int start = 0; start < length; start += kCodeBlock) {
-    work(start, length - start < kCodeBlock ? length - start : kCodeBlock, (element + start) / kCodeBlock);
+    work(start, length - start < kCodeBlock ? length - start : kCodeBlock,
+         (element + start) / kCodeBlock);
   }
 }
 
@@ -132,26 +144,32 @@ void over_code_blocks(int64_t element, int length, const Work& work) {
 float* open(const Moment& m, int64_t element, int length, Staging& staging) {
   if (m.type != DType::codes) return open(m.type, m.numbers, element, length, staging);
   over_code_blocks(element, length, [&](int start, int count, int64_t block) {
-    decode(*m.book, m.scales[block], at<const uint8_t>(m.numbers, element + start), staging.values + start, count);
+    decode(*m.book, m.scales[block], at<const uint8_t>(m.numbers, element + start),
+           staging.values + start, count);
   });
   return staging.values;
 }
 
-void put(const Moment& m, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+void put(const Moment& m, int64_t element, int length, const float* values,
+         const uint16_t* random = nullptr) {
   if (m.type != DType::codes) return put(m.type, m.numbers, element, length, values, random);
   over_code_blocks(element, length, [&](int start, int count, int64_t block) {
     const float scale = m.scales[block] = hdet::scale_of(largest_bits(values + start, count));
     uint8_t* const codes = at<uint8_t>(m.numbers, element + start);
-    if (m.is_signed) encode<true>(*m.book, scale, values + start, codes, count);
-    else encode<false>(*m.book, scale, values + start, codes, count);
+    if (m.is_signed)
+      encode<true>(*m.book, scale, values + start, codes, count);
+    else
+      encode<false>(*m.book, scale, values + start, codes, count);
   });
 }
 
-void join_halves(const uint16_t* __restrict upper, const uint16_t* __restrict lower, float* __restrict values, int length) {
+void join_halves(const uint16_t* __restrict upper, const uint16_t* __restrict lower,
+                 float* __restrict values, int length) {
   for (int i = 0; i < length; ++i) values[i] = hdet::join(upper[i], lower[i]);
 }
 
-void split_halves(const float* __restrict values, uint16_t* __restrict upper, uint16_t* __restrict lower, int length) {
+void split_halves(const float* __restrict values, uint16_t* __restrict upper,
+                  uint16_t* __restrict lower, int length) {
   for (int i = 0; i < length; ++i) {
     upper[i] = hdet::upper_half(values[i]);
     lower[i] = hdet::lower_half(values[i]);
@@ -170,12 +188,14 @@ struct Param {
 float* open(const Param& p, int64_t element, int length, Staging& staging) {
   if (p.kind == Master::f32) return at<float>(p.master, element);
   if (p.kind == Master::none) return open(p.type, p.param, element, length, staging);
-  join_halves(at<const uint16_t>(p.param, element), at<const uint16_t>(p.master, element), staging.values, length);
+  join_halves(at<const uint16_t>(p.param, element), at<const uint16_t>(p.master, element),
+              staging.values, length);
   return staging.values;
 }
 
 // `random` rounds a parameter that has no master.
-void put(const Param& p, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+void put(const Param& p, int64_t element, int length, const float* values,
+         const uint16_t* random = nullptr) {
   if (p.kind == Master::split) {
     split_halves(values, at<uint16_t>(p.param, element), at<uint16_t>(p.master, element), length);
     return;
@@ -184,7 +204,8 @@ void put(const Param& p, int64_t element, int length, const float* values, const
   put(p.type, p.param, element, length, values, p.kind == Master::none ? random : nullptr);
 }
 
-void add_weighted_block(float* __restrict sums, float weight, const float* __restrict values, int length) {
+void add_weighted_block(float* __restrict sums, float weight, const float* __restrict values,
+                        int length) {
   for (int i = 0; i < length; ++i) sums[i] = hdet::add_weighted(sums[i], weight, values[i]);
 }
 

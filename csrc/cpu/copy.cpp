@@ -1,13 +1,14 @@
-// A scaled copy of one set of tensors to another on a CPU: into a bucket and back. Compiled once per instruction set.
-#include "kernels.h"
-
+// A scaled copy of one set of tensors to another on a CPU: into a bucket and back. Compiled once
+// per instruction set.
 #include "blocks.h"
+#include "kernels.h"
 
 namespace {
 
 using hdet::CopyPlan;
 
-void write_scaled(float scale, const float* __restrict source, float* __restrict destination, int length) {
+void write_scaled(float scale, const float* __restrict source, float* __restrict destination,
+                  int length) {
   for (int i = 0; i < length; ++i) destination[i] = hdet::scaled(scale, source[i]);
 }
 
@@ -16,13 +17,17 @@ void copy_block(const CopyPlan& plan, const hdet::Chunk& c, int64_t element, int
   const hdet::Formats formats = hdet::unpack_formats(c.formats);
   void* const lower = entry(plan.source_lowers, c.tensor);
   void* const master = entry(plan.masters, c.tensor);
-  const Param source{formats.gradient, lower != nullptr ? Master::split : Master::none, plan.sources[c.tensor], lower};
-  const Param destination{formats.param, master != nullptr ? formats.master : Master::none, plan.destinations[c.tensor], master};
+  const Param source{formats.gradient, lower != nullptr ? Master::split : Master::none,
+                     plan.sources[c.tensor], lower};
+  const Param destination{formats.param, master != nullptr ? formats.master : Master::none,
+                          plan.destinations[c.tensor], master};
 
   const bool direct = destination.kind == Master::none && destination.type == DType::f32;
   float* const to = direct ? at<float>(destination.param, element) : destination_buffer.values;
-  if (plan.scale == 0.0f) __builtin_memset(to, 0, static_cast<unsigned long>(length) * sizeof(float));
-  else write_scaled(plan.scale, open(source, element, length, source_buffer), to, length);
+  if (plan.scale == 0.0f)
+    __builtin_memset(to, 0, static_cast<unsigned long>(length) * sizeof(float));
+  else
+    write_scaled(plan.scale, open(source, element, length, source_buffer), to, length);
   put(destination, element, length, to);
 }
 
@@ -32,7 +37,9 @@ namespace hdet::cpu {
 
 void HDET_VARIANT(copy_)(const CopyPlan& plan, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
-    over_blocks(plan.chunks[i], [&](int64_t element, int length) { copy_block(plan, plan.chunks[i], element, length); });
+    over_blocks(plan.chunks[i], [&](int64_t element, int length) {
+      copy_block(plan, plan.chunks[i], element, length);
+    });
   }
 }
 

@@ -1,13 +1,19 @@
 // Chooses the instruction set and cuts a plan over threads. Compiled without any -m flag.
 //
-// OpenMP. torch brings its own libgomp. Found with torch 2.13 on Linux (LD_DEBUG=bindings, /proc/self/maps):
-// - torch's copy has the SONAME libgomp.so.1, the name this module links against; the loader keeps one library per SONAME, so
-//   whichever of the two is loaded first serves both, and there is one runtime with one pool of threads.
-// - wheels that rename their copy (libgomp-<hash>.so.1) load it through libtorch_global_deps.so with RTLD_GLOBAL; symbols are
-//   looked up in that scope before this module's own dependencies, so GOMP_parallel still binds to torch's copy when torch was
-//   imported first. hdet.kernels therefore imports torch before this module. The second library is then mapped but never runs.
-// Linking libgomp statically, or a pool of our own, would give two pools that spin against each other.
-// For the same reason a call opens one region and not one per tensor: a barrier next to a busy neighbour costs milliseconds.
+// OpenMP. torch brings its own libgomp. Found with torch 2.13 on Linux (LD_DEBUG=bindings,
+// /proc/self/maps):
+// - torch's copy has the SONAME libgomp.so.1, the name this module links against; the loader keeps
+// one library per SONAME, so
+//   whichever of the two is loaded first serves both, and there is one runtime with one pool of
+//   threads.
+// - wheels that rename their copy (libgomp-<hash>.so.1) load it through libtorch_global_deps.so
+// with RTLD_GLOBAL; symbols are
+//   looked up in that scope before this module's own dependencies, so GOMP_parallel still binds to
+//   torch's copy when torch was imported first. hdet.kernels therefore imports torch before this
+//   module. The second library is then mapped but never runs.
+// Linking libgomp statically, or a pool of our own, would give two pools that spin against each
+// other. For the same reason a call opens one region and not one per tensor: a barrier next to a
+// busy neighbour costs milliseconds.
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
@@ -21,10 +27,10 @@
 
 namespace hdet::cpu {
 
-#define HDET_DECLARE(isa)                                     \
-  void step_##isa(const StepPlan&, int64_t, int64_t);         \
-  void average_##isa(const AveragePlan&, int64_t, int64_t);   \
-  void copy_##isa(const CopyPlan&, int64_t, int64_t);         \
+#define HDET_DECLARE(isa)                                   \
+  void step_##isa(const StepPlan&, int64_t, int64_t);       \
+  void average_##isa(const AveragePlan&, int64_t, int64_t); \
+  void copy_##isa(const CopyPlan&, int64_t, int64_t);       \
   void norm_##isa(const StepPlan&, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
@@ -72,10 +78,12 @@ const Variant& choose(const std::string& isa) {
     if (wanted == variant.name) return variant;
     names += std::string(names.empty() ? "" : ", ") + variant.name;
   }
-  throw std::invalid_argument((isa.empty() ? "HDET_ISA=" : "isa=") + wanted + " is not available here; choose one of: " + names);
+  throw std::invalid_argument((isa.empty() ? "HDET_ISA=" : "isa=") + wanted +
+                              " is not available here; choose one of: " + names);
 }
 
-// Calls loop(first, last) on consecutive shares of about equally many elements, one for each thread.
+// Calls loop(first, last) on consecutive shares of about equally many elements, one for each
+// thread.
 template <class Loop>
 void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& loop) {
   if (count == 0) return;
@@ -83,8 +91,12 @@ void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& lo
   const int64_t total = chunks[count - 1].begin + chunks[count - 1].length;
   if (threads > 1 && total >= kParallelElements) {
     const auto cut = [=](int64_t share, int64_t shares) {
-      const auto before = [](const Chunk& chunk, int64_t elements) { return chunk.begin < elements; };
-      return std::lower_bound(chunks, chunks + count, total / shares * share + total % shares * share / shares, before) - chunks;
+      const auto before = [](const Chunk& chunk, int64_t elements) {
+        return chunk.begin < elements;
+      };
+      return std::lower_bound(chunks, chunks + count,
+                              total / shares * share + total % shares * share / shares, before) -
+             chunks;
     };
 #pragma omp parallel num_threads(threads)
     {
@@ -106,11 +118,13 @@ double sum_in_order(const double* partials, int64_t count) {
   return sum;
 }
 
-// The derive phase. Neighbours mostly have one group and one count, and powers and roots are what it costs.
+// The derive phase. Neighbours mostly have one group and one count, and powers and roots are what
+// it costs.
 void prepare(const StepPlan& plan) {
   *plan.control = prepare_control(plan, sum_in_order(plan.partials, plan.num_chunks));
   int64_t before = -1;
-  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) before = prepare_tensor(plan, *plan.control, tensor, before);
+  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor)
+    before = prepare_tensor(plan, *plan.control, tensor, before);
 }
 
 }  // namespace
@@ -132,22 +146,26 @@ bool has_openmp() {
 void step(const StepPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
   if (plan.partials != nullptr) {
-    over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.norm(plan, first, last); });
+    over_chunks(plan.chunks, plan.num_chunks, threads,
+                [&](int64_t first, int64_t last) { loops.norm(plan, first, last); });
   }
   prepare(plan);
   const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
   if (nothing) return;
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
+  over_chunks(plan.chunks, plan.num_chunks, threads,
+              [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
 }
 
 void average(const AveragePlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.average(plan, first, last); });
+  over_chunks(plan.chunks, plan.num_chunks, threads,
+              [&](int64_t first, int64_t last) { loops.average(plan, first, last); });
 }
 
 void copy(const CopyPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.copy(plan, first, last); });
+  over_chunks(plan.chunks, plan.num_chunks, threads,
+              [&](int64_t first, int64_t last) { loops.copy(plan, first, last); });
 }
 
 }  // namespace hdet::cpu

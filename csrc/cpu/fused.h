@@ -1,5 +1,6 @@
-// A step on float32 alone: the rule and up to 8 sets of parameters in one loop, so that all streams advance together. One set after
-// the other, block by block, is half as fast: hardware prefetch starts anew at each jump to another stream.
+// A step on float32 alone: the rule and up to 8 sets of parameters in one loop, so that all streams
+// advance together. One set after the other, block by block, is half as fast: hardware prefetch
+// starts anew at each jump to another stream.
 #pragma once
 
 #include "update.h"
@@ -38,17 +39,22 @@ void fused_loop(const Work& w, const Batch<N>& batch) {
   for (int j = 0; j < Rule::kMoments; ++j) moments[j] = at<float>(w.moment(j), c.offset);
   HDET_INDEPENDENT
   for (int i = 0; i < c.length; ++i) {
-    const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f, Element{moments, i});
-    if (Rule::kGivesParameter) batch.p[0][i] = u;
-    else batch.template take_steps<kCautious>(i, u);
+    const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f,
+                                    Element{moments, i});
+    if (Rule::kGivesParameter)
+      batch.p[0][i] = u;
+    else
+      batch.template take_steps<kCautious>(i, u);
   }
 }
 
 template <class Rule, int N>
 bool fused(const Work& w) {
   const Batch<N> batch(w, 0, w.chunk.offset);
-  if (!Rule::kCoupled && batch.cautious) fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
-  else fused_loop<Rule, N, false>(w, batch);
+  if (!Rule::kCoupled && batch.cautious)
+    fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
+  else
+    fused_loop<Rule, N, false>(w, batch);
   return true;
 }
 
@@ -63,8 +69,10 @@ void follow_loop(const Batch<N>& batch, int length, const float* u) {
 template <int N>
 void follow(const Work& w, int32_t first, int64_t element, int length, const float* u) {
   const Batch<N> batch(w, first, element);
-  if (batch.cautious) follow_loop<N, true>(batch, length, u);
-  else follow_loop<N, false>(batch, length, u);
+  if (batch.cautious)
+    follow_loop<N, true>(batch, length, u);
+  else
+    follow_loop<N, false>(batch, length, u);
 }
 
 inline void follow_all(const Work& w, int64_t element, int length, const float* u) {
@@ -82,11 +90,16 @@ bool fused_chunk(const Work& w) {
     if (w.formats.moments[j] != DType::f32) return false;  // SGD without momentum, and codes
   }
   switch (w.plan.num_replicas) {
-    case 1: return fused<Rule, 1>(w);
-    case 2: return fused<Rule, 2>(w);
-    case 4: return fused<Rule, 4>(w);
-    case 8: return fused<Rule, 8>(w);
-    default: return false;
+    case 1:
+      return fused<Rule, 1>(w);
+    case 2:
+      return fused<Rule, 2>(w);
+    case 4:
+      return fused<Rule, 4>(w);
+    case 8:
+      return fused<Rule, 8>(w);
+    default:
+      return false;
   }
 }
 

@@ -1,4 +1,5 @@
-// The CPU backend. All sources but dispatch.cpp are compiled once per instruction set; dispatch.cpp picks a variant when called.
+// The CPU backend. All sources but dispatch.cpp are compiled once per instruction set; dispatch.cpp
+// picks a variant when called.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,10 @@ std::vector<std::string> variants();
 // Whether the threads of these calls come from OpenMP.
 bool has_openmp();
 
-// One parallel region for each phase that touches elements: two for a step with a norm, else one. `isa` names a variant; empty
-// takes the environment's HDET_ISA, else the best. Throws std::invalid_argument, before anything is written, for a variant that
-// this processor or this build does not have.
+// One parallel region for each phase that touches elements: two for a step with a norm, else one.
+// `isa` names a variant; empty takes the environment's HDET_ISA, else the best. Throws
+// std::invalid_argument, before anything is written, for a variant that this processor or this
+// build does not have.
 void step(const StepPlan& plan, int threads, const std::string& isa);
 void average(const AveragePlan& plan, int threads, const std::string& isa);
 void copy(const CopyPlan& plan, int threads, const std::string& isa);

@@ -1,12 +1,13 @@
-// Sums of squares on a CPU, one float64 for each chunk. A square of a float32 is exact in float64, and the order of the additions
-// is fixed, so every instruction set gives the same bits. Compiled once per instruction set.
-#include "kernels.h"
-
+// Sums of squares on a CPU, one float64 for each chunk. A square of a float32 is exact in float64,
+// and the order of the additions is fixed, so every instruction set gives the same bits. Compiled
+// once per instruction set.
 #include "blocks.h"
+#include "kernels.h"
 
 namespace {
 
-// Lanes that stay in registers: left to itself a compiler keeps them in memory. GCC and Clang split what the processor lacks.
+// Lanes that stay in registers: left to itself a compiler keeps them in memory. GCC and Clang split
+// what the processor lacks.
 using Floats = float __attribute__((vector_size(16)));
 using Doubles = double __attribute__((vector_size(32)));
 constexpr int kWidth = 4, kVectors = 8, kLanes = kWidth * kVectors;
@@ -27,7 +28,8 @@ void add_squares(const float* values, int length, double* lanes) {
     }
   }
   __builtin_memcpy(lanes, sums, sizeof sums);
-  for (int j = 0; start + j < length; ++j) lanes[j] += static_cast<double>(values[start + j]) * static_cast<double>(values[start + j]);
+  for (int j = 0; start + j < length; ++j)
+    lanes[j] += static_cast<double>(values[start + j]) * static_cast<double>(values[start + j]);
 }
 
 double sum_of_squares(const hdet::Chunk& c, void* tensor) {
@@ -35,7 +37,9 @@ double sum_of_squares(const hdet::Chunk& c, void* tensor) {
   Staging buffer;
   const DType type = hdet::unpack_formats(c.formats).gradient;
   double lanes[kLanes] = {};
-  over_blocks(c, [&](int64_t element, int length) { add_squares(open(type, tensor, element, length, buffer), length, lanes); });
+  over_blocks(c, [&](int64_t element, int length) {
+    add_squares(open(type, tensor, element, length, buffer), length, lanes);
+  });
   double sum = 0.0;
   for (int j = 0; j < kLanes; ++j) sum += lanes[j];
   return sum;
@@ -46,7 +50,8 @@ double sum_of_squares(const hdet::Chunk& c, void* tensor) {
 namespace hdet::cpu {
 
 void HDET_VARIANT(norm_)(const StepPlan& plan, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) plan.partials[i] = sum_of_squares(plan.chunks[i], plan.gradients[plan.chunks[i].tensor]);
+  for (int64_t i = first; i < last; ++i)
+    plan.partials[i] = sum_of_squares(plan.chunks[i], plan.gradients[plan.chunks[i].tensor]);
 }
 
 }  // namespace hdet::cpu

@@ -1,13 +1,13 @@
-// The update phase of a step on a CPU: plain loops that the compiler vectorises. They move 28 bytes a parameter (AdamW, float32) and
-// wait for memory, so intrinsics would gain nothing.
-#include "kernels.h"
-
+// The update phase of a step on a CPU: plain loops that the compiler vectorises. They move 28 bytes
+// a parameter (AdamW, float32) and wait for memory, so intrinsics would gain nothing.
 #include "fused.h"
+#include "kernels.h"
 
 namespace {
 
 template <bool kCautious>
-void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* __restrict u, int length) {
+void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* __restrict u,
+                int length) {
   const ReplicaRow row = shared_row;
   for (int i = 0; i < length; ++i) p[i] = hdet::take_step<kCautious>(row, p[i], u[i]);
 }
@@ -15,7 +15,8 @@ void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* 
 // Each replica steps along u and keeps what it gets, or u if that is the new parameter.
 template <class Rule>
 void store(const Work& w, int64_t element, int length, const float* u) {
-  if (!Rule::kGivesParameter && w.plan.known == hdet::Known::floats) return follow_all(w, element, length, u);
+  if (!Rule::kGivesParameter && w.plan.known == hdet::Known::floats)
+    return follow_all(w, element, length, u);
   Staging buffer;
   uint16_t random[kBlock];
   for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
@@ -23,11 +24,14 @@ void store(const Work& w, int64_t element, int length, const float* u) {
     const float* p = u;
     if (!Rule::kGivesParameter) {
       float* const old = open(param, element, length, buffer);
-      if (hdet::is_cautious(w.replicas[k])) take_steps<true>(w.replicas[k], old, u, length);
-      else take_steps<false>(w.replicas[k], old, u, length);
+      if (hdet::is_cautious(w.replicas[k]))
+        take_steps<true>(w.replicas[k], old, u, length);
+      else
+        take_steps<false>(w.replicas[k], old, u, length);
       p = old;
     }
-    if (w.random_params()) w.random(static_cast<uint32_t>(w.plan.first_replica + k), element, length, 0, random);
+    if (w.random_params())
+      w.random(static_cast<uint32_t>(w.plan.first_replica + k), element, length, 0, random);
     put(param, element, length, p, w.random_params() ? random : nullptr);
   }
 }
@@ -35,7 +39,9 @@ void store(const Work& w, int64_t element, int length, const float* u) {
 template <class Rule>
 void update_block(const Work& w, int64_t element, int length) {
   Staging directions, buffer;
-  const float* const p = Rule::kCoupled && w.plan.num_replicas == 1 ? open(w.param(0), element, length, buffer) : nullptr;
+  const float* const p = Rule::kCoupled && w.plan.num_replicas == 1
+                             ? open(w.param(0), element, length, buffer)
+                             : nullptr;
   share<Rule>(w, element, length, p, directions.values);
   store<Rule>(w, element, length, directions.values);
 }
@@ -43,7 +49,8 @@ void update_block(const Work& w, int64_t element, int length) {
 template <class Rule>
 void update_chunk(const Work& w) {
   if (w.plan.known == hdet::Known::floats && fused_chunk<Rule>(w)) return;
-  over_blocks(w.chunk, [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
+  over_blocks(w.chunk,
+              [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
 }
 
 template <class Rule>

@@ -1,8 +1,7 @@
-// What the updates of step.cpp and fused.h have in common: the rule on a block, its moments and its random numbers. For
-// sources that are compiled once per instruction set, like blocks.h.
+// What the updates of step.cpp and fused.h have in common: the rule on a block, its moments and its
+// random numbers. For sources that are compiled once per instruction set, like blocks.h.
 #pragma once
 
-#include "../core/plan.h"
 #include "blocks.h"
 
 namespace {
@@ -21,32 +20,37 @@ struct Element {
   float& operator[](int j) const { return moments[j][i]; }
 };
 
-// The rule on a block: new moments, and the direction that all replicas share. `p` is read by coupled rules.
+// The rule on a block: new moments, and the direction that all replicas share. `p` is read by
+// coupled rules.
 template <class Rule>
-void directions(const HyperRow& shared_row, const float* g, const float* p, float* const* blocks, float* u, int length) {
+void directions(const HyperRow& shared_row, const float* g, const float* p, float* const* blocks,
+                float* u, int length) {
   const HyperRow row = shared_row;  // a copy cannot alias the floats written below
   float* moments[Rule::kMoments];
   for (int j = 0; j < Rule::kMoments; ++j) moments[j] = blocks[j];
   HDET_INDEPENDENT
   for (int i = 0; i < length; ++i) {
-    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled ? p[i] : 0.0f, Element{moments, i});
+    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled ? p[i] : 0.0f,
+                           Element{moments, i});
   }
 }
 
 // Random numbers of a block: the 16 bits of each word that start at `shift`.
-void random_bits(const StepPlan& plan, uint32_t step, uint32_t replica, int32_t id, int64_t element, int length, int shift,
-                 uint16_t* out) {
+void random_bits(const StepPlan& plan, uint32_t step, uint32_t replica, int32_t id, int64_t element,
+                 int length, int shift, uint16_t* out) {
   const int64_t first = element / 4;
   if (element % 4 == 0 && length % 4 == 0) {
     for (int q = 0; q < length / 4; ++q) {
-      const hdet::Random4 random = hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), first + q);
+      const hdet::Random4 random =
+          hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), first + q);
       for (int j = 0; j < 4; ++j) out[4 * q + j] = static_cast<uint16_t>(random.word[j] >> shift);
     }
     return;
   }
   for (int i = 0; i < length; ++i) {
     const int64_t place = element + i;
-    const hdet::Random4 random = hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), place / 4);
+    const hdet::Random4 random =
+        hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), place / 4);
     out[i] = static_cast<uint16_t>(random.word[place % 4] >> shift);
   }
 }
@@ -81,17 +85,21 @@ struct Work {
     return {formats.moments[j], is_signed, moment(j), coded ? plan.scales[place(j)] : nullptr,
             coded ? plan.codebooks + (is_signed ? 0 : 1) : nullptr};
   }
-  bool random_params() const { return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none; }
+  bool random_params() const {
+    return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none;
+  }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
     random_bits(plan, row.step, replica, plan.ids[chunk.tensor], element, length, shift, out);
   }
 };
 
-// Gradient and moments of a block -> new moments in memory, and u. `p` is the parameter for a coupled rule, null if replicas share u.
+// Gradient and moments of a block -> new moments in memory, and u. `p` is the parameter for a
+// coupled rule, null if replicas share u.
 template <class Rule>
 void share(const Work& w, int64_t element, int length, const float* p, float* u) {
   Staging g_buffer, p_buffer, buffers[Rule::kMoments];
-  if (Rule::kCoupled && p == nullptr) p = static_cast<float*>(__builtin_memset(p_buffer.values, 0, sizeof p_buffer.values));
+  if (Rule::kCoupled && p == nullptr)
+    p = static_cast<float*>(__builtin_memset(p_buffer.values, 0, sizeof p_buffer.values));
   uint16_t random[kBlock];
   const Formats& f = w.formats;
   const int32_t tensor = w.chunk.tensor;
@@ -99,15 +107,18 @@ void share(const Work& w, int64_t element, int length, const float* p, float* u)
   float* moments[Rule::kMoments];
   for (int j = 0; j < Rule::kMoments; ++j) {
     moments[j] = buffers[j].values;
-    if (f.moments[j] != DType::none) moments[j] = open(w.moment(j, Rule::is_signed(j)), element, length, buffers[j]);
-    else __builtin_memset(moments[j], 0, static_cast<unsigned long>(length) * sizeof(float));  // SGD without momentum
+    if (f.moments[j] != DType::none)
+      moments[j] = open(w.moment(j, Rule::is_signed(j)), element, length, buffers[j]);
+    else  // SGD without momentum
+      __builtin_memset(moments[j], 0, static_cast<unsigned long>(length) * sizeof(float));
   }
   directions<Rule>(w.row, g, p, moments, u, length);
   for (int j = 0; j < Rule::kMoments; ++j) {
     if (f.moments[j] == DType::none) continue;
     const bool stochastic = f.stochastic && !Rule::is_signed(j) && f.moments[j] == DType::bf16;
     if (stochastic) w.random(0, element, length, 16, random);
-    put(w.moment(j, Rule::is_signed(j)), element, length, moments[j], stochastic ? random : nullptr);
+    put(w.moment(j, Rule::is_signed(j)), element, length, moments[j],
+        stochastic ? random : nullptr);
   }
 }
 

@@ -1,5 +1,5 @@
-// The weighted mean of K co-resident replicas on a GPU, in place: each element is read once and written once, 8K bytes an element in
-// float32.
+// The weighted mean of K co-resident replicas on a GPU, in place: each element is read once and
+// written once, 8K bytes an element in float32.
 #include "../core/arithmetic.h"
 #include "block.cuh"
 #include "kernels.h"
@@ -25,14 +25,19 @@ struct Average {
   const Formats formats;
   Member* const members;
 
-  __device__ __forceinline__ explicit Average(const AveragePlan& p)
-      : plan(p), chunk(p.chunks[blockIdx.x]), formats(unpack_formats(chunk.formats)), members(dynamic_shared<Member>()) {}
+  HDET_DEVICE explicit Average(const AveragePlan& p)
+      : plan(p),
+        chunk(p.chunks[blockIdx.x]),
+        formats(unpack_formats(chunk.formats)),
+        members(dynamic_shared<Member>()) {}
 
-  __device__ __forceinline__ DType type() const { return kFloat ? DType::f32 : formats.param; }
-  __device__ __forceinline__ Master kind() const { return kFloat || plan.masters == nullptr ? Master::none : formats.master; }
-  __device__ __forceinline__ bool wide() const { return type() != DType::f32 && kind() != Master::f32; }
+  HDET_DEVICE DType type() const { return kFloat ? DType::f32 : formats.param; }
+  HDET_DEVICE Master kind() const {
+    return kFloat || plan.masters == nullptr ? Master::none : formats.master;
+  }
+  HDET_DEVICE bool wide() const { return type() != DType::f32 && kind() != Master::f32; }
 
-  __device__ __forceinline__ Param param(int k) const {
+  HDET_DEVICE Param param(int k) const {
     Param p = members[k].param;
     p.type = type();
     p.kind = kind();
@@ -40,8 +45,9 @@ struct Average {
   }
 
   // Fills shared memory; then how the chunk is cut.
-  __device__ __forceinline__ Cut prepare() const {
-    const int head = head_of(advance(plan.params[chunk.tensor], type(), chunk.offset), type(), wide());
+  HDET_DEVICE Cut prepare() const {
+    const int head =
+        head_of(advance(plan.params[chunk.tensor], type(), chunk.offset), type(), wide());
     phase([&](int thread) {
       for (int k = thread; k < plan.num_replicas; k += kAverageThreads) {
         const int64_t place = k * plan.num_tensors + chunk.tensor;
@@ -56,7 +62,7 @@ struct Average {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void turn(const Place& at) const {
+  HDET_DEVICE void turn(const Place& at) const {
     float sums[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sums[i] = kEmptySum;
@@ -84,12 +90,14 @@ struct Average {
 };
 
 template <bool kFloat>
-__global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 5) average_kernel(const __grid_constant__ AveragePlan plan) {
+__global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 5)
+    average_kernel(const __grid_constant__ AveragePlan plan) {
   const Average<kFloat> average(plan);
   const Cut parts = average.prepare();
   threads([&](int thread) {
     over_elements<kAverageThreads>(
-        parts, average.chunk.length, thread, [&](const Place& at) { average.template turn<kEight>(at); },
+        parts, average.chunk.length, thread,
+        [&](const Place& at) { average.template turn<kEight>(at); },
         [&](const Place& at) { average.template turn<1>(at); });
   });
 }
@@ -100,7 +108,8 @@ void average(const AveragePlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
   const auto kernel = plan.all_float != 0 ? average_kernel<true> : average_kernel<false>;
   const auto shared = static_cast<int64_t>(plan.num_replicas * sizeof(Member));
-  launch("cudaLaunchKernelEx(average)", kernel, {plan.num_chunks, kAverageThreads, shared}, stream, plan);
+  launch("cudaLaunchKernelEx(average)", kernel, {plan.num_chunks, kAverageThreads, shared}, stream,
+         plan);
 }
 
 }  // namespace hdet::cuda

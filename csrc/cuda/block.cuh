@@ -1,11 +1,14 @@
-// A thread block as phases. Kernels name no thread: what differs between threads is the argument of a phase, and what passes from
-// one phase to the next lies in shared memory. Code outside of phases is the same for all threads of a block and writes nothing.
-// So a host can run a kernel as well, a block after the other and a phase as a loop over its threads (tests/kernels/shim).
+// A thread block as phases. Kernels name no thread: what differs between threads is the argument of
+// a phase, and what passes from one phase to the next lies in shared memory. Code outside of phases
+// is the same for all threads of a block and writes nothing. So a host can run a kernel as well, a
+// block after the other and a phase as a loop over its threads (tests/kernels/shim).
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
+#define HDET_DEVICE __device__ __forceinline__
 
 namespace hdet::cuda {
 
@@ -13,27 +16,28 @@ namespace hdet::cuda {
 
 // work(thread) for each thread of the block.
 template <class Work>
-__device__ __forceinline__ void threads(const Work& work) {
+HDET_DEVICE void threads(const Work& work) {
   work(static_cast<int>(threadIdx.x));
 }
 
 // The same; afterwards everyone sees what all of them have written.
 template <class Work>
-__device__ __forceinline__ void phase(const Work& work) {
+HDET_DEVICE void phase(const Work& work) {
   work(static_cast<int>(threadIdx.x));
   __syncthreads();
 }
 
-// Waits until the kernel before this one is done and what it wrote can be seen. All blocks of a kernel that is launched early begin with it;
-// in any other it does nothing.
-__device__ __forceinline__ void after_the_kernel_before() {
+// Waits until the kernel before this one is done and what it wrote can be seen. All blocks of a
+// kernel that is launched early begin with it; in any other it does nothing.
+HDET_DEVICE void after_the_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// From here on the blocks of a kernel that is launched early may come up, as far as there is room for them.
-__device__ __forceinline__ void let_the_next_kernel_come() {
+// From here on the blocks of a kernel that is launched early may come up, as far as there is room
+// for them.
+HDET_DEVICE void let_the_next_kernel_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -43,12 +47,12 @@ __device__ __forceinline__ void let_the_next_kernel_come() {
 template <class T, int kThreads>
 struct PerThread {
   T own;
-  __device__ __forceinline__ T& operator[](int) { return own; }
+  HDET_DEVICE T& operator[](int) { return own; }
 };
 
 // The largest number of each 32 neighbours, for all of them.
 template <int kThreads>
-__device__ __forceinline__ void largest_of_warps(PerThread<uint32_t, kThreads>& numbers) {
+HDET_DEVICE void largest_of_warps(PerThread<uint32_t, kThreads>& numbers) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, numbers.own, distance);
@@ -56,12 +60,13 @@ __device__ __forceinline__ void largest_of_warps(PerThread<uint32_t, kThreads>& 
   }
 }
 
-// Afterwards the threads of a warp see what all of them have written, and have read what they read before.
-__device__ __forceinline__ void warps_meet() { __syncwarp(); }
+// Afterwards the threads of a warp see what all of them have written, and have read what they read
+// before.
+HDET_DEVICE void warps_meet() { __syncwarp(); }
 
 // Shared memory of the size that the launch asked for.
 template <class T>
-__device__ __forceinline__ T* dynamic_shared() {
+HDET_DEVICE T* dynamic_shared() {
   extern __shared__ uint4 dynamic_shared_memory[];
   return reinterpret_cast<T*>(dynamic_shared_memory);
 }
@@ -104,10 +109,11 @@ T* dynamic_shared() {
 
 #endif
 
-// The sum of kThreads numbers in shared memory, in an order that does not depend on anything; it is in numbers[0] afterwards. Eight at
-// a time: a barrier costs more than the additions it would spread over more threads.
+// The sum of kThreads numbers in shared memory, in an order that does not depend on anything; it is
+// in numbers[0] afterwards. Eight at a time: a barrier costs more than the additions it would
+// spread over more threads.
 template <int kThreads>
-__device__ __forceinline__ void add_up(double* numbers) {
+HDET_DEVICE void add_up(double* numbers) {
   static_assert((kThreads & (kThreads - 1)) == 0);
 #pragma unroll
   for (int count = kThreads; count > 1; count /= count < 8 ? count : 8) {

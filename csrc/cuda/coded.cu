@@ -1,9 +1,12 @@
-// The update where moments are codes of 8 bits. A warp has a block of codes, eight elements a thread: the rule's new moments stay in
-// registers until shuffles have found the block's largest ones, and then become codes. AdamW on float32 parameters moves 16 bytes a
-// parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory. What a warp needs of its next
-// block is on its way meanwhile, which saves an H100 7 to 11 % of the time (docs/evidence/gpu.md).
+// The update where moments are codes of 8 bits. A warp has a block of codes, eight elements a
+// thread: the rule's new moments stay in registers until shuffles have found the block's largest
+// ones, and then become codes. AdamW on float32 parameters moves 16 bytes a parameter, on split
+// bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory. What a warp
+// needs of its next block is on its way meanwhile, which saves an H100 7 to 11 % of the time
+// (docs/evidence/gpu.md).
 //
-// At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
+// At the ends of a tensor, and where streams are not aligned, elements are done one by one, and
+// twice: once to find the largest.
 #include "kernels.h"
 #include "launch.cuh"
 #include "phases.cuh"
@@ -22,23 +25,27 @@ struct Codes {
   const Codebook* book;
 
   // As they lie in memory: four in a word.
-  __device__ __forceinline__ uint2 load(const Place& at, Width<kEight>) const {
+  HDET_DEVICE uint2 load(const Place& at, Width<kEight>) const {
     return make_uint2(read<uint32_t>(codes + at.first, 0), read<uint32_t>(codes + at.second, 0));
   }
-  __device__ __forceinline__ uint2 load(const Place& at, Width<1>) const { return make_uint2(read<uint8_t>(codes, at.first), 0); }
+  HDET_DEVICE uint2 load(const Place& at, Width<1>) const {
+    return make_uint2(read<uint8_t>(codes, at.first), 0);
+  }
 
   template <int kWidth>
-  __device__ __forceinline__ void decode(float scale, const uint2& words, float (&out)[kWidth]) const {
+  HDET_DEVICE void decode(float scale, const uint2& words, float (&out)[kWidth]) const {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) out[i] = book->values[(i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255u] * scale;
+    for (int i = 0; i < kWidth; ++i)
+      out[i] = book->values[(i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255u] * scale;
   }
 
   template <bool kSigned, int kWidth>
-  __device__ __forceinline__ void store(const Place& at, float scale, const float (&x)[kWidth]) const {
+  HDET_DEVICE void store(const Place& at, float scale, const float (&x)[kWidth]) const {
     uint32_t words[2] = {};
     const Shares shares = shares_of(scale);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
+    for (int i = 0; i < kWidth; ++i)
+      words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
     if constexpr (kWidth == 1) {
       write(codes, at.first, static_cast<uint8_t>(words[0]));
     } else {
@@ -51,10 +58,11 @@ struct Codes {
 template <class Rule, bool kMany, Known kKnown>
 struct Coded : Update<Rule, kMany, kKnown> {
   using Base = Update<Rule, kMany, kKnown>;
-  using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
+  using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan,
+      Base::row;
 
-  // Eight elements or one, as they lie in memory, with the scales of their block; exact moments as they are. Of many replicas' parameters
-  // none: they would not fit.
+  // Eight elements or one, as they lie in memory, with the scales of their block; exact moments as
+  // they are. Of many replicas' parameters none: they would not fit.
   template <int kWidth>
   struct Loaded {
     Raw<kWidth> gradient, param;
@@ -75,10 +83,10 @@ struct Coded : Update<Rule, kMany, kKnown> {
   Codes codes[Rule::kMoments];
   bool vectors;
 
-  __device__ __forceinline__ Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
+  HDET_DEVICE Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
 
   // Of a chunk that is coded. Fills shared memory.
-  __device__ __forceinline__ void prepare(Codebook* books) {
+  HDET_DEVICE void prepare(Codebook* books) {
     phase([&](int thread) {
       constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
       const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
@@ -92,21 +100,26 @@ struct Coded : Update<Rule, kMany, kKnown> {
         return;
       }
       const int64_t place = j * plan.num_tensors + chunk.tensor;
-      codes[j] = {static_cast<uint8_t*>(plan.moments[place]) + chunk.offset, plan.scales[place] + chunk.offset / kCodeBlock,
+      codes[j] = {static_cast<uint8_t*>(plan.moments[place]) + chunk.offset,
+                  plan.scales[place] + chunk.offset / kCodeBlock,
                   books + (Rule::is_signed(j) ? 0 : 1)};
       vectors = vectors && aligned(codes[j]);
     });
   }
 
-  __device__ __forceinline__ static bool aligned(const Codes& moment) { return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0; }
+  HDET_DEVICE static bool aligned(const Codes& moment) {
+    return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0;
+  }
 
   // `block`: number of the block of codes in the chunk.
   template <int kWidth>
-  __device__ __forceinline__ void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
+  HDET_DEVICE void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
     load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) load(DType::f32, Base::moments[j], at, loaded.exact[j]);
-      else loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+      if (Rule::is_exact(j))
+        load(DType::f32, Base::moments[j], at, loaded.exact[j]);
+      else
+        loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
     });
     if (!kMany) load(Base::replica(0).param, at, loaded.param);
     each<Rule::kMoments>([&](auto j) {
@@ -116,56 +129,72 @@ struct Coded : Update<Rule, kMany, kKnown> {
 
   // New moments and the direction; nothing is written.
   template <int kWidth>
-  __device__ __forceinline__ void compute(const Place& at, const Loaded<kWidth>& loaded, Turn<kWidth>& turn) const {
-    if (kMany) Base::load_batch(0, at, turn.params);
-    else turn.params[0] = loaded.param;
+  HDET_DEVICE void compute(const Place& at, const Loaded<kWidth>& loaded,
+                           Turn<kWidth>& turn) const {
+    if (kMany)
+      Base::load_batch(0, at, turn.params);
+    else
+      turn.params[0] = loaded.param;
     float g[kWidth], p[kWidth] = {};
     unpack(formats.gradient, loaded.gradient, g);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) unpack(DType::f32, loaded.exact[j], turn.moments[j]);
-      else codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+      if (Rule::is_exact(j))
+        unpack(DType::f32, loaded.exact[j], turn.moments[j]);
+      else
+        codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
     });
     if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{turn.moments, i});
+    for (int i = 0; i < kWidth; ++i)
+      turn.u[i] =
+          Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{turn.moments, i});
   }
 
   // All that is written of these elements.
   template <int kWidth>
-  __device__ __forceinline__ void keep(const Place& at, const float (&scales)[Rule::kMoments], Turn<kWidth>& turn) const {
+  HDET_DEVICE void keep(const Place& at, const float (&scales)[Rule::kMoments],
+                        Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) store(DType::f32, Base::moments[j], at, turn.moments[j]);
-      else if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
-      else codes[j].template store<false>(at, scales[j], turn.moments[j]);
+      if (Rule::is_exact(j))
+        store(DType::f32, Base::moments[j], at, turn.moments[j]);
+      else if (Rule::is_signed(j))
+        codes[j].template store<true>(at, scales[j], turn.moments[j]);
+      else
+        codes[j].template store<false>(at, scales[j], turn.moments[j]);
     });
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
     Base::follow_all(at, turn.params, turn.u, bits);
   }
 
   template <int kWidth>
-  __device__ __forceinline__ static uint32_t largest(const float (&x)[kWidth], uint32_t bits) {
+  HDET_DEVICE static uint32_t largest(const float (&x)[kWidth], uint32_t bits) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) bits = magnitude_bits(x[i]) < bits ? bits : magnitude_bits(x[i]);
+    for (int i = 0; i < kWidth; ++i)
+      bits = magnitude_bits(x[i]) < bits ? bits : magnitude_bits(x[i]);
     return bits;
   }
 
   template <int kWidth>
-  __device__ __forceinline__ static void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) {
+  HDET_DEVICE static void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) {
     each<Rule::kMoments>([&](auto j) {
       if (!Rule::is_exact(j)) found[j] = largest(turn.moments[j], found[j]);
     });
   }
 
-  __device__ __forceinline__ bool is_whole(int block) const { return vectors && (block + 1) * kCodeBlock <= chunk.length; }
-  __device__ __forceinline__ static Place place_in(int block, int lane) {
+  HDET_DEVICE bool is_whole(int block) const {
+    return vectors && (block + 1) * kCodeBlock <= chunk.length;
+  }
+  HDET_DEVICE static Place place_in(int block, int lane) {
     return {block * kCodeBlock + 4 * lane, block * kCodeBlock + 4 * (lane + kWarp), false};
   }
 
-  // one(place, turn) for the elements of a thread, of a block that is not whole, after their new moments are computed.
+  // one(place, turn) for the elements of a thread, of a block that is not whole, after their new
+  // moments are computed.
   template <class One>
-  __device__ __forceinline__ void one_by_one(int block, int lane, const One& one) const {
-    const int end = (block + 1) * kCodeBlock < chunk.length ? (block + 1) * kCodeBlock : chunk.length;
+  HDET_DEVICE void one_by_one(int block, int lane, const One& one) const {
+    const int end =
+        (block + 1) * kCodeBlock < chunk.length ? (block + 1) * kCodeBlock : chunk.length;
 #pragma unroll 1
     for (int i = block * kCodeBlock + lane; i < end; i += kWarp) {
       const Place at{i, 0, false};
@@ -177,16 +206,18 @@ struct Coded : Update<Rule, kMany, kKnown> {
     }
   }
 
-  // Whether a block is loaded while the one before it is stored, for which kernels of any format and of many replicas lack registers.
+  // Whether a block is loaded while the one before it is stored, for which kernels of any format
+  // and of many replicas lack registers.
   static constexpr bool kAhead = !kMany && kKnown != Known::none;
 
   // Begins to load a whole block; of others nothing.
-  __device__ __forceinline__ void load_block(int block, int lane, Loaded<kEight>& loaded) const {
+  HDET_DEVICE void load_block(int block, int lane, Loaded<kEight>& loaded) const {
     if (is_whole(block)) load_elements(place_in(block, lane), block, loaded);
   }
 
-  // A block of codes for each warp. `loaded`, if kAhead: theirs, and afterwards that of the next blocks.
-  __device__ __forceinline__ void blocks(int start, Each<Loaded<kEight>>& loaded) const {
+  // A block of codes for each warp. `loaded`, if kAhead: theirs, and afterwards that of the next
+  // blocks.
+  HDET_DEVICE void blocks(int start, Each<Loaded<kEight>>& loaded) const {
     Each<Turn<kEight>> turns;
     Each<uint32_t> largests[Rule::kMoments];
     threads([&](int thread) {
@@ -199,7 +230,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
         if (kAhead) load_block(block + kStepThreads / kWarp, lane, loaded[thread]);
         add_largest(turn, found);
       } else {
-        one_by_one(block, lane, [&](const Place&, const Turn<1>& turn) { add_largest(turn, found); });
+        one_by_one(block, lane,
+                   [&](const Place&, const Turn<1>& turn) { add_largest(turn, found); });
       }
       each<Rule::kMoments>([&](auto j) { largests[j][thread] = found[j]; });
     });
@@ -226,20 +258,24 @@ struct Coded : Update<Rule, kMany, kKnown> {
     });
   }
 
-  __device__ __forceinline__ void update_codes() const {
+  HDET_DEVICE void update_codes() const {
     if (Base::skipped()) {
       threads([&](int thread) {
-        for (int i = thread; i < chunk.length; i += kStepThreads) Base::template clear_gradient<1>(Place{i, 0, false});
+        for (int i = thread; i < chunk.length; i += kStepThreads)
+          Base::template clear_gradient<1>(Place{i, 0, false});
       });
       return;
     }
     Each<Loaded<kEight>> loaded;
-    if (kAhead) threads([&](int thread) { load_block(thread / kWarp, thread % kWarp, loaded[thread]); });
-    for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp) blocks(start, loaded);
+    if (kAhead)
+      threads([&](int thread) { load_block(thread / kWarp, thread % kWarp, loaded[thread]); });
+    for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp)
+      blocks(start, loaded);
   }
 };
 
-// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles, others go on.
+// As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles,
+// others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kMany || kKnown == Known::none) return 4;
@@ -255,7 +291,8 @@ constexpr int coded_blocks_per_multiprocessor() {
 }
 
 template <class Rule, bool kMany, Known kKnown>
-__global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
+__global__ void __launch_bounds__(kStepThreads,
+                                  coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
     coded_kernel(const __grid_constant__ StepPlan plan) {
   __shared__ Codebook books[Rule::kSquares ? 2 : 1];
   const Chunk& chunk = plan.chunks[blockIdx.x];
@@ -264,7 +301,8 @@ __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<
   Coded<Rule, kMany, kKnown> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
-  // Known does not say whether moments are codes. Where they are, the addresses of moments in Shared are none.
+  // Known does not say whether moments are codes. Where they are, the addresses of moments in
+  // Shared are none.
   const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown>(update);
   update.prepare(books);
@@ -273,16 +311,21 @@ __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<
 
 using Kernel = void (*)(StepPlan);
 
-// Several replicas have one kernel for all formats: beside their parameters, moments are a small part.
+// Several replicas have one kernel for all formats: beside their parameters, moments are a small
+// part.
 template <class Rule>
 Kernel kernel_for(const StepPlan& plan) {
   if (plan.num_replicas > 1) return coded_kernel<Rule, true, Known::none>;
   switch (plan.known) {
-    case Known::floats: return coded_kernel<Rule, false, Known::floats>;
-    case Known::masters: return coded_kernel<Rule, false, Known::masters>;
-    case Known::split: return coded_kernel<Rule, false, Known::split>;
+    case Known::floats:
+      return coded_kernel<Rule, false, Known::floats>;
+    case Known::masters:
+      return coded_kernel<Rule, false, Known::masters>;
+    case Known::split:
+      return coded_kernel<Rule, false, Known::split>;
     case Known::halves:
-    case Known::none: break;
+    case Known::none:
+      break;
   }
   return coded_kernel<Rule, false, Known::none>;
 }

@@ -1,4 +1,5 @@
-// A scaled copy of one set of tensors to another on a GPU: into a bucket and back. One launch for all tensors.
+// A scaled copy of one set of tensors to another on a GPU: into a bucket and back. One launch for
+// all tensors.
 #include "../core/arithmetic.h"
 #include "block.cuh"
 #include "kernels.h"
@@ -16,24 +17,28 @@ struct Copy {
   const Chunk chunk;
   Param source, destination;
 
-  __device__ __forceinline__ explicit Copy(const CopyPlan& p) : plan(p), chunk(p.chunks[blockIdx.x]) {
+  HDET_DEVICE explicit Copy(const CopyPlan& p) : plan(p), chunk(p.chunks[blockIdx.x]) {
     const Formats formats = unpack_formats(chunk.formats);
     void* const lower = kFloat ? nullptr : entry(plan.source_lowers, chunk.tensor);
     void* const master = kFloat ? nullptr : entry(plan.masters, chunk.tensor);
-    source = param_at(kFloat ? DType::f32 : formats.gradient, lower == nullptr ? Master::none : Master::split, plan.sources[chunk.tensor],
+    source = param_at(kFloat ? DType::f32 : formats.gradient,
+                      lower == nullptr ? Master::none : Master::split, plan.sources[chunk.tensor],
                       lower, chunk.offset);
-    destination = param_at(kFloat ? DType::f32 : formats.param, master == nullptr ? Master::none : formats.master,
+    destination = param_at(kFloat ? DType::f32 : formats.param,
+                           master == nullptr ? Master::none : formats.master,
                            plan.destinations[chunk.tensor], master, chunk.offset);
   }
 
-  __device__ __forceinline__ Cut prepare() const {
-    const bool wide = source.type != DType::f32 && destination.type != DType::f32 && destination.kind != Master::f32;
+  HDET_DEVICE Cut prepare() const {
+    const bool wide = source.type != DType::f32 && destination.type != DType::f32 &&
+                      destination.kind != Master::f32;
     const int head = head_of(source.param, source.type, wide);
-    return cut(chunk.length, head, wide, in_step(source, head, wide) && in_step(destination, head, wide));
+    return cut(chunk.length, head, wide,
+               in_step(source, head, wide) && in_step(destination, head, wide));
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void turn(const Place& at) const {
+  HDET_DEVICE void turn(const Place& at) const {
     float x[kWidth] = {};
     if (plan.scale != 0.0f) {
       Raw<kWidth> raw;
@@ -47,7 +52,8 @@ struct Copy {
 };
 
 template <bool kFloat>
-__global__ void __launch_bounds__(kCopyThreads, 6) copy_kernel(const __grid_constant__ CopyPlan plan) {
+__global__ void __launch_bounds__(kCopyThreads, 6)
+    copy_kernel(const __grid_constant__ CopyPlan plan) {
   const Copy<kFloat> copy(plan);
   const Cut parts = copy.prepare();
   threads([&](int thread) {
@@ -61,7 +67,8 @@ __global__ void __launch_bounds__(kCopyThreads, 6) copy_kernel(const __grid_cons
 
 void copy(const CopyPlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
-  launch("cudaLaunchKernelEx(copy)", plan.all_float != 0 ? copy_kernel<true> : copy_kernel<false>, {plan.num_chunks, kCopyThreads}, stream, plan);
+  launch("cudaLaunchKernelEx(copy)", plan.all_float != 0 ? copy_kernel<true> : copy_kernel<false>,
+         {plan.num_chunks, kCopyThreads}, stream, plan);
 }
 
 }  // namespace hdet::cuda

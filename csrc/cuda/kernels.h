@@ -7,9 +7,10 @@
 
 namespace hdet::cuda {
 
-// Everything a plan points to lies in memory of `device`, and no call reads it. All launches go to `stream` (a cudaStream_t as an
-// integer); nothing waits. They throw std::runtime_error naming the CUDA call that failed. The device stays the calling thread's current
-// one: the caller puts back what was.
+// Everything a plan points to lies in memory of `device`, and no call reads it. All launches go to
+// `stream` (a cudaStream_t as an integer); nothing waits. They throw std::runtime_error naming the
+// CUDA call that failed. The device stays the calling thread's current one: the caller puts back
+// what was.
 
 // Two launches, derive and update; with a norm before them three.
 void step(const StepPlan& plan, int device, std::uintptr_t stream);

@@ -1,6 +1,7 @@
-// Sums of squares of a step's gradients on a GPU, one float64 for each chunk. Reads every element once. A thread adds up its squares in two
-// float32, which have more bits than the result needs: an operation in float64 takes 64 times as long as one in float32 on RTX cards and on a
-// B300, and one for each element would take longer than to read it.
+// Sums of squares of a step's gradients on a GPU, one float64 for each chunk. Reads every element
+// once. A thread adds up its squares in two float32, which have more bits than the result needs: an
+// operation in float64 takes 64 times as long as one in float32 on RTX cards and on a B300, and one
+// for each element would take longer than to read it.
 #include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -17,24 +18,25 @@ struct Squares {
   float sum = 0.0f, rest = 0.0f;
   uint32_t any = 0;  // bits of the numbers
 
-  __device__ __forceinline__ void add(float x) {
+  HDET_DEVICE void add(float x) {
     const float square = x * x, next = sum + square, added = next - sum;
     rest += __builtin_fmaf(x, x, -square) + ((sum - (next - added)) + (square - added));
     sum = next;
     any |= bits_of(x);
   }
 
-  __device__ __forceinline__ double total() const { return static_cast<double>(sum) + static_cast<double>(rest); }
+  HDET_DEVICE double total() const { return static_cast<double>(sum) + static_cast<double>(rest); }
 
-  // Not where squares were so small that bits were lost which count here, nor where one was too large for a float32: then `rest` is NaN.
-  __device__ __forceinline__ bool is_exact() const { return (any & 0x7fffffffu) == 0 || total() >= 0x1p-90; }
+  // Not where squares were so small that bits were lost which count here, nor where one was too
+  // large for a float32: then `rest` is NaN.
+  HDET_DEVICE bool is_exact() const { return (any & 0x7fffffffu) == 0 || total() >= 0x1p-90; }
 };
 
 // The same where it is not exact. A square of a float32 is exact in float64.
 struct WideSquares {
   double sum = 0.0;
 
-  __device__ __forceinline__ void add(float x) { sum += static_cast<double>(x) * static_cast<double>(x); }
+  HDET_DEVICE void add(float x) { sum += static_cast<double>(x) * static_cast<double>(x); }
 };
 
 // A turn of the only stream.
@@ -42,12 +44,13 @@ struct Turn {
   Place at;
   Raw<kEight> raw;
 
-  __device__ __forceinline__ Turn(DType type, const void* stream, const Cut& parts, int turn) : at(place_of(parts, turn)) {
+  HDET_DEVICE Turn(DType type, const void* stream, const Cut& parts, int turn)
+      : at(place_of(parts, turn)) {
     load(type, stream, at, raw);
   }
 
   template <class Sum>
-  __device__ __forceinline__ void add_to(Sum& sum, DType type) const {
+  HDET_DEVICE void add_to(Sum& sum, DType type) const {
     float x[kEight];
     unpack(type, raw, x);
     // a group that is there twice counts once
@@ -61,7 +64,8 @@ struct Turn {
 
 // Adds the squares of a thread's elements.
 template <class Sum>
-__device__ __forceinline__ Sum squares_of(DType type, const void* stream, const Cut& parts, int length, int thread) {
+HDET_DEVICE Sum squares_of(DType type, const void* stream, const Cut& parts, int length,
+                           int thread) {
   Sum sum;
   int turn = thread;
 #pragma unroll 1
@@ -81,10 +85,12 @@ __device__ __forceinline__ Sum squares_of(DType type, const void* stream, const 
   return sum;
 }
 
-// With one stream only it takes many threads to keep the memory busy: 30 KiB are what the bandwidth of an H200 needs at a latency of
-// 0.8 us. 1280 threads of a multiprocessor have 80 KiB in flight, two turns each before they wait for the first.
+// With one stream only it takes many threads to keep the memory busy: 30 KiB are what the bandwidth
+// of an H200 needs at a latency of 0.8 us. 1280 threads of a multiprocessor have 80 KiB in flight,
+// two turns each before they wait for the first.
 __global__ void __launch_bounds__(kNormThreads, 5)
-    norm_kernel(const Chunk* __restrict__ chunks, void* const* __restrict__ tensors, double* __restrict__ partials) {
+    norm_kernel(const Chunk* __restrict__ chunks, void* const* __restrict__ tensors,
+                double* __restrict__ partials) {
   __shared__ double sums[kNormThreads];
   const Chunk chunk = chunks[blockIdx.x];
   const DType type = unpack_formats(chunk.formats).gradient;
@@ -100,7 +106,9 @@ __global__ void __launch_bounds__(kNormThreads, 5)
   const Cut parts = cut(chunk.length, head_of(stream, type, wide), wide, true);
   phase([&](int thread) {
     const auto squares = squares_of<Squares>(type, stream, parts, chunk.length, thread);
-    sums[thread] = squares.is_exact() ? squares.total() : squares_of<WideSquares>(type, stream, parts, chunk.length, thread).sum;
+    sums[thread] = squares.is_exact()
+                       ? squares.total()
+                       : squares_of<WideSquares>(type, stream, parts, chunk.length, thread).sum;
   });
   add_up<kNormThreads>(sums);
   threads([&](int thread) {
@@ -110,8 +118,10 @@ __global__ void __launch_bounds__(kNormThreads, 5)
 
 }  // namespace
 
-void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(norm)", norm_kernel, {num_chunks, kNormThreads}, stream, chunks, tensors, partials);
+void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials,
+                 std::uintptr_t stream) {
+  launch("cudaLaunchKernelEx(norm)", norm_kernel, {num_chunks, kNormThreads}, stream, chunks,
+         tensors, partials);
 }
 
 }  // namespace hdet::cuda

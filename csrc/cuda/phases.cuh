@@ -9,7 +9,8 @@
 namespace hdet::cuda {
 
 // One float64 sum of squares for each chunk.
-void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, std::uintptr_t stream);
+void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials,
+                 std::uintptr_t stream);
 
 // Settings, norm, scaler and step counters -> control, rows and replica rows.
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);

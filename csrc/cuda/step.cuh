@@ -1,8 +1,10 @@
-// The update phase of a step on a GPU. A block has a slice of a chunk; with several replicas, or codes, a whole one. What a step costs is its
-// traffic: each stream is read once and written once, 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. AdamW's 43
-// instructions an element take 13 % of an H100's issue slots. In bfloat16 throughout, rounded stochastically, it takes 90 in the time of 14
-// bytes, and reaches 0.81 of a copy's bandwidth: neither the memory nor the issue of instructions is full then, but the 16 warps of a
-// multiprocessor wait for their own results (docs/evidence/gpu.md).
+// The update phase of a step on a GPU. A block has a slice of a chunk; with several replicas, or
+// codes, a whole one. What a step costs is its traffic: each stream is read once and written once,
+// 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. AdamW's 43 instructions an
+// element take 13 % of an H100's issue slots. In bfloat16 throughout, rounded stochastically, it
+// takes 90 in the time of 14 bytes, and reaches 0.81 of a copy's bandwidth: neither the memory nor
+// the issue of instructions is full then, but the 16 warps of a multiprocessor wait for their own
+// results (docs/evidence/gpu.md).
 #pragma once
 
 #include "../core/philox.h"
@@ -13,26 +15,31 @@
 
 namespace hdet::cuda {
 
-// Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the memory busy is the registers of
-// all blocks on a multiprocessor together: 768 threads x 4 streams x 32 bytes in flight are 96 KiB, and 30 KiB would do.
+// Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the
+// memory busy is the registers of all blocks on a multiprocessor together: 768 threads x 4 streams
+// x 32 bytes in flight are 96 KiB, and 30 KiB would do.
 constexpr int kStepThreads = 128;
 
-// How the blocks of a grid share chunks: `count` to each, which have `length` elements of it one after the other. The memory is the faster the
-// nearer to each other the blocks are that run at a time: with 2048 elements each an H100 reaches 0.97 of a copy's bandwidth, with 16384 0.94
-// (docs/evidence/gpu.md). Chunks stay long, as each has a partial sum of the norm, which the derive phase adds up.
+// How the blocks of a grid share chunks: `count` to each, which have `length` elements of it one
+// after the other. The memory is the faster the nearer to each other the blocks are that run at a
+// time: with 2048 elements each an H100 reaches 0.97 of a copy's bandwidth, with 16384 0.94
+// (docs/evidence/gpu.md). Chunks stay long, as each has a partial sum of the norm, which the derive
+// phase adds up.
 struct Slices {
   int32_t count, length;
 };
 constexpr int32_t kSliceElements = 2048;
 
 // `longest`: elements of the longest chunk.
-inline Slices slices_of(int32_t longest) { return {longest <= kSliceElements ? 1 : (longest - 1) / kSliceElements + 1, kSliceElements}; }
+inline Slices slices_of(int32_t longest) {
+  return {longest <= kSliceElements ? 1 : (longest - 1) / kSliceElements + 1, kSliceElements};
+}
 
 // A block for each chunk.
 inline Slices whole_chunks() { return {1, static_cast<int32_t>(kChunkElements)}; }
 
 // That of this block. Without elements where a chunk is shorter than the longest.
-__device__ __forceinline__ Chunk slice_of(const Chunk* chunks, const Slices& slices) {
+HDET_DEVICE Chunk slice_of(const Chunk* chunks, const Slices& slices) {
   const uint32_t count = static_cast<uint32_t>(slices.count);
   Chunk chunk = chunks[blockIdx.x / count];
   const int first = static_cast<int>(blockIdx.x % count) * slices.length;
@@ -41,16 +48,18 @@ __device__ __forceinline__ Chunk slice_of(const Chunk* chunks, const Slices& sli
   return chunk;
 }
 
-// A replica's streams from a chunk's first element on, and what its step needs. Of one replica in registers, of many in shared memory.
+// A replica's streams from a chunk's first element on, and what its step needs. Of one replica in
+// registers, of many in shared memory.
 struct Replica {
   Param param;
   ReplicaRow row;
   bool in_step;
 };
 
-// work(j) for the number of each moment, as a constant. The compiler unrolls a loop so late that arrays have gone to memory by then.
+// work(j) for the number of each moment, as a constant. The compiler unrolls a loop so late that
+// arrays have gone to memory by then.
 template <int kCount, class Work>
-__device__ __forceinline__ void each(const Work& work) {
+HDET_DEVICE void each(const Work& work) {
   if constexpr (kCount > 1) each<kCount - 1>(work);
   work(Width<kCount - 1>{});
 }
@@ -60,15 +69,16 @@ template <int kWidth>
 struct Element {
   float (*x)[kWidth];
   int i;
-  __device__ __forceinline__ float& operator[](int j) const { return x[j][i]; }
+  HDET_DEVICE float& operator[](int j) const { return x[j][i]; }
 };
 
-// kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown: StepPlan::known. Unless it is none, formats
-// are constants to the compiler.
+// kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
+// StepPlan::known. Unless it is none, formats are constants to the compiler.
 template <class Rule, bool kMany, Known kKnown>
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
-  static constexpr int kBatch = !kMany ? 1 : kKnown == Known::floats ? 4 : kKnown == Known::none && Rule::kMoments > 2 ? 1 : 2;
+  static constexpr bool kIsLarge = kKnown == Known::none && Rule::kMoments > 2;
+  static constexpr int kBatch = !kMany || kIsLarge ? 1 : kKnown == Known::floats ? 4 : 2;
 
   template <int kWidth>
   struct RawTurn {
@@ -84,60 +94,75 @@ struct Update {
   Replica* replicas;  // in shared memory, where there are many
   Replica own;
 
-  __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
-      : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
+  HDET_DEVICE Update(const StepPlan& p, const Chunk& c)
+      : plan(p),
+        chunk(c),
+        control(*p.control),
+        row(p.rows[c.tensor]),
+        formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
     each<Rule::kMoments>([&](auto j) {
-      if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none) formats.moments[j] = DType::none;
-      moments[j] = keeps(j) ? advance(plan.moments[j * plan.num_tensors + chunk.tensor], formats.moments[j], chunk.offset) : nullptr;
+      if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none)
+        formats.moments[j] = DType::none;
+      moments[j] = keeps(j) ? advance(plan.moments[j * plan.num_tensors + chunk.tensor],
+                                      formats.moments[j], chunk.offset)
+                            : nullptr;
     });
-    if constexpr (kMany) replicas = dynamic_shared<Replica>();
-    else own = replica_at(0);
+    if constexpr (kMany)
+      replicas = dynamic_shared<Replica>();
+    else
+      own = replica_at(0);
   }
 
-  __device__ __forceinline__ bool keeps(int j) const { return !Rule::kMayLackMoments || formats.moments[j] != DType::none; }
-  __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
+  HDET_DEVICE bool keeps(int j) const {
+    return !Rule::kMayLackMoments || formats.moments[j] != DType::none;
+  }
+  HDET_DEVICE bool skipped() const { return control.skip != 0.0f; }
   // Whether moment j is rounded stochastically, with the bits of replica number 0.
-  __device__ __forceinline__ bool draws(int j) const {
+  HDET_DEVICE bool draws(int j) const {
     return !Rule::is_signed(j) && formats.stochastic && formats.moments[j] == DType::bf16;
   }
-  __device__ __forceinline__ bool draws_any() const {
+  HDET_DEVICE bool draws_any() const {
     bool any = false;
     each<Rule::kMoments>([&](auto j) { any = any || draws(j); });
     return any;
   }
 
-  // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.
-  __device__ __forceinline__ bool are_in_step(int head, bool wide) const {
+  // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two
+  // of them.
+  HDET_DEVICE bool are_in_step(int head, bool wide) const {
     bool all = !(formats.stochastic && head % 4 != 0);
-    each<Rule::kMoments>([&](auto j) { all = all && in_step(moments[j], formats.moments[j], head, wide); });
+    each<Rule::kMoments>(
+        [&](auto j) { all = all && in_step(moments[j], formats.moments[j], head, wide); });
     return all;
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
+  HDET_DEVICE void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
     load(formats.gradient, gradient, at, raw.gradient);
     each<Rule::kMoments>([&](auto j) {
       if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
     });
   }
 
-  // Gradient and moments -> new moments, in memory, and u. `p`: the parameter, for coupled rules. `bits`: those of replica number 0
-  // afterwards, if draws_any().
+  // Gradient and moments -> new moments, in memory, and u. `p`: the parameter, for coupled rules.
+  // `bits`: those of replica number 0 afterwards, if draws_any().
   template <int kWidth>
-  __device__ __forceinline__ void direction(const Place& at, const RawTurn<kWidth>& raw, const float (&p)[kWidth], uint32_t (&bits)[kWidth],
-                                            float (&u)[kWidth]) const {
+  HDET_DEVICE void direction(const Place& at, const RawTurn<kWidth>& raw, const float (&p)[kWidth],
+                             uint32_t (&bits)[kWidth], float (&u)[kWidth]) const {
     float g[kWidth], x[Rule::kMoments][kWidth] = {};
     unpack(formats.gradient, raw.gradient, g);
     each<Rule::kMoments>([&](auto j) {
       if (keeps(j)) unpack(formats.moments[j], raw.moments[j], x[j]);
     });
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
+    for (int i = 0; i < kWidth; ++i)
+      u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
     each<Rule::kMoments>([&](auto j) {
       if (draws(j)) {
         random(0, at, bits);
-        store_halves<kWidth>(moments[j], at, [&](int i) { return to_bf16(x[j][i], bits[i] >> 16); });
+        store_halves<kWidth>(moments[j], at,
+                             [&](int i) { return to_bf16(x[j][i], bits[i] >> 16); });
       } else if (keeps(j)) {
         store(formats.moments[j], moments[j], at, x[j]);
       }
@@ -145,14 +170,14 @@ struct Update {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void clear_gradient(const Place& at) const {
+  HDET_DEVICE void clear_gradient(const Place& at) const {
     const float zeros[kWidth] = {};
     store(formats.gradient, gradient, at, zeros);
   }
 
   // Random numbers for the elements of this thread.
   template <int kWidth>
-  __device__ __forceinline__ void random(uint32_t number, const Place& at, uint32_t (&bits)[kWidth]) const {
+  HDET_DEVICE void random(uint32_t number, const Place& at, uint32_t (&bits)[kWidth]) const {
     const auto id = static_cast<uint32_t>(plan.ids[chunk.tensor]);
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {
@@ -160,7 +185,9 @@ struct Update {
       const Random4 random = rounding_bits(plan.seed, row.step, number, id, element / 4);
       if constexpr (kWidth == 1) {
         const int lane = static_cast<int>(element % 4);
-        bits[0] = lane == 0 ? random.word[0] : lane == 1 ? random.word[1] : lane == 2 ? random.word[2] : random.word[3];
+        const uint32_t even = lane < 2 ? random.word[0] : random.word[2];
+        const uint32_t odd = lane < 2 ? random.word[1] : random.word[3];
+        bits[0] = lane % 2 == 0 ? even : odd;
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) bits[i + j] = random.word[j];
@@ -168,17 +195,17 @@ struct Update {
     }
   }
 
-  __device__ __forceinline__ int count() const { return kMany ? plan.num_replicas : 1; }
+  HDET_DEVICE int count() const { return kMany ? plan.num_replicas : 1; }
   // Whether 16-byte accesses hold eight elements in all streams.
-  __device__ __forceinline__ bool wide() const {
+  HDET_DEVICE bool wide() const {
     const auto has_16_bits = [](DType type) { return type != DType::f32; };
-    bool all = (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) && has_16_bits(formats.param) &&
-               formats.master != Master::f32;
+    bool all = (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) &&
+               has_16_bits(formats.param) && formats.master != Master::f32;
     each<Rule::kMoments>([&](auto j) { all = all && has_16_bits(formats.moments[j]); });
     return all;
   }
 
-  __device__ __forceinline__ Replica replica_at(int k) const {
+  HDET_DEVICE Replica replica_at(int k) const {
     const int64_t place = k * plan.num_tensors + chunk.tensor;
     const Master kind = kIsKnown || plan.masters != nullptr ? formats.master : Master::none;
     void* const master = kind == Master::none ? nullptr : plan.masters[place];
@@ -186,7 +213,7 @@ struct Update {
             plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], true};
   }
 
-  __device__ __forceinline__ Replica replica(int k) const {
+  HDET_DEVICE Replica replica(int k) const {
     if constexpr (!kMany) {
       return own;
     } else {
@@ -198,14 +225,14 @@ struct Update {
   }
 
   // How the chunk is cut.
-  __device__ __forceinline__ Cut prepare() {
+  HDET_DEVICE Cut prepare() {
     const int head = head_of(gradient, formats.gradient, wide());
     const bool vectors = prepare_replicas(head, wide());
     return cut(chunk.length, head, wide(), vectors && are_in_step(head, wide()));
   }
 
   // Fills shared memory. Whether all parameters are in step.
-  __device__ __forceinline__ bool prepare_replicas(int head, bool wide) {
+  HDET_DEVICE bool prepare_replicas(int head, bool wide) {
     if constexpr (kMany) {
       phase([&](int thread) {
         for (int k = thread; k < count(); k += kStepThreads) {
@@ -224,7 +251,7 @@ struct Update {
 
   // One turn: everything that becomes of these elements.
   template <int kWidth>
-  __device__ __forceinline__ void turn(const Place& at) const {
+  HDET_DEVICE void turn(const Place& at) const {
     RawTurn<kWidth> raw;
     Raw<kWidth> raw_params[kBatch];
     load_turn(at, raw);
@@ -243,8 +270,8 @@ struct Update {
 
   // Every replica takes its step along u; the first batch has been loaded.
   template <int kWidth>
-  __device__ __forceinline__ void follow_all(const Place& at, Raw<kWidth> (&raw_params)[kBatch], const float (&u)[kWidth],
-                                             uint32_t (&bits)[kWidth]) const {
+  HDET_DEVICE void follow_all(const Place& at, Raw<kWidth> (&raw_params)[kBatch],
+                              const float (&u)[kWidth], uint32_t (&bits)[kWidth]) const {
     for (int first = 0;;) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
@@ -257,7 +284,7 @@ struct Update {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void load_batch(int first, const Place& at, Raw<kWidth> (&raw)[kBatch]) const {
+  HDET_DEVICE void load_batch(int first, const Place& at, Raw<kWidth> (&raw)[kBatch]) const {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (!kMany || first + b < count()) load(replica(first + b).param, at, raw[b]);
@@ -266,23 +293,27 @@ struct Update {
 
   // Replica k takes its step along u, or becomes it.
   template <int kWidth>
-  __device__ __forceinline__ void follow(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
-                                         uint32_t (&bits)[kWidth]) const {
+  HDET_DEVICE void follow(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
+                          uint32_t (&bits)[kWidth]) const {
     const Replica r = replica(k);
     float p[kWidth];
     unpack(r.param, raw, p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
+    for (int i = 0; i < kWidth; ++i)
+      p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth], uint32_t (&bits)[kWidth]) const {
+  HDET_DEVICE void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth],
+                        uint32_t (&bits)[kWidth]) const {
     if (formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16) {
       const int number = plan.first_replica + k;
-      const bool drawn = !kMany && number == 0 && draws_any();  // one draw serves the second moment and the parameter
+      const bool drawn = !kMany && number == 0 &&
+                         draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      store_halves<kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      store_halves<kWidth>(r.param.param, at,
+                           [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
     } else {
       store(r.param, at, p);
     }
@@ -290,14 +321,17 @@ struct Update {
 };
 
 // A chunk of a tensor without a gradient: there is nothing to do.
-__device__ __forceinline__ bool without_gradient(const StepPlan& plan, const Chunk& chunk) { return plan.gradients[chunk.tensor] == nullptr; }
+HDET_DEVICE bool without_gradient(const StepPlan& plan, const Chunk& chunk) {
+  return plan.gradients[chunk.tensor] == nullptr;
+}
 
 template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats) return 5;
-  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6 already. For it SGD takes more than it needs.
+  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6
+  // already. For it SGD takes more than it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 5;
 #else
@@ -306,11 +340,12 @@ constexpr int blocks_per_multiprocessor() {
 }
 
 template <class Rule, bool kMany, Known kKnown>
-__device__ __forceinline__ void update_chunk(Update<Rule, kMany, kKnown>& update) {
+HDET_DEVICE void update_chunk(Update<Rule, kMany, kKnown>& update) {
   const Cut parts = update.prepare();
   threads([&](int thread) {
     over_elements<kStepThreads>(
-        parts, update.chunk.length, thread, [&](const Place& at) { update.template turn<kEight>(at); },
+        parts, update.chunk.length, thread,
+        [&](const Place& at) { update.template turn<kEight>(at); },
         [&](const Place& at) { update.template turn<1>(at); });
   });
 }

@@ -1,24 +1,26 @@
-// How a thread reads and writes streams of numbers: in the main loop eight elements a turn, with accesses of 16 bytes, and at the
-// ends of a chunk one by one. A stream's type is a value, not a template argument: the branch on it is the same for a whole block,
-// and one launch serves a model of many types. Where the type is a constant to the compiler the branches are gone.
+// How a thread reads and writes streams of numbers: in the main loop eight elements a turn, with
+// accesses of 16 bytes, and at the ends of a chunk one by one. A stream's type is a value, not a
+// template argument: the branch on it is the same for a whole block, and one launch serves a model
+// of many types. Where the type is a constant to the compiler the branches are gone.
 //
-// The eight elements are two groups of four. Neighbouring threads hold neighbouring groups, so that float32 streams are read and
-// written in whole 32-byte sectors; eight floats in a row for each thread would touch every sector twice, and stores are not
-// merged. A 16-bit stream is then accessed in 8 bytes, twice. Where all streams of a chunk have 16 bits ("wide") the groups of a
+// The eight elements are two groups of four. Neighbouring threads hold neighbouring groups, so that
+// float32 streams are read and written in whole 32-byte sectors; eight floats in a row for each
+// thread would touch every sector twice, and stores are not merged. A 16-bit stream is then
+// accessed in 8 bytes, twice. Where all streams of a chunk have 16 bits ("wide") the groups of a
 // thread follow each other, and an access is 16 bytes again.
 //
 // Words that all kernels here use:
-//   turn     one pass of a thread through its loop: eight elements of each stream, or one at the ends of a chunk
-//   head     elements of a chunk before the first boundary at which an access of full width is aligned; they are done one by one
-//   tail     the elements after the last full turn, likewise
-//   wide     all streams of the chunk have 16 bits: one access of 16 bytes takes eight elements
-//   narrow   (csrc/cpu/blocks.h) to round float32 to the 16 bits of a stream
-//   in step  a stream whose elements after the head are aligned too, so that it can be accessed in vectors
+//   turn     one pass of a thread through its loop: eight elements of each stream, or one at the
+//   ends of a chunk head     elements of a chunk before the first boundary at which an access of
+//   full width is aligned; they are done one by one tail     the elements after the last full turn,
+//   likewise wide     all streams of the chunk have 16 bits: one access of 16 bytes takes eight
+//   elements narrow   (csrc/cpu/blocks.h) to round float32 to the 16 bits of a stream in step  a
+//   stream whose elements after the head are aligned too, so that it can be accessed in vectors
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_runtime.h>
+
+#include <cstdint>
 
 #include "../core/numbers.h"
 
@@ -30,56 +32,62 @@ constexpr int kEight = 8;
 template <int kWidth>
 struct Width {
   static constexpr int value = kWidth;
-  __device__ __forceinline__ constexpr operator int() const { return kWidth; }
+  HDET_DEVICE constexpr operator int() const { return kWidth; }
 };
 
 // Of accesses to streams where a host runs the kernels: tests ask how wide they are.
 template <class T>
-__device__ __forceinline__ void counted() {
+HDET_DEVICE void counted() {
 #if !defined(__CUDACC__)
   ++shim::accesses[sizeof(T)];
 #endif
 }
 
-// A pointer read from a table is generic to the compiler: it may be shared memory. Saying that it is global makes the accesses
-// ld.global/st.global, which are also the ones that can be vectorised without a check.
+// A pointer read from a table is generic to the compiler: it may be shared memory. Saying that it
+// is global makes the accesses ld.global/st.global, which are also the ones that can be vectorised
+// without a check.
 template <class T>
-__device__ __forceinline__ T* global(T* address) {
+HDET_DEVICE T* global(T* address) {
   __builtin_assume(__isGlobal(address));
   return address;
 }
 
 // An entry of a table of addresses; the table may be missing.
-__device__ __forceinline__ void* entry(void* const* table, int64_t place) { return table == nullptr ? nullptr : table[place]; }
+HDET_DEVICE void* entry(void* const* table, int64_t place) {
+  return table == nullptr ? nullptr : table[place];
+}
 
-__device__ __forceinline__ int size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+HDET_DEVICE int size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
 // The stream from a chunk's first element on. Null stays null.
-__device__ __forceinline__ void* advance(void* stream, DType type, int64_t elements) {
+HDET_DEVICE void* advance(void* stream, DType type, int64_t elements) {
   return stream == nullptr ? nullptr : static_cast<char*>(stream) + elements * size_of(type);
 }
 
-// Plain accesses, without hints: as streams that are used once (ld.global.cs, st.global.cs) an H100 takes 3 % longer for a step.
+// Plain accesses, without hints: as streams that are used once (ld.global.cs, st.global.cs) an H100
+// takes 3 % longer for a step.
 template <class T>
-__device__ __forceinline__ T read(const void* stream, int element) {
+HDET_DEVICE T read(const void* stream, int element) {
   counted<T>();
   return *global(static_cast<const T*>(stream) + element);
 }
 
 template <class T>
-__device__ __forceinline__ void write(void* stream, int element, T value) {
+HDET_DEVICE void write(void* stream, int element, T value) {
   counted<T>();
   *global(static_cast<T*>(stream) + element) = value;
 }
 
-// Where a thread's elements are in the chunk: first .. first + 3 and second .. second + 3; or `first` alone.
+// Where a thread's elements are in the chunk: first .. first + 3 and second .. second + 3; or
+// `first` alone.
 struct Place {
   int first, second;
   bool wide;  // second == first + 4, and 16-bit streams are aligned to 16 bytes
 };
 
-// What a thread has of one stream, as it lies in memory. Nothing waits for a load until it is unpacked. Streams of 16 bits are in
-// `low` alone; in the split form the upper halves are in `low`, the lower ones in `high`.
+// What a thread has of one stream, as it lies in memory. Nothing waits for a load until it is
+// unpacked. Streams of 16 bits are in `low` alone; in the split form the upper halves are in `low`,
+// the lower ones in `high`.
 template <int kWidth>
 struct Raw;
 template <>
@@ -91,20 +99,20 @@ struct Raw<1> {
   uint32_t low, high;
 };
 
-__device__ __forceinline__ uint4 read_halves(const void* stream, const Place& at) {
+HDET_DEVICE uint4 read_halves(const void* stream, const Place& at) {
   if (at.wide) return read<uint4>(static_cast<const uint16_t*>(stream) + at.first, 0);
   const uint2 first = read<uint2>(static_cast<const uint16_t*>(stream) + at.first, 0);
   const uint2 second = read<uint2>(static_cast<const uint16_t*>(stream) + at.second, 0);
   return make_uint4(first.x, first.y, second.x, second.y);
 }
 
-__device__ __forceinline__ void write_halves(void* stream, const Place& at, const uint4& words) {
+HDET_DEVICE void write_halves(void* stream, const Place& at, const uint4& words) {
   if (at.wide) return write(static_cast<uint16_t*>(stream) + at.first, 0, words);
   write(static_cast<uint16_t*>(stream) + at.first, 0, make_uint2(words.x, words.y));
   write(static_cast<uint16_t*>(stream) + at.second, 0, make_uint2(words.z, words.w));
 }
 
-__device__ __forceinline__ void load(DType type, const void* stream, const Place& at, Raw<kEight>& raw) {
+HDET_DEVICE void load(DType type, const void* stream, const Place& at, Raw<kEight>& raw) {
   if (type == DType::f32) {
     raw.low = read<uint4>(static_cast<const float*>(stream) + at.first, 0);
     raw.high = read<uint4>(static_cast<const float*>(stream) + at.second, 0);
@@ -113,30 +121,32 @@ __device__ __forceinline__ void load(DType type, const void* stream, const Place
   }
 }
 
-__device__ __forceinline__ void load(DType type, const void* stream, const Place& at, Raw<1>& raw) {
-  raw.low = type == DType::f32 ? read<uint32_t>(stream, at.first) : read<uint16_t>(stream, at.first);
+HDET_DEVICE void load(DType type, const void* stream, const Place& at, Raw<1>& raw) {
+  raw.low =
+      type == DType::f32 ? read<uint32_t>(stream, at.first) : read<uint16_t>(stream, at.first);
 }
 
-__device__ __forceinline__ void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
+HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
   raw.high = read_halves(stream, at);
 }
 
-__device__ __forceinline__ void load_lower(const void* stream, const Place& at, Raw<1>& raw) {
+HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<1>& raw) {
   raw.high = read<uint16_t>(stream, at.first);
 }
 
-__device__ __forceinline__ uint32_t word(const uint4& words, int i) {
+HDET_DEVICE uint32_t word(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-__device__ __forceinline__ uint16_t half_of(const uint4& words, int i) {
+HDET_DEVICE uint16_t half_of(const uint4& words, int i) {
   return static_cast<uint16_t>(i % 2 == 0 ? word(words, i / 2) : word(words, i / 2) >> 16);
 }
 
-__device__ __forceinline__ void unpack(DType type, const Raw<kEight>& raw, float (&out)[kEight]) {
+HDET_DEVICE void unpack(DType type, const Raw<kEight>& raw, float (&out)[kEight]) {
   if (type == DType::f32) {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) out[i] = float_of(i < 4 ? word(raw.low, i) : word(raw.high, i - 4));
+    for (int i = 0; i < kEight; ++i)
+      out[i] = float_of(i < 4 ? word(raw.low, i) : word(raw.high, i - 4));
   } else if (type == DType::bf16) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) out[i] = from_bf16(half_of(raw.low, i));
@@ -146,50 +156,61 @@ __device__ __forceinline__ void unpack(DType type, const Raw<kEight>& raw, float
   }
 }
 
-__device__ __forceinline__ void unpack(DType type, const Raw<1>& raw, float (&out)[1]) {
+HDET_DEVICE void unpack(DType type, const Raw<1>& raw, float (&out)[1]) {
   out[0] = type == DType::f32 ? float_of(raw.low) : from_16(type, static_cast<uint16_t>(raw.low));
 }
 
-__device__ __forceinline__ void unpack_split(const Raw<kEight>& raw, float (&out)[kEight]) {
+HDET_DEVICE void unpack_split(const Raw<kEight>& raw, float (&out)[kEight]) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) out[i] = join(half_of(raw.low, i), half_of(raw.high, i));
 }
 
-__device__ __forceinline__ void unpack_split(const Raw<1>& raw, float (&out)[1]) {
+HDET_DEVICE void unpack_split(const Raw<1>& raw, float (&out)[1]) {
   out[0] = join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(raw.high));
 }
 
 // 16-bit numbers made by half(i), or two in a word by pair(i) of i and i + 1.
 template <int kWidth, class Half, class Pair>
-__device__ __forceinline__ void store_halves(void* stream, const Place& at, const Half& half, const Pair& pair) {
-  if constexpr (kWidth == 1) write<uint16_t>(stream, at.first, half(0));
-  else write_halves(stream, at, make_uint4(pair(0), pair(2), pair(4), pair(6)));
+HDET_DEVICE void store_halves(void* stream, const Place& at, const Half& half, const Pair& pair) {
+  if constexpr (kWidth == 1)
+    write<uint16_t>(stream, at.first, half(0));
+  else
+    write_halves(stream, at, make_uint4(pair(0), pair(2), pair(4), pair(6)));
 }
 
 template <int kWidth, class Half>
-__device__ __forceinline__ void store_halves(void* stream, const Place& at, const Half& half) {
-  store_halves<kWidth>(stream, at, half, [&](int i) { return static_cast<uint32_t>(half(i)) | static_cast<uint32_t>(half(i + 1)) << 16; });
+HDET_DEVICE void store_halves(void* stream, const Place& at, const Half& half) {
+  store_halves<kWidth>(stream, at, half, [&](int i) {
+    return static_cast<uint32_t>(half(i)) | static_cast<uint32_t>(half(i + 1)) << 16;
+  });
 }
 
-__device__ __forceinline__ void store_floats(void* stream, const Place& at, const float (&x)[kEight]) {
-  write(static_cast<float*>(stream) + at.first, 0, make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])));
-  write(static_cast<float*>(stream) + at.second, 0, make_uint4(bits_of(x[4]), bits_of(x[5]), bits_of(x[6]), bits_of(x[7])));
+HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[kEight]) {
+  write(static_cast<float*>(stream) + at.first, 0,
+        make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])));
+  write(static_cast<float*>(stream) + at.second, 0,
+        make_uint4(bits_of(x[4]), bits_of(x[5]), bits_of(x[6]), bits_of(x[7])));
 }
 
-__device__ __forceinline__ void store_floats(void* stream, const Place& at, const float (&x)[1]) {
+HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[1]) {
   write(stream, at.first, x[0]);
 }
 
 // To nearest.
 template <int kWidth>
-__device__ __forceinline__ void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
-  if (type == DType::f32) store_floats(stream, at, x);
+HDET_DEVICE void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
+  if (type == DType::f32)
+    store_floats(stream, at, x);
   else if (type == DType::bf16)
-    store_halves<kWidth>(stream, at, [&](int i) { return to_bf16(x[i]); }, [&](int i) { return to_bf16_pair(x[i], x[i + 1]); });
-  else store_halves<kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
+    store_halves<kWidth>(
+        stream, at, [&](int i) { return to_bf16(x[i]); },
+        [&](int i) { return to_bf16_pair(x[i], x[i + 1]); });
+  else
+    store_halves<kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
 }
 
-// A parameter and what stands beside it, from a chunk's first element on. Its value is that of the master where it has one.
+// A parameter and what stands beside it, from a chunk's first element on. Its value is that of the
+// master where it has one.
 struct Param {
   DType type;
   Master kind;
@@ -197,12 +218,14 @@ struct Param {
   void* master;
 };
 
-__device__ __forceinline__ Param param_at(DType type, Master kind, void* param, void* master, int64_t offset) {
-  return {type, kind, advance(param, type, offset), kind == Master::none ? nullptr : advance(master, kind == Master::f32 ? DType::f32 : type, offset)};
+HDET_DEVICE Param param_at(DType type, Master kind, void* param, void* master, int64_t offset) {
+  return {type, kind, advance(param, type, offset),
+          kind == Master::none ? nullptr
+                               : advance(master, kind == Master::f32 ? DType::f32 : type, offset)};
 }
 
 template <int kWidth>
-__device__ __forceinline__ void load(const Param& p, const Place& at, Raw<kWidth>& raw) {
+HDET_DEVICE void load(const Param& p, const Place& at, Raw<kWidth>& raw) {
   if (p.kind == Master::f32) {
     load(DType::f32, p.master, at, raw);
   } else {
@@ -212,13 +235,15 @@ __device__ __forceinline__ void load(const Param& p, const Place& at, Raw<kWidth
 }
 
 template <int kWidth>
-__device__ __forceinline__ void unpack(const Param& p, const Raw<kWidth>& raw, float (&out)[kWidth]) {
-  if (p.kind == Master::split) unpack_split(raw, out);
-  else unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
+HDET_DEVICE void unpack(const Param& p, const Raw<kWidth>& raw, float (&out)[kWidth]) {
+  if (p.kind == Master::split)
+    unpack_split(raw, out);
+  else
+    unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
 }
 
 template <int kWidth>
-__device__ __forceinline__ void store(const Param& p, const Place& at, const float (&x)[kWidth]) {
+HDET_DEVICE void store(const Param& p, const Place& at, const float (&x)[kWidth]) {
   if (p.kind == Master::split) {
     store_halves<kWidth>(p.param, at, [&](int i) { return upper_half(x[i]); });
     store_halves<kWidth>(p.master, at, [&](int i) { return lower_half(x[i]); });
@@ -234,26 +259,31 @@ struct Cut {
   bool wide;
 };
 
-// Elements up to the first boundary that a stream of 16 bits, or else of 32, needs for its widest access.
-__device__ __forceinline__ int head_of(const void* stream, DType type, bool wide) {
+// Elements up to the first boundary that a stream of 16 bits, or else of 32, needs for its widest
+// access.
+HDET_DEVICE int head_of(const void* stream, DType type, bool wide) {
   const int unit = wide ? kEight : 4;
-  const int past = static_cast<int>(reinterpret_cast<std::uintptr_t>(stream) / size_of(type) % unit);
+  const int past =
+      static_cast<int>(reinterpret_cast<std::uintptr_t>(stream) / size_of(type) % unit);
   return (unit - past) % unit;
 }
 
-// Whether a stream that starts here can be accessed in vectors after `head` elements. Null is no stream.
-__device__ __forceinline__ bool in_step(const void* stream, DType type, int head, bool wide) {
+// Whether a stream that starts here can be accessed in vectors after `head` elements. Null is no
+// stream.
+HDET_DEVICE bool in_step(const void* stream, DType type, int head, bool wide) {
   const int unit = wide && type != DType::f32 ? kEight : 4;
-  return stream == nullptr || (static_cast<int>(reinterpret_cast<std::uintptr_t>(stream) / size_of(type) % unit) + head) % unit == 0;
+  const auto place = reinterpret_cast<std::uintptr_t>(stream) / size_of(type);
+  return stream == nullptr || (static_cast<int>(place % unit) + head) % unit == 0;
 }
 
-__device__ __forceinline__ bool in_step(const Param& p, int head, bool wide) {
+HDET_DEVICE bool in_step(const Param& p, int head, bool wide) {
   return in_step(p.param, p.type, head, wide) &&
-         (p.kind == Master::none || in_step(p.master, p.kind == Master::f32 ? DType::f32 : p.type, head, wide));
+         (p.kind == Master::none ||
+          in_step(p.master, p.kind == Master::f32 ? DType::f32 : p.type, head, wide));
 }
 
 // `vectors`: whether all streams are in step. Otherwise the chunk is done one by one.
-__device__ __forceinline__ Cut cut(int length, int head, bool wide, bool vectors) {
+HDET_DEVICE Cut cut(int length, int head, bool wide, bool vectors) {
   if (!vectors || head >= length) return {length, 0, length, 0, wide};
   const int unit = wide ? kEight : 4;
   const int units = (length - head) / unit;
@@ -261,24 +291,29 @@ __device__ __forceinline__ Cut cut(int length, int head, bool wide, bool vectors
   return {head, turns, head + units * unit, wide ? 4 : 4 * turns, wide};
 }
 
-// Where the number of groups is odd, the last turn has one group twice: it is read twice and then written twice, with the same values.
-__device__ __forceinline__ Place place_of(const Cut& c, int turn) {
+// Where the number of groups is odd, the last turn has one group twice: it is read twice and then
+// written twice, with the same values.
+HDET_DEVICE Place place_of(const Cut& c, int turn) {
   const int first = c.head + turn * (c.wide ? kEight : 4);
   const int second = first + c.gap;
   return {first, second < c.tail ? second : first, c.wide};
 }
 
-// one(place) for what is left besides the turns. The head and the tail in one loop: two copies would only fill the instruction cache.
+// one(place) for what is left besides the turns. The head and the tail in one loop: two copies
+// would only fill the instruction cache.
 template <int kThreads, class One>
-__device__ __forceinline__ void over_ends(const Cut& c, int length, int thread, const One& one) {
+HDET_DEVICE void over_ends(const Cut& c, int length, int thread, const One& one) {
   const int ends = c.head + (length - c.tail);
 #pragma unroll 1
-  for (int i = thread; i < ends; i += kThreads) one(Place{i < c.head ? i : i - c.head + c.tail, 0, false});
+  for (int i = thread; i < ends; i += kThreads)
+    one(Place{i < c.head ? i : i - c.head + c.tail, 0, false});
 }
 
-// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what is left.
+// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what
+// is left.
 template <int kThreads, class Eight, class One>
-__device__ __forceinline__ void over_elements(const Cut& c, int length, int thread, const Eight& eight, const One& one) {
+HDET_DEVICE void over_elements(const Cut& c, int length, int thread, const Eight& eight,
+                               const One& one) {
 #pragma unroll 1
   for (int turn = thread; turn < c.turns; turn += kThreads) eight(place_of(c, turn));
   over_ends<kThreads>(c, length, thread, one);

@@ -8,4 +8,3 @@ EXPORTED long shim_launches() { return shim::launches; }
 EXPORTED long shim_early() { return shim::early; }
 EXPORTED int shim_device() { return shim::device; }
 EXPORTED void shim_set_device(int device) { shim::device = device; }
-

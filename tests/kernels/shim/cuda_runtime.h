@@ -1,6 +1,7 @@
-// A stand-in for CUDA's header that lets a C++ compiler build csrc/cuda/*.cu for the host. A grid is a loop over its blocks; the
-// kernels' phases are loops over the threads of a block (csrc/cuda/block.cuh), so a kernel is called once for each block.
-// It covers what those sources use and nothing else.
+// A stand-in for CUDA's header that lets a C++ compiler build csrc/cuda/*.cu for the host. A grid
+// is a loop over its blocks; the kernels' phases are loops over the threads of a block
+// (csrc/cuda/block.cuh), so a kernel is called once for each block. It covers what those sources
+// use and nothing else.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,9 @@ struct alignas(16) uint4 {
   std::uint32_t x, y, z, w;
 };
 inline uint2 make_uint2(std::uint32_t x, std::uint32_t y) { return {x, y}; }
-inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
+  return {x, y, z, w};
+}
 
 inline dim3 blockIdx, blockDim;
 
@@ -47,9 +50,16 @@ inline bool waited = false;  // the block has waited for it
 inline bool __isGlobal(const void*) { return true; }
 using std::min;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorInvalidDevice = 101 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101
+};
 using cudaStream_t = struct Stream*;
-enum cudaLaunchAttributeID { cudaLaunchAttributeIgnore = 0, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeIgnore = 0,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
@@ -73,7 +83,8 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 
 inline const char* cudaGetErrorString(cudaError_t) { return "reported by the shim"; }
 inline const char* cudaGetErrorName(cudaError_t code) {
-  return code == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice" : "cudaErrorInvalidConfiguration";
+  return code == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice"
+                                        : "cudaErrorInvalidConfiguration";
 }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = shim::device;
@@ -87,20 +98,26 @@ inline cudaError_t cudaSetDevice(int device) {
 }
 
 template <class... Parameters>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Parameters... arguments) {
-  if (config->gridDim.x == 0 || config->blockDim.x > 1024 || config->dynamicSmemBytes > 48 * 1024) return cudaErrorInvalidConfiguration;
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Parameters... arguments) {
+  if (config->gridDim.x == 0 || config->blockDim.x > 1024 || config->dynamicSmemBytes > 48 * 1024)
+    return cudaErrorInvalidConfiguration;
   ++shim::launches;
-  const bool early = config->numAttrs > 0 && config->attrs->val.programmaticStreamSerializationAllowed != 0;
+  const bool early =
+      config->numAttrs > 0 && config->attrs->val.programmaticStreamSerializationAllowed != 0;
   if (early) ++shim::early;
   blockDim = config->blockDim;
   for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
-    // new for each block and of its exact size, so that the sanitizer sees a block that reaches beyond it
-    const std::unique_ptr<char[]> shared(config->dynamicSmemBytes > 0 ? new char[config->dynamicSmemBytes] : nullptr);
+    // new for each block and of its exact size, so that the sanitizer sees a block that reaches
+    // beyond it
+    const std::unique_ptr<char[]> shared(
+        config->dynamicSmemBytes > 0 ? new char[config->dynamicSmemBytes] : nullptr);
     std::fill_n(shared.get(), config->dynamicSmemBytes, char(0x7f));
     shim::dynamic_shared_memory = shared.get();
     shim::waited = false;
     kernel(arguments...);
-    if (early && !shim::waited) return cudaErrorInvalidConfiguration;  // it has read what may not be there yet
+    if (early && !shim::waited)
+      return cudaErrorInvalidConfiguration;  // it has read what may not be there yet
   }
   return cudaSuccess;
 }
