@@ -40,6 +40,8 @@ class Bounded:
     error: Tensor
 
     def __post_init__(self) -> None:
+        if bool((self.value.abs() <= LARGEST).all()):
+            return
         self.value = _in_range(self.value, LARGEST)
         self.error = torch.where(self.value.isfinite(), self.error, 0.0)
 

@@ -25,18 +25,27 @@ def plan_maker(backend: str) -> MakePlan:
     return functools.partial(kernels.step_plan, backend=backend)
 
 
+ALIKE = [case for case in CASES if case.max_norm == 0]
+"""those that have the same bits on every backend: norms add up in another order"""
+
+
 @pytest.mark.parametrize("case", CASES, ids=NAMED)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_table(backend: str, case: Case) -> None:
-    check(case, plan_maker(backend), device_of(backend))
+def test_the_table(case: Case) -> None:
+    check(case, plan_maker("cpu"))
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name
+    "case", [case for case in CASES if case.max_norm != 0], ids=lambda case: case.name
 )
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_the_table_with_norms(backend: str, case: Case) -> None:
+    check(case, plan_maker(backend), device_of(backend))
+
+
+@pytest.mark.parametrize("case", ALIKE, ids=lambda case: case.name)
 @pytest.mark.parametrize("other", BACKENDS[1:])
 def test_all_backends_have_the_bits_of_the_cpu(other: str, case: Case) -> None:
-    """One operation, one rounding everywhere. (Norms add up in another order.)"""
+    """One operation, one rounding everywhere."""
     assert_same_bits(
         final_tensors(case, plan_maker("cpu")),
         final_tensors(case, plan_maker(other), device_of(other)),

@@ -88,8 +88,5 @@ def pytest_collection_modifyitems(config: object, items: list[pytest.Item]) -> N
         item
         for item in items
         if item.path.name == "checks.py"
-        or (
-            getattr(item, "callspec", NONE).params.get("backend") == "cuda"
-            and item.originalname != "test_the_table"
-        )  # type: ignore[attr-defined]
+        or getattr(item, "callspec", NONE).params.get("backend") == "cuda"
     ]
