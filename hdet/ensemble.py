@@ -16,9 +16,10 @@ from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
 from .knobs import Knob
+from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
 from .run.cycles import ReplicasDiverged
-from .run.mistakes import refuse_backward, warn_of_no_controller
+from .run.mistakes import refuse_backward, refuse_eval_mode, warn_of_no_controller
 from .run.parts import Parts
 from .schedule import Scheduler
 from .trial.searched import Closure
@@ -96,6 +97,7 @@ class Ensemble:
         self.schedule, self.engine, self.run = parts.schedule, parts.engine, parts.run
         self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
         self.records, self._fan_out, self._agreement = parts.records, parts.fan_out, parts.agreement
+        self._has_modes = is_schedule_free(optimizer)
         parts.attach()
         self._detach = weakref.finalize(self, parts.detach)
         self._detach.atexit = False
@@ -137,6 +139,7 @@ class Ensemble:
         Raises:
             ReplicasDiverged: no replica has finite parameters, and there is no snapshot.
             ReplicaLost: a collective failed or timed out; afterwards every call is refused.
+            RuntimeError: a schedule-free optimizer is in eval mode.
             ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
         cycles, schedule = self.cycles, self.schedule
@@ -144,6 +147,8 @@ class Ensemble:
             cycles.check_at_rest("step")
         if self.during.lost is not None:
             self.during.check_whole()
+        if self._has_modes:
+            refuse_eval_mode(self.optimizer)
         schedule.check_unwritten()
         if loss is not None:
             self.weights.local[self.replicas.place(None)].loss_meter.add(loss)
@@ -182,7 +187,8 @@ class Ensemble:
         self.during.check_whole()
         if not self._agreement.reached:
             self._parts.agree()
-        self.cycles.converge()
+        with in_train_mode(self.optimizer):
+            self.cycles.converge()
 
     @contextmanager
     def explore(self) -> Iterator[None]:

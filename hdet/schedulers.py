@@ -22,6 +22,7 @@ from .core.validate import whole
 from .ensemble import Ensemble
 from .knobs import LearningRate
 from .knobs.cells import content, put
+from .optim.snapshot import is_schedule_free
 from .replicas import Replicas
 from .schedule import plain
 
@@ -104,6 +105,11 @@ class OneCycleAutoLR(OneCycleLR):
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
+        if is_schedule_free(optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, whose rate takes no schedule: use "
+                "hdet.Ensemble(optimizer, total_steps=..., controller=hdet.AutoLR(model))"
+            )
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
             whole(model_sync_interval, "model_sync_interval", of="steps")

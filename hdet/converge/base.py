@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..optim.snapshot import beside
 from ..replicas import Replicas
 from .buckets import Buckets, Masters, Part, parts_of
 
@@ -32,8 +33,16 @@ class Task:
     """"shared" or "local"."""
 
     def parts(self) -> list[Part]:
-        """The tensors as they lie on this rank, with their masters."""
-        return parts_of(self.tensors, self.masters)
+        """All that is averaged, as it lies on this rank: the tensors with their masters, then the
+        weights beside them."""
+        weights = [part for part in self.beside() if part is not None]
+        return [*parts_of(self.tensors, self.masters), *weights]
+
+    def beside(self) -> list[Part | None]:
+        """The weight that the optimizer keeps beside each of the tensors, where there is one. Those
+        that are missing are made: only to be asked when something is averaged."""
+        weights = beside(self.optimizer, self.tensors)
+        return [None if weight is None else Part(weight) for weight in weights]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..core.validate import within
 from ..kernels import numbers
 from ..kernels.numbers import store
 from ..optim import FusedSGD
+from ..optim.snapshot import is_schedule_free
 from .base import Averager, Averaging, Task
 from .buckets import Buckets, Part
 from .health import digest
@@ -63,6 +64,11 @@ class Outer(Averaging):
             raise ValueError(
                 "Outer needs gradients='local': replicas that share gradients have taken one step "
                 "together, and there is nothing for an outer one to add; use Plain()"
+            )
+        if is_schedule_free(task.optimizer):
+            raise ValueError(
+                "Outer would move the average of a schedule-free optimizer's weights away from "
+                "them: use Plain(), or FusedAdamW"
             )
         return _Outer(task, self)
 

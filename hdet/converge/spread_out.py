@@ -210,9 +210,11 @@ _Span = tuple[int, int, int]
 
 
 def _parts_of(task: Task, spans: Sequence[_Span]) -> list[Part]:
-    """A fragment: the first and the last of its tensors are perhaps not whole."""
-    parts = task.parts()
-    return [_cut(parts[i], first, last) for i, first, last in spans]
+    """A fragment: the first and the last of its tensors are perhaps not whole. A weight beside a
+    tensor is cut, and averaged, with it."""
+    both = list(zip(task.parts(), task.beside(), strict=False))
+    found = [(part, first, last) for i, first, last in spans for part in both[i]]
+    return [_cut(part, first, last) for part, first, last in found if part is not None]
 
 
 def _cut(part: Part, first: int, last: int) -> Part:

@@ -16,7 +16,7 @@ from hdet.tensors import dtensor as shards
 
 from .fused import FusedOptimizer
 from .masters import kept_masters
-from .step_plans import Hyper
+from .step_plans import Hyper, add_entries
 
 _COUNTED: dict[str, Any] = {
     "k": 0,
@@ -90,6 +90,21 @@ class ScheduleFree(FusedOptimizer):
                 "FusedAdamW"
             )
         super().set_replicas(count, copies)
+
+    @torch.no_grad()
+    def beside(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """z of each of these tensors, as it lies on this rank; None of what is not trained here.
+
+        Of a parameter that has had no gradient yet it is made now, for all replicas must have the
+        same ones to average."""
+        listed = set(self._listed())
+        made = {
+            param: self._layout(param).missing(state, [param], True)
+            for param in params
+            if param in listed and param.requires_grad and "z" not in (state := self.state[param])
+        }
+        add_entries(self.state, made)
+        return [shards.local_state(self.state.get(p, {}), p).get("z") for p in params]
 
     def train(self) -> None:
         """The parameters become y, at which gradients are taken."""

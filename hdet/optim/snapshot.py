@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
+from ..rules import RULES
 from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, tensors_in
 from ..tensors.dtensor import local_parts
 from .fused import FusedOptimizer
@@ -23,16 +24,19 @@ __all__ = [
     "GroupNumbers",
     "Masters",
     "Snapshot",
+    "beside",
+    "in_train_mode",
     "inner_optimizer",
     "is_known",
+    "is_schedule_free",
     "keeps_codes",
     "keeps_weights",
     "keys_of_own",
     "masters_of",
     "optimizers_in",
     "owners_in",
-    "refuse_schedule_free",
     "reset_moments",
+    "weight_keys",
     "without_hooks",
 ]
 
@@ -94,15 +98,25 @@ def keeps_weights(optimizer: Optimizer) -> bool:
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
-def refuse_schedule_free(optimizer: Optimizer, who: str) -> None:
-    """Of ours: its z and the numbers of its groups belong to the parameters, and are neither kept,
-    averaged nor put back with them yet."""
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Is it ours, whose z is known to be a weight, and whose groups' numbers are alike on all
+    replicas?"""
+    return isinstance(inner_optimizer(optimizer), ScheduleFree)
+
+
+def weight_keys(optimizer: Optimizer) -> set[str]:
+    """What its states have that is no moment: the parameters themselves, and weights beside
+    them."""
     inner = inner_optimizer(optimizer)
-    if isinstance(inner, ScheduleFree):
-        raise TypeError(
-            f"optimizer is a {type(inner).__name__}, whose average {who} cannot keep: use "
-            "FusedAdamW, or schedulefree's AdamWScheduleFree with moments='average'"
-        )
+    own = RULES[inner.rule].weights if isinstance(inner, FusedOptimizer) else ()
+    return {*WEIGHT_KEYS, *own}
+
+
+def beside(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The weight that the optimizer keeps beside each of these tensors, and that is averaged and
+    sent as they are; None where there is none."""
+    inner = inner_optimizer(optimizer)
+    return inner.beside(tensors) if isinstance(inner, ScheduleFree) else [None] * len(tensors)
 
 
 def keeps_codes(optimizer: Optimizer) -> bool:
@@ -120,6 +134,21 @@ def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
     """
     ask = getattr(optimizer, "masters", None)
     return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
+
+
+@contextmanager
+def in_train_mode(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the parameters of a schedule-free optimizer of ours are y, on whichever ranks they
+    were x."""
+    inner = inner_optimizer(optimizer)
+    if not isinstance(inner, ScheduleFree) or inner.param_groups[0]["train_mode"]:
+        yield
+        return
+    inner.train()
+    try:
+        yield
+    finally:
+        inner.eval()
 
 
 @contextmanager
@@ -147,13 +176,15 @@ def reset_moments(optimizer: Optimizer) -> None:
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
     """The state as it is in ``kept``, by key of `owners_in`.
 
-    What has been made since goes. ``weights``: the `WEIGHT_KEYS` too.
+    What has been made since goes. ``weights``: those of `weight_keys` too. A schedule-free state
+    that has none of them yet is made again, of the weights that the model has by then.
     """
     inner, state = inner_optimizer(optimizer), optimizer.state
     for key, owner in owners_in(optimizer):
         before = kept.get(key)
-        if owner in state and isinstance(inner, FusedOptimizer):
-            _renew(state[owner], owner, before or {}, weights)
+        begins = before is None and weights and isinstance(inner, ScheduleFree)
+        if owner in state and isinstance(inner, FusedOptimizer) and not begins:
+            _renew(state[owner], owner, before or {}, weights, weight_keys(inner))
         elif before is not None:
             state[owner] = put(state.get(owner), before)
         elif state.get(owner) and isinstance(inner, Adagrad):
@@ -166,7 +197,11 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
 
 
 def _renew(
-    state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool
+    state: dict[str, Any],
+    parameter: torch.Tensor,
+    before: Mapping[str, Any],
+    weights: bool,
+    no_moments: set[str],
 ) -> None:
     """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros,
     replicas and masters as the model."""
@@ -176,7 +211,7 @@ def _renew(
         if key == "replica_params" and weights:
             for other in state[key]:
                 other.copy_(parameter)
-        elif key not in WEIGHT_KEYS and isinstance(state[key], torch.Tensor):
+        elif key not in no_moments and isinstance(state[key], torch.Tensor):
             local_parts([state[key]])[0].zero_()
     if weights and not set(MASTER_KEYS) & before.keys():
         for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
@@ -184,13 +219,14 @@ def _renew(
 
 
 class GroupNumbers:
-    """A copy of what an optimizer that is neither torch's nor ours keeps in its groups, beside
-    settings: the steps counted there, or the distance that it has found; as numbers, tensors or
-    lists of tensors."""
+    """A copy of what an optimizer that is neither torch's nor ours, or is schedule-free, keeps in
+    its groups, beside settings: the steps counted there, or the distance that it has found; as
+    numbers, tensors or lists of tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        groups = [] if is_known(optimizer) else optimizer.param_groups
+        has_none = is_known(optimizer) and not is_schedule_free(optimizer)
+        groups = [] if has_none else optimizer.param_groups
         self._kept = [{key: keep(group[key]) for key in _numbers_of(group)} for group in groups]
 
     @torch.no_grad()
@@ -206,7 +242,9 @@ class GroupNumbers:
 def _numbers_of(group: Mapping[str, Any]) -> set[str]:
     own = {key: group[key] for key in keys_of_own(group)}
     return {
-        key for key, x in own.items() if type(x) in (int, float) or any(True for _ in tensors_in(x))
+        key
+        for key, x in own.items()
+        if type(x) in (int, float, bool) or any(True for _ in tensors_in(x))
     }
 
 

@@ -47,11 +47,15 @@ def schedule_free_adamw(
             mode rounds it.
 
     An optimizer begins in train mode. t of the weights, their sum and the largest rate are numbers
-    of a group, as schedulefree has them; each `step` counts for its own parameter.
+    of a group, as schedulefree has them; each `step` counts for its own parameter. After a rate was
+    lowered, later steps count as much in x as earlier ones.
+
+    In an Ensemble z is averaged with the parameters. Multipliers move r, and not w, so that all
+    replicas average alike and the mean of their x is that of the mean z.
 
     Raises ValueError or TypeError as FusedAdamW; RuntimeError for a step in eval mode, and where a
-    CUDA graph is captured: c is computed on the host in each step. Refused: `set_replicas`, an
-    Ensemble and `find_rate`, a rate in a tensor on a GPU, decay_at and cautious_decay.
+    CUDA graph is captured: c is computed on the host in each step. Refused: `set_replicas`, a rate
+    in a tensor on a GPU, decay_at and cautious_decay.
 
     >>> model = torch.nn.Linear(8, 1)
     >>> optimizer = hdet.FusedScheduleFreeAdamW(model.parameters(), lr=0.0025, warmup_steps=10)

@@ -22,7 +22,7 @@ from ..core.design import columns
 from ..core.divergence import Divergence
 from ..core.evidence import Run
 from ..knobs import Bound
-from ..optim.snapshot import keeps_codes, keeps_weights, refuse_schedule_free
+from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
@@ -82,6 +82,11 @@ def check_arguments(
             f"gradients is {sync.gradients!r} and converge {sync.converge!r}, but co-resident "
             "replicas share one gradient, and their optimizer averages them: leave both out"
         )
+    if len(replicas.local) > 1 and is_schedule_free(optimizer):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, of which each co-resident replica would "
+            "need a z of its own: use FusedAdamW, or a process for each replica"
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -97,7 +102,6 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{remedy}"
         )
-    refuse_schedule_free(optimizer, "an Ensemble")
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
             "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or "
@@ -198,6 +202,8 @@ def checked_design(
                 "ProbeController(..., held_out=True), controller=None, or a controller of your own "
                 "that learns from held-out data alone and says judges_held_out = True"
             )
+    if is_schedule_free(optimizer):
+        _check_average_is_one(knobs, optimizer)
     _check_moments(knobs, optimizer, replicas, sync)
     found = _design_of(design, len(knobs), replicas.count)
     if sync.converge.needs_rates_only:
@@ -257,9 +263,9 @@ def _check_moments(
             "pass moments='keep' or 'reset', or construct the optimizer with another moment_dtype"
         )
     explored = [knob for knob in knobs if knob.spread > 0]
-    if keeps_weights(optimizer):
-        # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state,
-        # so both have to be averaged.
+    if keeps_weights(optimizer) and not is_schedule_free(optimizer):
+        # Another library's schedule-free optimizer evaluates at a mean of the parameters and
+        # weights of its state, so both have to be averaged.
         if replicas.count > 1 and (explored or not shared) and moments != "average":
             raise ValueError(
                 f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own "
@@ -281,6 +287,16 @@ def _check_moments(
             "their moments, also with gradients='shared', where a checkpoint holds one state for "
             "all: pass moments='average' or 'reset' (docs/local.md)"
         )
+
+
+def _check_average_is_one(knobs: Sequence[Bound], optimizer: Optimizer) -> None:
+    """Schedule-free: x is y and z mixed by beta1, and the mean of all z by their weights."""
+    for knob in knobs:
+        if knob.name.split("/")[0] in ("beta1", "warmup_steps", "r", "weight_lr_power"):
+            raise ValueError(
+                f"the knob {knob.name!r} says how {type(optimizer).__name__} averages its weights, "
+                "which all replicas and steps must do alike: leave it out"
+            )
 
 
 def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> None:

@@ -13,7 +13,7 @@ from ..core.engine import Engine
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
 
-__all__ = ["refuse_backward", "warn_of_idle_run", "warn_of_no_controller"]
+__all__ = ["refuse_backward", "refuse_eval_mode", "warn_of_idle_run", "warn_of_no_controller"]
 
 
 def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
@@ -49,6 +49,15 @@ def refuse_backward(loss: object) -> None:
     """Of a loss whose graph holds weights in whose place a trial trains its arms now."""
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         loss.register_hook(_refuse_backward)
+
+
+def refuse_eval_mode(optimizer: Optimizer) -> None:
+    """Of a schedule-free optimizer, whose parameters are the average then."""
+    if not all(group["train_mode"] for group in optimizer.param_groups):
+        raise RuntimeError(
+            "ensemble.step() was called while the optimizer is in eval mode: call its eval() after "
+            "ensemble.step(), and its train() before the next optimizer.step()"
+        )
 
 
 def _refuse_backward(_: torch.Tensor) -> NoReturn:

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..converge import digest
 from ..converge.buckets import Buckets, Part
 from ..converge.collectives import all_gather
-from ..optim.masters import WEIGHT_KEYS
 from ..optim.snapshot import (
     GroupNumbers,
     inner_optimizer,
@@ -32,6 +31,7 @@ from ..optim.snapshot import (
     optimizers_in,
     owners_in,
     reset_moments,
+    weight_keys,
 )
 from ..replicas import Replicas
 from ..replicas.agreement import reachable
@@ -43,9 +43,10 @@ __all__ = ["Moments", "follows_gradients"]
 class Moments:
     """The state of one optimizer, and of those inside of it, under one of the policies.
 
-    Masters, other replicas' parameters and the counters named ``step`` are no moments. Numbers are:
-    also those that an optimizer of another library keeps in its groups (Prodigy's d). A reset makes
-    the latter what they were when this object was made.
+    Masters, other replicas' parameters, schedule-free's z, which is averaged with the parameters,
+    and the counters named ``step`` are no moments. Numbers are: also those that an optimizer of
+    another library keeps in its groups (Prodigy's d). A reset makes the latter what they were when
+    this object was made.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Moments:
             bucket_bytes,
             in_place=True,
         )
-        self._first_numbers = [(one, GroupNumbers(one)) for one in optimizers_in(optimizer)]
+        self._first_numbers = [
+            GroupNumbers(one) for one in optimizers_in(optimizer) if not is_known(one)
+        ]
 
     @property
     def are_averaged(self) -> bool:
@@ -135,8 +138,9 @@ class Moments:
 
     def reset(self) -> None:
         """As before the first step, also the counters. Masters stay."""
-        for optimizer, numbers in self._first_numbers:
+        for optimizer in optimizers_in(self._optimizer):
             reset_moments(optimizer)
+        for numbers in self._first_numbers:
             numbers.put_back()
 
     def tensors_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -194,7 +198,7 @@ def _entries(optimizer: Optimizer) -> list[_Entry]:
         for key, owner in owners_in(one):
             name = f"state {key!r}" if key is owner else f"parameter {key}"
             values = one.state.get(owner, {})
-            own = values.keys() - {*WEIGHT_KEYS, "step"} if isinstance(values, dict) else ()
+            own = values.keys() - weight_keys(one) - {"step"} if isinstance(values, dict) else ()
             _collect(entries, name, owner, values, own)
         for g, group in enumerate(() if is_known(one) else one.param_groups):
             _collect(entries, f"group {g}", None, group, keys_of_own(group))

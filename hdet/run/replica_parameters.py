@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..converge import Averager, Task
 from ..converge.sync import Sync, Tied
 from ..core.divergence import Divergence
-from ..optim.snapshot import CycleStarts
+from ..optim.snapshot import CycleStarts, beside
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
 from ..tensors.buffers import ReplicaTensors
@@ -47,6 +47,7 @@ class ReplicaWeights:
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self.tensors, self.replicas, self._sync, self._modules = tensors, replicas, sync, modules
+        self._optimizer = optimizer
         self.local = local_replicas(replicas, optimizer, tensors)
         task = Task(
             tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes,
@@ -169,7 +170,7 @@ class ReplicaWeights:
     def _publish(self) -> None:
         """Parameters were written: whoever holds copies follows."""
         for tensor, group in self._sync.tied:
-            for part in [*self._with_master(tensor), *self.moments.tensors_of(tensor)]:
+            for part in [*self._with_weights(tensor), *self.moments.tensors_of(tensor)]:
                 # As bytes: gloo knows no int16, and it is no backend's business what they are.
                 sent = part.reshape(-1).view(torch.uint8)
                 dist.broadcast(sent, group_src=0, group=group)
@@ -180,10 +181,11 @@ class ReplicaWeights:
         if self._sync.refresh is not None:
             self._sync.refresh()
 
-    def _with_master(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _with_weights(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """And with its master."""
         place = next(i for i, own in enumerate(self.tensors) if own is tensor)
-        master = self.local[0].masters()[place]
-        return local_parts([tensor] if master is None else [tensor, master])
+        own = [tensor, self.local[0].masters()[place], *beside(self._optimizer, [tensor])]
+        return local_parts([one for one in own if one is not None])
 
 
 def check_tied(tied: Sequence[Tied], parameters: Sequence[torch.Tensor]) -> None:

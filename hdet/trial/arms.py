@@ -181,14 +181,17 @@ def _without_reduction(run: Searched) -> Iterator[None]:
 
 @contextmanager
 def _rates_in_force(run: Searched, factor: float) -> Iterator[None]:
-    """Inside, groups have these parts of their peaks; a tensor is written to, so that a captured
-    step sees it."""
+    """Inside, groups have these parts of their peaks, and a schedule-free optimizer has no warm-up
+    of its own; a tensor is written to, so that a captured step sees it."""
     groups = [(run.optimizer.param_groups[number], peak) for number, peak in run.peaks()]
-    before = [content(group["lr"]) for group, _ in groups]
+    keys = ("lr", "warmup_steps")
+    before = [{key: content(group[key]) for key in keys if key in group} for group, _ in groups]
     try:
         for group, peak in groups:
             group["lr"] = put(group["lr"], peak * factor)
+            if "warmup_steps" in group:
+                group["warmup_steps"] = 0
         yield
     finally:
-        for (group, _), rate in zip(groups, before, strict=True):
-            group["lr"] = put(group["lr"], rate)
+        for (group, _), own in zip(groups, before, strict=True):
+            group.update({key: put(group[key], value) for key, value in own.items()})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optim.snapshot import keeps_weights
 from ..tensors.buffers import BufferCopies, Copy
 from .searched import Searched
 
@@ -53,6 +54,11 @@ class BestWeights:
             raise ValueError(
                 "val_batches keeps the weights of one model: leave it out with local gradients, "
                 "and where the optimizer has parameters of its own (refresh=)"
+            )
+        if keeps_weights(run.optimizer):
+            raise ValueError(
+                f"val_batches keeps parameters alone, and {type(run.optimizer).__name__} has other "
+                "weights beside them: leave it out, and measure after optimizer.eval()"
             )
         self._run, self._on_host = run, place == "host"
         self._every = max(1, total_steps // TIMES)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.validate import whole
-from ..optim.snapshot import refuse_schedule_free, without_hooks
+from ..optim.snapshot import without_hooks
 from ..replicas import Replicas
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
@@ -55,7 +55,6 @@ def find_rate(
 
     Raises:
         ValueError: fewer than 56 batches, or a run whose copies could not be trained.
-        TypeError: a FusedScheduleFreeAdamW.
 
     Example::
 
@@ -67,7 +66,6 @@ def find_rate(
             group["lr"] *= interval.suggestion / interval.rate
     """
     whole(total_steps, "total_steps", of="steps")
-    refuse_schedule_free(optimizer, "find_rate")
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"

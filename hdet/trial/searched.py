@@ -67,6 +67,11 @@ class Searched:
                 found.append(name if number in chosen and is_trained else None)
         return found
 
+    def rate_in_force(self, group: int) -> Any:
+        """Of the step that was done; a schedule-free optimizer has a warm-up of its own."""
+        own = self.optimizer.param_groups[group]
+        return own.get("scheduled_lr", own["lr"])
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Of what is searched, by name in the model: as they are stepped, masters where there are
         any."""

@@ -73,7 +73,7 @@ class OwnSteps:
         run, self._position = self._run, self._position + 1
         number, peak = max(run.peaks(), key=lambda pair: pair[1])
         if peak > 0:
-            self._sum = self._sum + run.optimizer.param_groups[number]["lr"] / peak
+            self._sum = self._sum + run.rate_in_force(number) / peak
         if self._position < STEPS:
             return None
         [distance] = medians(run.replicas, self._displacement.ratios())
@@ -273,9 +273,9 @@ class TrialSteps:
     def _part_in_force(self) -> float:
         """The rate of the run's step, as a part of its peak. 0 if its length says nothing: groups
         have different parts, a schedule begins at 0, or weights of 16 bits are rounded."""
-        groups, peaks = self._run.optimizer.param_groups, self._run.peaks()
-        parts = [float(groups[number]["lr"]) / peak for number, peak in peaks if peak > 0]
-        is_wide = all(tensor.element_size() >= 4 for tensor in self._run.weights().values())
+        run = self._run
+        parts = [float(run.rate_in_force(n)) / peak for n, peak in run.peaks() if peak > 0]
+        is_wide = all(tensor.element_size() >= 4 for tensor in run.weights().values())
         return parts[0] if is_wide and max(parts) <= 1.01 * min(parts) else 0.0
 
     def _compare_steps(self, own: Ratios, part: float) -> None:

@@ -209,16 +209,6 @@ def test_a_scaler_leaves_a_step_out() -> None:
             "FusedScheduleFreeAdamW steps one replica",
             lambda: made()[1].set_replicas(2, lambda p: [p, p.detach().clone()]),
         ),
-        (
-            TypeError,
-            "optimizer is a FusedScheduleFreeAdamW, whose average an Ensemble cannot keep",
-            lambda: hdet.Ensemble(made()[1], None, total_steps=10),
-        ),
-        (
-            TypeError,
-            "whose average find_rate cannot keep",
-            lambda: hdet.find_rate(torch.nn.Linear(1, 1), made()[1], None, [], total_steps=9),  # type: ignore[arg-type]
-        ),
     ],
 )
 def test_refusals(error: type[Exception], message: str, call: Any) -> None:

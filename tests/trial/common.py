@@ -20,7 +20,12 @@ def sgd(parameters: Any, lr: float, weight_decay: float = 0.0) -> torch.optim.SG
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": hdet.FusedAdamW, "SGD with momentum": sgd}
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "FusedAdamW": hdet.FusedAdamW,
+    "FusedScheduleFreeAdamW": hdet.FusedScheduleFreeAdamW,
+    "SGD with momentum": sgd,
+}
 
 
 def auto_run(
