@@ -28,6 +28,7 @@ from .workloads import WORKLOADS
 
 RATE, FAR = 0.01, 5
 """The exponent by which a start is far away."""
+LEVELS = {"fixed": "fixed rate", "trial": "AutoLR"}
 
 
 def build(level: str, problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -58,23 +59,24 @@ def table(records: Sequence[Record]) -> str:
         }
         best, place = min((end, place) for (level, place), end in ends.items() if level == "fixed")
         gaps = {key: 100 * (end - best) / (untrained - best) for key, end in ends.items()}
-        for level in dict.fromkeys(level for level, _ in gaps):
+        for level, name in LEVELS.items():
             near = [gap for (of, e), gap in gaps.items() if of == level and abs(e - place) <= FAR]
             row = [gaps.get((level, place + off)) for off in (-FAR, 0, FAR)]
-            cells = ["" if gap is None else f"{gap:.1f}" for gap in (*row, max(near), fmean(near))]
-            rows.append([workload, f"{RATE * 2.0**place:.2g}", level, *cells])
+            cells = [
+                "" if gap is None else f"{round(gap, 1) + 0.0:.1f} %"
+                for gap in (*row, max(near), fmean(near))
+            ]
+            rows.append([workload, f"{RATE * 2.0**place:.2g}", name, *cells])
     far = 2**FAR
-    starts = [f"1/{far}", "best", str(far)]
-    return markdown(["workload", "best rate", "level", *starts, "worst", "mean"], rows)
+    starts = [f"from 1/{far}", "from the best", f"from {far} times"]
+    return markdown(["workload", "best rate", "", *starts, "worst", "mean"], rows)
 
 
 EXPERIMENT = Experiment(
     "schedule-free", __doc__, run,
     (
-        Column("workload", ("mlp-friedman", "diffusion-digits", "recommender-clicks"),
-               ["mlp-friedman"],
-               WORKLOADS),
-        Column("level", ("fixed", "trial"), ("fixed", "trial")),
+        Column("workload", ("mlp-friedman", "diffusion-digits"), ["mlp-friedman"], WORKLOADS),
+        Column("level", tuple(LEVELS), tuple(LEVELS)),
         Column("exponent", range(-7, 8), [0]),
         Column("steps", (2000,), [100], option="steps"),
     ),

@@ -25,6 +25,7 @@ from benchmarks.evidence import (
     outer,
     paper,
     ranks,
+    schedule_free,
     scoreboard,
     seconds,
     several,
@@ -97,6 +98,11 @@ def test_ranks(printed: Printed, kept_ranks: None, monkeypatch: pytest.MonkeyPat
     assert row[:3] == ["| 2", "spread", "1"]
     fixed, reached = (float(cell.removesuffix(" %")) for cell in row[3:5])
     assert reached < fixed  # a trial has raised the rate that is 16 times too low
+
+
+def test_schedule_free(printed: Printed) -> None:
+    rows = printed(schedule_free.EXPERIMENT.main).splitlines()[-2:]
+    assert ["| fixed rate |" in rows[0], "| AutoLR |" in rows[1]] == [True, True]
 
 
 def test_outer(printed: Printed, kept_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
