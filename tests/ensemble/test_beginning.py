@@ -448,7 +448,7 @@ def tied_state(rank: int, world: int, masters: str | None, moments: str | None) 
     own, shared = map(torch.nn.Parameter, (torch.ones(3 + 400 * stage, dtype=dtype), matrix))
     kind, settings = torch.optim.AdamW, {}
     if masters:
-        kind, settings = hdet.FusedAdamW, {"master_weights": masters}
+        kind, settings = hdet.FusedScheduleFreeAdamW, {"master_weights": masters}
     optimizer = kind([own, shared], lr=0.1, **settings)
     world_group, ranks = dist.group.WORLD, [[0, 1], [2, 3], [4, 5]]
     ensemble = hdet.Ensemble(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hdet
 from hdet import checkpoint, converge
 from hdet.kernels import numbers
+from hdet.optim.snapshot import Snapshot
 from hdet.run.moments import Moments
 from hdet.trial.rule import STEPS
 from tests.distributed import run_ranks
@@ -146,27 +147,32 @@ def test_moments_do_not_include_z(moments: str) -> None:
 
 
 def test_a_reset_keeps_z_and_the_numbers_of_the_average() -> None:
-    run = run_of(spread=0.0).steps(3)
+    run = run_of(spread=0.0)
+    moments = Moments("reset", run.optimizer, hdet.Replicas(0, 2), 1 << 20)
+    run.steps(3)
     before, counted = x_and_z(run), numbers_of(run)
-    Moments("reset", run.optimizer, hdet.Replicas(0, 2), 1 << 20).reset()
+    moments.reset()
     assert same([*x_and_z(run)], [*before]) and numbers_of(run) == counted
     for state in run.optimizer.state.values():
         assert not state["exp_avg_sq"].any() and not state["step"]
 
 
 def parted(rank: int, world: int) -> Any:
-    """bfloat16 with masters; replica 1 breaks; the first layer has gradients on rank 0 alone."""
+    """bfloat16 with masters. Replica 1 skips its first step, as a scaler may, has no gradients of
+    the first layer, and breaks at last."""
     net = model()
     run = run_of(rank, net=net, optimizer=MASTERS, dtype=torch.bfloat16, gradients="local",
                  moments="keep", ddp=False)  # fmt: skip
     if rank:
         for p in list(net.parameters())[:2]:
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    for _ in range(3):
-        run.step()
+    loss = run.backward()
+    if not rank:
+        run.optimizer.step()
+    run.ensemble.step(loss)
+    run.steps(2)
     before, after = one_step(run)
-    for _ in range(3):
-        run.step()
+    run.steps(3)
     broken = one_step(run, lost=1)
     return before, after, broken
 
@@ -179,6 +185,24 @@ def test_a_parameter_without_a_gradient_and_a_replica_that_breaks() -> None:
         mean = (before[place] + before_there[place]) / 2
         torch.testing.assert_close(after[place], mean, rtol=0, atol=2e-6)
         assert torch.equal(healed[1][place], broken[0][place])
+
+
+def in_two_modes(rank: int, world: int) -> Any:
+    run = run_of(rank).steps(2)
+    before = x_and_z(run)
+    if rank:
+        run.optimizer.eval()
+    run.ensemble.converge()
+    assert run.optimizer.param_groups[0]["train_mode"] == (not rank)
+    run.optimizer.train()
+    return before, x_and_z(run)
+
+
+def test_replicas_in_different_modes_average_y() -> None:
+    (one, after), (two, after_there) = run_ranks(in_two_modes, 2)
+    for a, b, found, found_there in zip(one, two, after, after_there, strict=True):
+        torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=2e-6)
+        torch.testing.assert_close(found, found_there, rtol=0, atol=2e-6)
 
 
 # -- a rate that moves -----------------------------------------------------------------------------
@@ -283,6 +307,17 @@ def test_a_cycle_that_is_taken_back() -> None:
         run.step(report=math.nan)
     assert run.history["rolled_back"]
     assert same([*x_and_z(run)], [*begun[0]]) and numbers_of(run)[:3] == begun[1]
+
+
+def test_a_snapshot_has_the_mode_of_its_parameters() -> None:
+    run = run_of(spread=0.0).steps(2)
+    snapshot = Snapshot(list(run.net.parameters()), run.optimizer, "device")
+    snapshot.take()
+    before = everything(run)
+    before[2] = {key: value.clone() for key, value in before[2].items()}
+    run.optimizer.eval()
+    snapshot.restore()
+    assert same(everything(run), before)
 
 
 # -- checkpoints and modes -------------------------------------------------------------------------
