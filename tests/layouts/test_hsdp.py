@@ -25,12 +25,16 @@ from tests.layouts.common import (
 )  # fmt: skip
 
 STEPS = 6
-WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused"]
+WAYS = [
+    "float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused",
+    "schedule-free",
+]  # fmt: skip
+OPTIMIZERS = {"fused": hdet.FusedAdamW, "schedule-free": hdet.FusedScheduleFreeAdamW}
 PROBES = [batch(1000 + i, 0) for i in range(4)]
 
 
 def sharded(mesh: DeviceMesh, way: str) -> Any:
-    net = model().float() if way in ("bf16", "fused") else model()
+    net = model().float() if way in ("bf16", *OPTIMIZERS) else model()
     settings: dict[str, Any] = {"mesh": mesh}
     if way == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -61,7 +65,7 @@ def run(rank: int, way: str) -> dict[str, Any]:
         if "evaluated" in way or way == "probe":
             forward(batch(step, 0)[0])
 
-    make = hdet.FusedAdamW if way == "fused" else torch.optim.AdamW
+    make = OPTIMIZERS.get(way, torch.optim.AdamW)
     own: dict[str, Any] = {}
     if way == "probe":  # this rule looks and never decides: t is cut at 1000
         rule = {"dead": 1e4, "average_every": 1}
@@ -74,7 +78,9 @@ def run(rank: int, way: str) -> dict[str, Any]:
     optimizer = make(parameters, lr=RATE, weight_decay=DECAY)
     trace = train(parameters, optimizer, backward, STEPS, evaluate, total_steps=STEPS, **own)
     kept = {tuple(p.to_local().shape) for p in parameters}
-    return {"trace": trace, "shards": kept, "dtypes": {p.to_local().dtype for p in parameters}}
+    z = [state["z"].to_local() for state in optimizer.state.values() if "z" in state]
+    dtypes = {p.to_local().dtype for p in parameters}
+    return {"trace": trace, "shards": kept, "dtypes": dtypes, "z": z}
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def traces(runs: list[dict[str, Any]], way: str) -> list[Trace]:
     return [run[way]["trace"] for run in runs]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("bf16", "fused")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("bf16", *OPTIMIZERS)])
 def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
     """With both ranks' batches on each replica, whose shards' losses add up."""
     assert all((4, 6) in run[way]["shards"] for run in runs), "the 8 x 6 matrix is in halves"
@@ -100,6 +106,12 @@ def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> No
 def test_the_fused_optimizer_steps_and_averages_shards(runs: list[dict[str, Any]]) -> None:
     """In float32: the gradients' last bits, and Adam's quotient of two of them, against float64."""
     check(traces(runs, "fused"), shards=2, close={"rtol": 1e-4, "atol": 1e-5}, loss=1e-4)
+
+
+def test_shards_of_schedule_frees_z_are_averaged(runs: list[dict[str, Any]]) -> None:
+    first, second, *others = [run["schedule-free"]["z"] for run in runs]
+    assert all(map(torch.equal, first, others[0])) and all(map(torch.equal, second, others[1]))
+    assert len(first) > 1 and not torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("way", WAYS)
