@@ -126,22 +126,24 @@ void run(const Form& form) {
 
   const int number = static_cast<int>(form.number), moment = static_cast<int>(form.moment);
   const int stochastic = form.moment == DType::bf16 ? 1 : 0;
-  std::vector<Chunk> chunks(static_cast<size_t>(count_chunks({kElements}, kChunkElements)));
-  write_chunks(chunks.data(), {kElements},
-               {number | number << 4 | static_cast<int>(form.master) << 8 | moment << 12 |
-                moment << 16 | stochastic << 20},
-               kChunkElements);
+  const int formats = number | number << 4 | static_cast<int>(form.master) << 8 | moment << 12 |
+                      moment << 16 | stochastic << 24;
+  constexpr int kLongest = 16384;
+  std::vector<Chunk> chunks;
+  for (int64_t offset = 0; offset < kElements; offset += kLongest)
+    chunks.push_back(
+        {offset, offset, 0, std::min(kLongest, static_cast<int>(kElements - offset)), formats});
   StepPlan plan{};
   plan.chunks = placed(chunks);
   plan.num_chunks = static_cast<int64_t>(chunks.size());
-  plan.longest = kChunkElements;
+  plan.longest = kLongest;
   plan.num_tensors = plan.num_replicas = plan.num_groups = 1;
   plan.known = form.known;
   plan.gradients = placed<void*>({streams[0]});
-  plan.params = placed<void*>({streams[1]});
-  plan.masters = form.master == Master::none ? nullptr : placed<void*>({streams[2]});
-  plan.moments = placed<void*>({streams[3], streams[4]});
-  plan.scales = placed<float*>({scales[0], scales[1]});
+  void* const master = form.master == Master::none ? nullptr : streams[2];
+  plan.addresses =
+      placed<void*>({streams[1], master, streams[3], streams[4], scales[0], scales[1], nullptr});
+  plan.columns = 7;
   plan.codebooks = reinterpret_cast<const Codebook*>(
       placed<unsigned char>({std::begin(kCodebooks), std::end(kCodebooks)}));
   plan.ids = placed<int32_t>({3});

@@ -29,7 +29,7 @@ Edit = tuple[str, str, str]
 
 CODED, VEC, STEP = "cuda/coded.cu", "cuda/vec.cuh", "cuda/step.cuh"
 RULES = "core/rules.h"
-LONG: Edit = (STEP, "kSliceElements = 2048;", "kSliceElements = kChunkElements;")
+LONG: Edit = (STEP, "kSliceElements = 2048;", "kSliceElements = 16384;")
 HINTS: list[Edit] = [
     (
         VEC,

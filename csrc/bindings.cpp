@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -62,8 +61,7 @@ void define_plans(py::module_& m) {
          HDET_FIELD(num_tensors), HDET_FIELD(num_replicas),   HDET_FIELD(num_groups),
          HDET_FIELD(rule),        HDET_FIELD(zero_gradients), HDET_FIELD(known),
          HDET_FIELD(seed),        HDET_FIELD(first_replica),  HDET_FIELD(gradients),
-         HDET_FIELD(params),      HDET_FIELD(masters),        HDET_FIELD(moments),
-         HDET_FIELD(scales),      HDET_FIELD(codebooks),      HDET_FIELD(counters),
+         HDET_FIELD(addresses),   HDET_FIELD(columns),        HDET_FIELD(codebooks),
          HDET_FIELD(ids),         HDET_FIELD(groups),         HDET_FIELD(rates),
          HDET_FIELD(settings),    HDET_FIELD(rows),           HDET_FIELD(replica_rows),
          HDET_FIELD(control),     HDET_FIELD(partials),       HDET_FIELD(grad_scale),
@@ -72,16 +70,14 @@ void define_plans(py::module_& m) {
   {
     using Plan = hdet::AveragePlan;
     define_plan<Plan>(m, "AveragePlan",
-                      {HDET_FIELD(chunks), HDET_FIELD(num_chunks), HDET_FIELD(num_tensors),
-                       HDET_FIELD(num_replicas), HDET_FIELD(all_float), HDET_FIELD(params),
-                       HDET_FIELD(masters), HDET_FIELD(weights)});
+                      {HDET_FIELD(chunks), HDET_FIELD(num_chunks), HDET_FIELD(num_replicas),
+                       HDET_FIELD(all_float), HDET_FIELD(addresses), HDET_FIELD(weights)});
   }
   {
     using Plan = hdet::CopyPlan;
     define_plan<Plan>(m, "CopyPlan",
                       {HDET_FIELD(chunks), HDET_FIELD(num_chunks), HDET_FIELD(all_float),
-                       HDET_FIELD(sources), HDET_FIELD(source_lowers), HDET_FIELD(destinations),
-                       HDET_FIELD(masters), HDET_FIELD(scale)});
+                       HDET_FIELD(addresses), HDET_FIELD(scale)});
   }
 }
 
@@ -114,16 +110,6 @@ void define_lists(py::module_& m) {
       .def(py::init<const py::object&, const py::list&>(), py::arg("exchange"), py::arg("tensors"))
       .def_property_readonly("usable", &Addresses::usable)
       .def("same", &Addresses::same, py::arg("tensors"));
-}
-
-void write_chunks(Address out, const std::vector<int64_t>& elements,
-                  const std::vector<int32_t>& formats, int64_t longest) {
-  hdet::write_chunks(at<hdet::Chunk>(out), elements, formats, longest);
-}
-
-void write_addresses(Address out, const std::vector<Address>& addresses) {
-  if (!addresses.empty())
-    std::memcpy(at<Address>(out), addresses.data(), addresses.size() * sizeof(Address));
 }
 
 void define_cpu(py::module_& m) {
@@ -176,29 +162,19 @@ PYBIND11_MODULE(_C, m) {
   for (const char* name :
        {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
     m.attr(name) = info[name];
-  m.attr("INTERFACE") = 14;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 15;  // see hdet/kernels/native/__init__.py
   m.attr("RULES") = hdet::kRulesDigest;
-  m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CARRIED") = hdet::kCarried;
-  m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;
   m.attr("CODEBOOK_BYTES") = sizeof(hdet::Codebook);
-  m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
-  m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
-  m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
 
   define_plans(m);
   define_gradients(m);
 
-  m.def("chunk_length", &hdet::chunk_length, py::arg("elements"), py::arg("least"));
-  m.def("count_chunks", &hdet::count_chunks, py::arg("elements"), py::arg("length"));
   m.def(
       "known_of",
       [](const std::vector<int32_t>& formats) { return static_cast<int>(hdet::known_of(formats)); },
       py::arg("formats"));
-  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"),
-        py::arg("longest"));
-  m.def("write_addresses", &write_addresses, py::arg("out"), py::arg("addresses"));
   define_lists(m);
 
   define_cpu(m);

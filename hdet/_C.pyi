@@ -27,15 +27,10 @@ cuda_archs: str
 cuda_note: str
 
 INTERFACE: int
-CHUNK_ELEMENTS: int
 CARRIED: int
-CHUNK_BYTES: int
 CODE_BLOCK: int
 CODEBOOK_BYTES: int
 RULES: str
-ROW_BYTES: int
-REPLICA_ROW_BYTES: int
-CONTROL_BYTES: int
 
 def build_info() -> BuildInfo: ...
 
@@ -53,12 +48,9 @@ class StepPlan:
     seed: int
     first_replica: int
     gradients: int
-    params: int
-    masters: int
-    moments: int
-    scales: int
+    addresses: int
+    columns: int
     codebooks: int
-    counters: int
     ids: int
     groups: int
     rates: int
@@ -75,21 +67,16 @@ class StepPlan:
 class AveragePlan:
     chunks: int
     num_chunks: int
-    num_tensors: int
     num_replicas: int
     all_float: int
-    params: int
-    masters: int
+    addresses: int
     weights: int
 
 class CopyPlan:
     chunks: int
     num_chunks: int
     all_float: int
-    sources: int
-    source_lowers: int
-    destinations: int
-    masters: int
+    addresses: int
     scale: float
 
 # Where gradients lie: see csrc/gradients.h. `type` is torch.Tensor, `exchange` its
@@ -105,14 +92,8 @@ class Gradients:
     def forget(self) -> None: ...
     def write_addresses(self, out: int) -> None: ...
 
-# tables of a plan
+# the Known of csrc/core/numbers.h that all tensors have
 def known_of(formats: Sequence[int]) -> int: ...
-def chunk_length(elements: Sequence[int], least: int) -> int: ...
-def count_chunks(elements: Sequence[int], length: int) -> int: ...
-def write_chunks(
-    out: int, elements: Sequence[int], formats: Sequence[int], longest: int
-) -> None: ...
-def write_addresses(out: int, addresses: Sequence[int]) -> None: ...
 
 # csrc/lists.h: the same objects at the same places; [p.grad for p in params]; the places of None
 def same(a: list[Any], b: list[Any]) -> bool: ...

@@ -52,12 +52,12 @@ def average_block(
         store_parameter(param, master, offsets, mask, mean, V.param, V.master)
 
 
-@triton.jit
-def average(chunks, addresses, weights, V: tl.constexpr):
-    """`addresses`: [tensor][2 K], params[K], then masters[K]."""
+@triton.jit(do_not_specialize=["slices"])
+def average(chunks, addresses, weights, slices, V: tl.constexpr):
+    """`addresses`: [tensor][params[K], masters[K]]."""
     K: tl.constexpr = V.replicas
     VECTOR: tl.constexpr = V.vector
-    chunk = load_chunk(chunks)
+    chunk = load_chunk(chunks, slices)
     addresses += chunk.tensor * (2 * K)
     # before the loop: a store may hit any address, so nothing would be kept from one block to the
     # next
@@ -72,4 +72,5 @@ def average(chunks, addresses, weights, V: tl.constexpr):
     for start in range(0, whole, V.block):
         average_block(addresses, held, numbers, chunk.offset, start, whole, V, V.block)
     if whole < chunk.length:
-        average_block(addresses, held, numbers, chunk.offset, whole, chunk.length, V, TAIL)
+        end = chunk.length
+        average_block(addresses, held, numbers, chunk.offset, whole, end, V, TAIL)

@@ -1,15 +1,14 @@
 """From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h and
-prepare.h in Triton.
+prepare.h in Triton, which have the layout of all tables.
 
 It is here a second time because these kernels are for builds without nvcc, whose steps may not read
-counters, rates, scaler and norm on the host either. `settings` is one array of doubles: max_norm;
-sixteen for each group; rho[groups][K] (Eq. 1).
+counters, rates, scaler and norm on the host either.
 """
 
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW, f64
+from .arithmetic import HYPER_ROW
 from .rules import GROUP_SETTINGS, divisor, load_settings, store_scalars
 
 CALL_SETTINGS = tl.constexpr(1)
@@ -55,17 +54,24 @@ def rate_of(rates, group, lr, live):
 
 
 @triton.jit(
-    do_not_specialize=["num_partials", "num_tensors", "num_groups", "num_replicas"],
-    do_not_specialize_on_alignment=["grad_scale", "found_inf", "settings", "rates"],
+    do_not_specialize=["columns", "num_partials", "num_tensors", "num_groups", "num_replicas"],
+    do_not_specialize_on_alignment=[
+        "grad_scale",
+        "found_inf",
+        "settings",
+        "rates",
+        "groups",
+    ],
 )
 def derive(
-    gradients,  # [tensor][2] address, type
+    gradients,  # [tensor] addresses
     settings,
     rates,  # [group] addresses, or 0: the rate is in the settings
     partials,
     grad_scale,
     found_inf,
-    counters,  # [tensor] addresses
+    addresses,  # [tensor][columns], of which the last is the step counter
+    columns,
     groups,  # [tensor]
     rows,
     replica_rows,
@@ -88,8 +94,10 @@ def derive(
     )
     tensor = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     live = tensor < num_tensors
-    live = live & (tl.load(gradients + 2 * tensor, mask=live, other=0) != 0)
-    counter = tl.load(counters + tensor, mask=live, other=0).to(tl.pointer_type(tl.float32))
+    live = live & (tl.load(gradients + tensor, mask=live, other=0) != 0)
+    counter = tl.load(addresses + (tensor + 1) * columns - 1, mask=live, other=0).to(
+        tl.pointer_type(tl.float32)
+    )
     count = tl.load(counter, mask=live, other=0)
     group = tl.load(groups + tensor, mask=live, other=0)
     step = count.to(tl.uint32) + 1
@@ -102,13 +110,12 @@ def derive(
     store_scalars(h, step, lr * tl.load(rho, mask=live, other=0), row + 2, live, RULE)
     divided_by = divisor(h, step, RULE)
     for k in range(num_replicas):
-        target = replica_rows + (tensor * num_replicas + k) * 3
+        target = replica_rows + (tensor * num_replicas + k) * 2
         rho_k = tl.load(rho + k, mask=live, other=0)
         rate = lr * rho_k  # Eq. 2
         decay = h.weight_decay * 0 if COUPLED else h.weight_decay
         decay = 1 - tl.where(h.decay_at_base != 0, lr, rate) * decay
-        tl.store(target, (rate / divided_by).to(tl.float32), mask=live)
+        step_size = (rate / divided_by).to(tl.float32)
+        tl.store(target, tl.where(h.cautious_decay != 0, -step_size, step_size), mask=live)
         tl.store(target + 1, decay.to(tl.float32), mask=live)
-        against = tl.where(h.cautious_decay != 0, f64(1.0), decay)
-        tl.store(target + 2, against.to(tl.float32), mask=live)
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

@@ -56,11 +56,11 @@ def chunk_squares(address, chunk, FORMAT: tl.constexpr, VECTOR: tl.constexpr, BL
 
 
 @triton.jit
-def squares(chunks, tensors, partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """One sum for each chunk. `tensors`: [tensor][2] address, type (csrc/core/numbers.h: DType)."""
-    chunk = load_chunk(chunks)
-    address = tl.load(tensors + 2 * chunk.tensor)
-    kind = tl.load(tensors + 2 * chunk.tensor + 1)
+def squares(chunks, gradients, partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """One sum for each chunk. `gradients`: [tensor] addresses."""
+    chunk = load_chunk(chunks, 1)
+    address = tl.load(gradients + chunk.tensor)
+    kind = chunk.formats & 15
     if kind == F32:
         result = chunk_squares(address, chunk, F32, 4 if ALIGNED else 1, BLOCK)
     elif kind == BF16:

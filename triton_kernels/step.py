@@ -15,6 +15,7 @@ from .numbers import (
     CODE_BLOCK,
     CODES,
     NONE,
+    bits_of,
     load,
     load_parameter,
     pointer,
@@ -59,12 +60,6 @@ class StepVariant:
         kinds = zip(self.moments, self.signed, strict=True)
         return self.stochastic and (BF16.value, False) in kinds
 
-    @property
-    def shared(self) -> int:
-        """Columns of the address table before those of the replicas: moments, and their scales;
-        then params[K], masters[K]."""
-        return 2 * len(self.moments)
-
 
 class Shared(NamedTuple):
     """Where the streams of a chunk begin that all replicas share."""
@@ -86,7 +81,7 @@ class Place(NamedTuple):
     pointers: (
         tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
     )
-    replica_rows: tuple  # three numbers of each replica
+    replica_rows: tuple  # step size, decay, and that where u leads away from 0, of each replica
     offset: tl.tensor
     seed: tl.tensor
     first_replica: tl.tensor
@@ -252,30 +247,43 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def load_replica(row):
+    """A ReplicaRow of csrc/core/hyper.h: step size, decay, and the decay of an element that u leads
+    away from 0 (cautious decay)."""
+    step_size = tl.load(row)
+    decay = tl.load(row + 1)
+    cautious = bits_of(step_size) >> 31 != 0
+    return tl.abs(step_size), decay, tl.where(cautious, 1.0, decay)
+
+
+@triton.jit
 def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: tl.constexpr):
     """The streams of a chunk, and what its blocks must know."""
     K: tl.constexpr = V.replicas
     M: tl.constexpr = len(V.moments)
-    columns = addresses + chunk.tensor * (V.shared + 2 * K)
+    columns = addresses + chunk.tensor * (2 * K + 2 * M + 1)
+    shared_columns = columns + 2 * K
     pointers = ()
     if K <= HELD:
         for k in tl.static_range(K):
-            pointers = pointers + load_pointers(columns + V.shared, chunk.offset, k, V)
+            pointers = pointers + load_pointers(columns, chunk.offset, k, V)
     row_numbers = ()
-    for i in tl.static_range(3 * K):
-        row_numbers = row_numbers + (tl.load(replica_rows + chunk.tensor * (3 * K) + i),)
-    gradient = tl.load(gradients + 2 * chunk.tensor)
+    for k in tl.static_range(K):
+        row_numbers = row_numbers + load_replica(replica_rows + (chunk.tensor * K + k) * 2)
+    gradient = tl.load(gradients + chunk.tensor)
     moments = ()
     scales = ()
     for j in tl.static_range(M):
-        moments = moments + (pointer(tl.load(columns + j), chunk.offset, V.moments[j], V.vector),)
-        scales = scales + (tl.load(columns + M + j) + chunk.offset // CODE_BLOCK * 4,)
+        moment = tl.load(shared_columns + j)
+        moments = moments + (pointer(moment, chunk.offset, V.moments[j], V.vector),)
+        scale = tl.load(shared_columns + M + j)
+        scales = scales + (scale + chunk.offset // CODE_BLOCK * 4,)
     shared = Shared(
         pointer(gradient, chunk.offset, V.gradient, V.vector), moments, scales, tl.load(random + 2)
     )
     place = Place(
         gradient,
-        columns + V.shared,
+        columns,
         pointers,
         row_numbers,
         chunk.offset,
@@ -287,23 +295,24 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
     return shared, place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slices"])
 def update(
     chunks,
-    gradients,  # [tensor][2] address, type
-    addresses,  # [tensor][moments, their scales, params[K], masters[K]]
+    gradients,  # [tensor] addresses
+    addresses,  # [tensor][params[K], masters[K], moments, their scales, step counter]
     ids,
     rows,
     replica_rows,
     control,
     random,  # seed, first replica, address of the tables of codes
+    slices,
     V: tl.constexpr,
 ):
     # what is left of a chunk after its last whole vector, or its last whole block of codes, goes
     # into one block
     UNIT: tl.constexpr = CODE_BLOCK if V.coded else V.vector
     REST: tl.constexpr = CODE_BLOCK if V.coded else TAIL
-    chunk = load_chunk(chunks)
+    chunk = load_chunk(chunks, slices)
     shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
     row = load_row(rows + chunk.tensor * HYPER_ROW)
     length = live_length(chunk, place.gradient)

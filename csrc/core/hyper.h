@@ -33,6 +33,7 @@ struct alignas(8) ReplicaRow {
   float step_size;
   float decay;  // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
 };
+static_assert(sizeof(ReplicaRow) == 8);
 
 // What the whole step shares, left in device memory for the host to read if it wants to.
 struct alignas(16) Control {

@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "eight_bit.h"
@@ -20,49 +18,14 @@ namespace hdet {
 
 constexpr int kGroupSettings = sizeof(GroupSettings) / sizeof(double);
 
-// 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache.
-constexpr int64_t kChunkElements = 16384, kLeastChunkElements = 2048;
-static_assert(kLeastChunkElements % kCodeBlock == 0, "no block of codes lies in two chunks");
-
-// How long chunks are, a power of 2: so that there are `least` of them, as far as the shortest
-// allow. A GPU has several blocks on each multiprocessor; a model of a million parameters in 64
-// long chunks would leave half of an H200 idle.
-inline int64_t chunk_length(const std::vector<int64_t>& elements, int64_t least) {
-  const int64_t sum = std::accumulate(elements.begin(), elements.end(), int64_t{0});
-  int64_t length = kChunkElements;
-  while (length > kLeastChunkElements && sum < least * length) length /= 2;
-  return length;
-}
-
 struct alignas(16) Chunk {
   int64_t offset;  // elements from the start of its tensor
   int64_t begin;  // elements in all chunks before this one: where the threads of a CPU cut the list
   int32_t tensor;   // column of the address tables, row of the hyperparameters
-  int32_t length;   // elements, 1..kChunkElements
+  int32_t length;   // elements, from 1 on: whole blocks of codes, but for the last chunk's
   int32_t formats;  // how the tensor's streams are stored: numbers.h
 };
-static_assert(sizeof(Chunk) == 32, "the Python side allocates chunks of 32 bytes");
-
-inline int64_t count_chunks(const std::vector<int64_t>& elements, int64_t length) {
-  int64_t count = 0;
-  for (const int64_t n : elements) count += (n + length - 1) / length;
-  return count;
-}
-
-// Cuts tensor i of elements[i] numbers into chunks of `longest`, and what is left. `out` has room
-// for count_chunks().
-inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements,
-                         const std::vector<int32_t>& formats, int64_t longest) {
-  if (elements.size() != formats.size()) throw std::invalid_argument("tables differ in length");
-  int64_t begin = 0;
-  for (size_t tensor = 0; tensor < elements.size(); ++tensor) {
-    for (int64_t offset = 0; offset < elements[tensor]; offset += longest) {
-      const auto length = static_cast<int32_t>(std::min(longest, elements[tensor] - offset));
-      *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, formats[tensor]};
-      begin += length;
-    }
-  }
-}
+static_assert(sizeof(Chunk) == 32);  // hdet/kernels/tables.py writes them
 
 inline Known known_of(const std::vector<int32_t>& formats) {
   if (formats.empty()) return Known::none;
@@ -72,8 +35,7 @@ inline Known known_of(const std::vector<int32_t>& formats) {
 }
 
 // An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by
-// Chunk::tensor, those of the replicas by [replica][tensor]. Three phases: norm (where partials is
-// set), derive, update.
+// Chunk::tensor. Three phases: norm (where partials is set), derive, update.
 struct StepPlan {
   const Chunk* chunks;
   int64_t num_chunks;
@@ -89,12 +51,9 @@ struct StepPlan {
 
   // addresses
   void* const* gradients;     // [tensor]; null: none in this step, which leaves the tensor alone
-  void* const* params;        // [replica][tensor]
-  void* const* masters;       // [replica][tensor], where Formats::master is not none; or null
-  void* const* moments;       // [moment][tensor], where Formats::moments is not none
-  float* const* scales;       // [moment][tensor][block], where it is codes
+  void* const* addresses;     // [tensor][columns]: see param_of() and those that follow it
+  int32_t columns;            // 2 * (replicas + moments) + 1
   const Codebook* codebooks;  // signed, unsigned; null where no tensor has codes
-  float* const* counters;     // [tensor] torch's step counters, float32
   const int32_t* ids;         // [tensor] for random numbers
   const int32_t* groups;      // [tensor] whose settings it has
   const float* const* rates;  // [group] in device memory, or null: GroupSettings::lr
@@ -115,16 +74,36 @@ struct StepPlan {
 };
 constexpr int kCarried = 192;  // at most: 1.5 KiB of a kernel's arguments
 
+// A row of a step's addresses: parameters and masters of the replicas, moments and the scales of
+// those that are codes, torch's step counter. What a tensor has not is null.
+HDET_HD void* const* row_of(const StepPlan& plan, int64_t tensor) {
+  return plan.addresses + tensor * plan.columns;
+}
+HDET_HD void* param_of(const StepPlan& plan, int64_t tensor, int32_t replica) {
+  return row_of(plan, tensor)[replica];
+}
+HDET_HD void* master_of(const StepPlan& plan, int64_t tensor, int32_t replica) {
+  return row_of(plan, tensor)[plan.num_replicas + replica];
+}
+HDET_HD void* moment_of(const StepPlan& plan, int64_t tensor, int32_t moment) {
+  return row_of(plan, tensor)[2 * plan.num_replicas + moment];
+}
+HDET_HD float* scales_of(const StepPlan& plan, int64_t tensor, int32_t moment) {
+  return static_cast<float*>(row_of(plan, tensor)[plan.num_replicas + plan.columns / 2 + moment]);
+}
+HDET_HD float* counter_of(const StepPlan& plan, int64_t tensor) {
+  return static_cast<float*>(row_of(plan, tensor)[plan.columns - 1]);
+}
+
 // The weighted mean of K co-resident replicas, in place (Eq. 3).
 struct AveragePlan {
   const Chunk* chunks;
   int64_t num_chunks;
-  int64_t num_tensors;
   int32_t num_replicas;
   int32_t all_float;
-  void* const* params;   // [replica][tensor]
-  void* const* masters;  // [replica][tensor] or null; where there is one, the mean is of these
-  const float* weights;  // [replica], summing to 1; one of weight 0 is not read, but written
+  void* const* addresses;  // [tensor][params, masters][replica]; where there are masters, the mean
+                           // is of these
+  const float* weights;    // [replica], summing to 1; one of weight 0 is not read, but written
 };
 
 // destination = scale * source, for two sets of tensors that do not overlap: into a communication
@@ -136,10 +115,8 @@ struct CopyPlan {
   const Chunk* chunks;
   int64_t num_chunks;
   int32_t all_float;
-  void* const* sources;
-  void* const* source_lowers;  // lower halves of sources in the split form; an entry may be null
-  void* const* destinations;
-  void* const* masters;  // of the destinations; an entry may be null
+  // [tensor][4]: source; its lower half in the split form, or null; destination; its master
+  void* const* addresses;
   float scale;
 };
 

@@ -58,7 +58,7 @@ HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
 HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int64_t tensor,
                                int64_t before) {
   if (plan.gradients[tensor] == nullptr) return before;
-  float* const counter = plan.counters[tensor];
+  float* const counter = counter_of(plan, tensor);
   const int32_t group = plan.groups[tensor];
   const uint32_t step = static_cast<uint32_t>(*counter) + 1u;  // the one to be taken, from 1
   const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;

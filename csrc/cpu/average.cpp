@@ -11,10 +11,9 @@ void average_block(const hdet::AveragePlan& plan, const hdet::Chunk& c, int64_t 
                    int length) {
   Staging sums, buffer;
   const hdet::Formats formats = hdet::unpack_formats(c.formats);
-  const Master kind = plan.masters == nullptr ? Master::none : formats.master;
+  void* const* const row = plan.addresses + int64_t{c.tensor} * 2 * plan.num_replicas;
   const auto param = [&](int32_t k) {
-    const int64_t place = k * plan.num_tensors + c.tensor;
-    return Param{formats.param, kind, plan.params[place], entry(plan.masters, place)};
+    return Param{formats.param, formats.master, row[k], row[plan.num_replicas + k]};
   };
   start_sums(sums.values, length);
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
@@ -31,7 +30,7 @@ void average_floats(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
   float* p[N];
   float weights[N];
   for (int k = 0; k < N; ++k) {
-    p[k] = at<float>(plan.params[k * plan.num_tensors + c.tensor], c.offset);
+    p[k] = at<float>(plan.addresses[int64_t{c.tensor} * 2 * plan.num_replicas + k], c.offset);
     weights[k] = plan.weights[k];
   }
   HDET_INDEPENDENT

@@ -213,8 +213,6 @@ void start_sums(float* sums, int length) {
   for (int i = 0; i < length; ++i) sums[i] = hdet::kEmptySum;
 }
 
-void* entry(void* const* table, int64_t place) { return table == nullptr ? nullptr : table[place]; }
-
 // The blocks of a chunk: work(element, length), elements counted from the start of the tensor.
 template <class Work>
 void over_blocks(const hdet::Chunk& chunk, const Work& work) {

@@ -15,12 +15,10 @@ void write_scaled(float scale, const float* __restrict source, float* __restrict
 void copy_block(const CopyPlan& plan, const hdet::Chunk& c, int64_t element, int length) {
   Staging source_buffer, destination_buffer;
   const hdet::Formats formats = hdet::unpack_formats(c.formats);
-  void* const lower = entry(plan.source_lowers, c.tensor);
-  void* const master = entry(plan.masters, c.tensor);
-  const Param source{formats.gradient, lower != nullptr ? Master::split : Master::none,
-                     plan.sources[c.tensor], lower};
-  const Param destination{formats.param, master != nullptr ? formats.master : Master::none,
-                          plan.destinations[c.tensor], master};
+  void* const* const row = plan.addresses + int64_t{4} * c.tensor;
+  const Master kind = row[1] != nullptr ? Master::split : Master::none;
+  const Param source{formats.gradient, kind, row[0], row[1]};
+  const Param destination{formats.param, formats.master, row[2], row[3]};
 
   const bool direct = destination.kind == Master::none && destination.type == DType::f32;
   float* const to = direct ? at<float>(destination.param, element) : destination_buffer.values;

@@ -16,7 +16,7 @@ struct Batch {
 
   Batch(const Work& w, int32_t first, int64_t element) {
     for (int k = 0; k < N; ++k) {
-      p[k] = at<float>(w.plan.params[w.place(first + k)], element);
+      p[k] = at<float>(hdet::param_of(w.plan, w.chunk.tensor, first + k), element);
       rows[k] = w.replicas[first + k];
       cautious = cautious || hdet::is_cautious(rows[k]);
     }

@@ -74,15 +74,14 @@ struct Work {
 
   bool without_gradient() const { return plan.gradients[chunk.tensor] == nullptr; }
   bool skipped() const { return control.skip != 0.0f; }
-  int64_t place(int32_t k) const { return k * plan.num_tensors + chunk.tensor; }
   Param param(int32_t k) const {
-    const Master kind = plan.masters == nullptr ? Master::none : formats.master;
-    return {formats.param, kind, plan.params[place(k)], entry(plan.masters, place(k))};
+    return {formats.param, formats.master, hdet::param_of(plan, chunk.tensor, k),
+            hdet::master_of(plan, chunk.tensor, k)};
   }
-  void* moment(int j) const { return plan.moments[place(j)]; }
+  void* moment(int j) const { return hdet::moment_of(plan, chunk.tensor, j); }
   Moment moment(int j, bool is_signed) const {
     const bool coded = formats.moments[j] == DType::codes;
-    return {formats.moments[j], is_signed, moment(j), coded ? plan.scales[place(j)] : nullptr,
+    return {formats.moments[j], is_signed, moment(j), hdet::scales_of(plan, chunk.tensor, j),
             coded ? plan.codebooks + (is_signed ? 0 : 1) : nullptr};
   }
   bool random_params() const {

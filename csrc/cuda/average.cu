@@ -31,10 +31,11 @@ struct Average {
         formats(unpack_formats(chunk.formats)),
         members(dynamic_shared<Member>()) {}
 
-  HDET_DEVICE DType type() const { return kFloat ? DType::f32 : formats.param; }
-  HDET_DEVICE Master kind() const {
-    return kFloat || plan.masters == nullptr ? Master::none : formats.master;
+  HDET_DEVICE void* const* row() const {
+    return plan.addresses + int64_t{chunk.tensor} * 2 * plan.num_replicas;
   }
+  HDET_DEVICE DType type() const { return kFloat ? DType::f32 : formats.param; }
+  HDET_DEVICE Master kind() const { return kFloat ? Master::none : formats.master; }
   HDET_DEVICE bool wide() const { return type() != DType::f32 && kind() != Master::f32; }
 
   HDET_DEVICE Param param(int k) const {
@@ -46,13 +47,11 @@ struct Average {
 
   // Fills shared memory; then how the chunk is cut.
   HDET_DEVICE Cut prepare() const {
-    const int head =
-        head_of(advance(plan.params[chunk.tensor], type(), chunk.offset), type(), wide());
+    const int head = head_of(advance(row()[0], type(), chunk.offset), type(), wide());
     phase([&](int thread) {
       for (int k = thread; k < plan.num_replicas; k += kAverageThreads) {
-        const int64_t place = k * plan.num_tensors + chunk.tensor;
-        void* const master = kind() == Master::none ? nullptr : plan.masters[place];
-        const Param p = param_at(type(), kind(), plan.params[place], master, chunk.offset);
+        void* const master = row()[plan.num_replicas + k];
+        const Param p = param_at(type(), kind(), row()[k], master, chunk.offset);
         members[k] = {p, plan.weights[k], hdet::cuda::in_step(p, head, wide())};
       }
     });

@@ -99,9 +99,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
         vectors = vectors && in_step(Base::moments[j], DType::f32, 0, false);
         return;
       }
-      const int64_t place = j * plan.num_tensors + chunk.tensor;
-      codes[j] = {static_cast<uint8_t*>(plan.moments[place]) + chunk.offset,
-                  plan.scales[place] + chunk.offset / kCodeBlock,
+      codes[j] = {static_cast<uint8_t*>(moment_of(plan, chunk.tensor, j)) + chunk.offset,
+                  scales_of(plan, chunk.tensor, j) + chunk.offset / kCodeBlock,
                   books + (Rule::is_signed(j) ? 0 : 1)};
       vectors = vectors && aligned(codes[j]);
     });

@@ -19,14 +19,12 @@ struct Copy {
 
   HDET_DEVICE explicit Copy(const CopyPlan& p) : plan(p), chunk(p.chunks[blockIdx.x]) {
     const Formats formats = unpack_formats(chunk.formats);
-    void* const lower = kFloat ? nullptr : entry(plan.source_lowers, chunk.tensor);
-    void* const master = kFloat ? nullptr : entry(plan.masters, chunk.tensor);
+    void* const* const row = plan.addresses + int64_t{4} * chunk.tensor;
+    const bool is_split = !kFloat && row[1] != nullptr;
     source = param_at(kFloat ? DType::f32 : formats.gradient,
-                      lower == nullptr ? Master::none : Master::split, plan.sources[chunk.tensor],
-                      lower, chunk.offset);
+                      is_split ? Master::split : Master::none, row[0], row[1], chunk.offset);
     destination = param_at(kFloat ? DType::f32 : formats.param,
-                           master == nullptr ? Master::none : formats.master,
-                           plan.destinations[chunk.tensor], master, chunk.offset);
+                           kFloat ? Master::none : formats.master, row[2], row[3], chunk.offset);
   }
 
   HDET_DEVICE Cut prepare() const {

@@ -45,7 +45,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
       static_cast<int64_t>(plan.num_replicas > 1 ? plan.num_replicas * sizeof(Replica) : 0);
   // A block of several replicas, or of codes, first fills shared memory: it has a whole chunk.
   const bool fills = plan.num_replicas > 1 || plan.codebooks != nullptr;
-  const Slices slices = fills ? whole_chunks() : slices_of(plan.longest);
+  const Slices slices = fills ? whole_chunks(plan.longest) : slices_of(plan.longest);
   const Grid grid{plan.num_chunks * slices.count, kStepThreads, shared, true};
   check(grid, name);
   use_device(device);

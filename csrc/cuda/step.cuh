@@ -36,7 +36,7 @@ inline Slices slices_of(int32_t longest) {
 }
 
 // A block for each chunk.
-inline Slices whole_chunks() { return {1, static_cast<int32_t>(kChunkElements)}; }
+inline Slices whole_chunks(int32_t longest) { return {1, longest}; }
 
 // That of this block. Without elements where a chunk is shorter than the longest.
 HDET_DEVICE Chunk slice_of(const Chunk* chunks, const Slices& slices) {
@@ -104,9 +104,9 @@ struct Update {
     each<Rule::kMoments>([&](auto j) {
       if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none)
         formats.moments[j] = DType::none;
-      moments[j] = keeps(j) ? advance(plan.moments[j * plan.num_tensors + chunk.tensor],
-                                      formats.moments[j], chunk.offset)
-                            : nullptr;
+      moments[j] = keeps(j)
+                       ? advance(moment_of(plan, chunk.tensor, j), formats.moments[j], chunk.offset)
+                       : nullptr;
     });
     if constexpr (kMany)
       replicas = dynamic_shared<Replica>();
@@ -206,10 +206,10 @@ struct Update {
   }
 
   HDET_DEVICE Replica replica_at(int k) const {
-    const int64_t place = k * plan.num_tensors + chunk.tensor;
-    const Master kind = kIsKnown || plan.masters != nullptr ? formats.master : Master::none;
-    void* const master = kind == Master::none ? nullptr : plan.masters[place];
-    return {param_at(formats.param, kind, plan.params[place], master, chunk.offset),
+    const bool alone = formats.master == Master::none;  // read for nothing, ptxas would spill
+    void* const master = alone ? nullptr : master_of(plan, chunk.tensor, k);
+    void* const param = param_of(plan, chunk.tensor, k);
+    return {param_at(formats.param, formats.master, param, master, chunk.offset),
             plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], true};
   }
 
@@ -218,8 +218,10 @@ struct Update {
       return own;
     } else {
       Replica found = replicas[k];
-      found.param.type = formats.param;  // known already
-      found.param.kind = kIsKnown ? formats.master : found.param.kind;
+      if (kIsKnown) {  // constants to the compiler
+        found.param.type = formats.param;
+        found.param.kind = formats.master;
+      }
       return found;
     }
   }

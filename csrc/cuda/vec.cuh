@@ -52,11 +52,6 @@ HDET_DEVICE T* global(T* address) {
   return address;
 }
 
-// An entry of a table of addresses; the table may be missing.
-HDET_DEVICE void* entry(void* const* table, int64_t place) {
-  return table == nullptr ? nullptr : table[place];
-}
-
 HDET_DEVICE int size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
 // The stream from a chunk's first element on. Null stays null.

@@ -94,7 +94,7 @@ def average_plan(
     if len(params) == 0 or len(params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
     chosen = select(backend, checks.device_of(params[0][0], "tensor 0 of replica 0"))
-    checks.check_replicas(params, masters)
+    checks.check_apart(checks.check_sets(params, masters, "tensor"))
     return chosen.average_plan(params, masters)
 
 
@@ -149,7 +149,7 @@ def average_(
     shares = checks.normalised(weights, len(rows))
     if len(rows[0]) == 0:
         check_name(backend)
-        checks.check_replicas(rows, None)
+        checks.check_sets(rows, None)
         return
     average_plan(rows, None, backend).average(shares)
     # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no

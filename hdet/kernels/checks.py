@@ -111,132 +111,39 @@ def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{one} and {other} overlap in memory: give each its own")
 
 
-def _of(i: int, k: int, num_replicas: int) -> str:
-    return f"parameter {i}" + (f" of replica {k}" if num_replicas > 1 else "")
+def check_sets(
+    params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, noun: str = "parameter"
+) -> list[tuple[str, Tensor]]:
+    """K equally long lists of tensors of equal shapes and dtypes at equal places, and their
+    masters: one format speaks for all replicas. Returns all of them with their names."""
+    first, count = params[0], len(params)
+    device = device_of(first[0], f"{noun} 0")
+    if masters is not None and len(masters) != count:
+        raise ValueError(f"masters has {len(masters)} lists for {count} replicas")
+    named: list[tuple[str, Tensor]] = []
+    for k, row in enumerate(params):
+        of = f" of replica {k}" if count > 1 else ""
+        _check_length(row, f"params{of}", len(first), f"{noun}s")
+        for i, tensor in enumerate(row):
+            name = f"{noun} {i}{of}"
+            check_tensor(tensor, name, device)
+            check_same_shape(tensor, first[i], name, f"{noun} {i} of replica 0")
+            named.append((name, tensor))
+        _check_alike(row, first, "", k)
+        if masters is not None:
+            named += _check_masters(row, masters[k], of)
+            _check_alike(masters[k], masters[0], "master of ", k)
+    return named
 
 
-def check_step_tensors(tensors: StepTensors) -> None:
-    """Everything a step relies on for as long as its plan is used."""
-    t = tensors
-    if t.rule not in RULES:
-        raise ValueError(f"rule={t.rule!r} is unknown; choose {', '.join(RULES)}")
-    count, replicas = len(t.params[0]), t.num_replicas
-    if not 0 <= t.first_replica <= 65536 - replicas:
-        raise ValueError(
-            f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to "
-            "65535"
-        )
-    if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
-        raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
-    _check_lengths(t, count)
-    named = list(_step_parts(t))
-    device = device_of(t.params[0][0], "parameter 0")
-    for i, name, tensor, dtypes in named:
-        check_tensor(tensor, name, device, dtypes)
-        if name.startswith("step of"):
-            if tensor.dim() != 0:
-                raise TypeError(
-                    f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}"
-                )
-        elif name.startswith("scales of"):
-            if tensor.shape != (count := count_scales(t.params[0][i].numel()),):
-                raise ValueError(
-                    f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for "
-                    "each block of codes"
-                )
-        else:
-            check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
-    _check_codes(t)
-    for prefix, columns in (("", t.params), ("master of ", t.masters or [])):
-        for k, column in enumerate(columns):
-            _check_alike(column, columns[0], prefix, k)
-    if t.masters is not None:
-        _check_masters(t.params[0], t.masters[0], 0, replicas)
-    check_apart((name, tensor) for _, name, tensor, _ in named)
-
-
-def _check_lengths(t: StepTensors, count: int) -> None:
-    rule = RULES[t.rule]
-    columns = [(name, getattr(t, name)) for name in ("groups", "steps", "ids")]
-    for name in ("moments", "scales"):
-        sets = getattr(t, name)
-        if sets is not None and len(sets) != len(rule.moments):
-            raise ValueError(
-                f"{name} has {len(sets)} lists, but {t.rule} keeps {', '.join(rule.moments)}"
-            )
-        of = "" if name == "moments" else "scales of "
-        columns += [(of + one, c) for one, c in zip(rule.moments, sets or (), strict=False)]
-    for name in ("params", "masters"):
-        sets = getattr(t, name)
-        if sets is not None and len(sets) != t.num_replicas:
-            raise ValueError(f"{name} has {len(sets)} lists for {t.num_replicas} replicas")
-        columns += [(f"{name} of replica {k}", column) for k, column in enumerate(sets or [])]
-    for name, column in columns:
-        if column is not None and len(column) != count:
-            raise ValueError(f"{name} has {len(column)} entries, but there are {count} parameters")
-    if sorted(set(t.groups)) != list(range(len(set(t.groups)))):
-        raise ValueError(
-            f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
-        )
-    for name, column in zip(rule.moments, t.moments, strict=True):
-        absent = [i for i in range(count) if column[i] is None]
-        if absent and rule.kept_if is None:  # else: see check_settings
-            raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
-
-
-def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[torch.dtype]]]:
-    """(number of its parameter, name, tensor, allowed dtypes) of every tensor a step writes."""
-    exact = RULES[t.rule].exact
-    whose = "parameter {}" + " of replica {}" * (t.num_replicas > 1)
-    columns: list[tuple[str, int, Column, Sequence[torch.dtype]]] = [
-        *((whose, k, column, FLOATS) for k, column in enumerate(t.params)),
-        *(
-            (f"master of {whose}", k, column, MASTER_TYPES)
-            for k, column in enumerate(t.masters or [])
-        ),
-        *(
-            (f"{name} of parameter {{}}", 0, column, MOMENTS if name not in exact else FLOATS[:1])
-            for name, column in zip(RULES[t.rule].moments, t.moments, strict=True)
-        ),
-        *(
-            (f"scales of {name} of parameter {{}}", 0, column, (torch.float32,))
-            for name, column in zip(RULES[t.rule].moments, t.scales or (), strict=False)
-        ),
-        ("step of parameter {}", 0, t.steps, (torch.float32,)),
-    ]
-    for name, k, column, dtypes in columns:
-        for i, tensor in enumerate(column):
-            if (
-                tensor is not None or column is t.params[k] or column is t.steps
-            ):  # which none may lack
-                yield i, name.format(i, k), tensor, dtypes  # type: ignore[misc]
-
-
-def _check_codes(t: StepTensors) -> None:
-    """Codes have scales, nothing else has, and all moments of a tensor are codes or none is, but
-    for exact ones."""
-    rule = RULES[t.rule]
-    names = [name for name in rule.moments if name not in rule.exact]
-    all_coded = set(t.coded())
-    for j, (name, moments) in enumerate(zip(rule.moments, t.moments, strict=True)):
-        scales, coded = t.scales_of(j), all_coded if name in names else set()
-        for i, moment in enumerate(moments):
-            if moment is None:
-                continue
-            if (moment.dtype == CODES) != (i in coded):
-                raise TypeError(
-                    f"{' and '.join(names)} of parameter {i} must all be {CODES}, or none of them"
-                )
-            if (i in coded) != (scales[i] is not None):
-                raise ValueError(
-                    f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, "
-                    "and none else"
-                )
+def _check_length(column: Sequence[object], name: str, count: int, of: str = "parameters") -> None:
+    if len(column) != count:
+        raise ValueError(f"{name} has {len(column)} entries, but there are {count} {of}")
 
 
 def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
-    """One format speaks for all replicas."""
-    for i, (dtype, like) in enumerate(zip(_dtypes(column), _dtypes(first), strict=True)):
+    for i, tensors in enumerate(zip(column, first, strict=True)):
+        dtype, like = (None if tensor is None else tensor.dtype for tensor in tensors)
         if dtype != like:
             raise TypeError(
                 f"{prefix}tensor {i} of replica {k} has the dtype {dtype}, but that of replica 0 "
@@ -244,22 +151,98 @@ def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
             )
 
 
-def _dtypes(column: Column) -> list[torch.dtype | None]:
-    return [None if tensor is None else tensor.dtype for tensor in column]
-
-
-def _check_masters(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> None:
+def _check_masters(
+    params: Sequence[Tensor], masters: Column, of: str, any_strides: bool = False
+) -> list[tuple[str, Tensor]]:
+    """With their names."""
+    _check_length(masters, f"masters{of or ' (or lower halves)'}", len(params))
+    named = []
     for i, (param, master) in enumerate(zip(params, masters, strict=True)):
-        if master is not None and master.dtype not in MASTERS[param.dtype]:
-            remedy = (
-                _listed(MASTERS[param.dtype])
-                if MASTERS[param.dtype]
-                else "None: the parameter is its own master"
-            )
+        if master is None:
+            continue
+        name = f"master of parameter {i}{of}"
+        check_tensor(master, name, param.device, MASTER_TYPES, any_strides)
+        check_same_shape(master, param, name, "the parameter")
+        if master.dtype not in MASTERS[param.dtype]:
+            allowed = _listed(MASTERS[param.dtype]) if MASTERS[param.dtype] else ""
             raise TypeError(
-                f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype "
-                f"{master.dtype}; it must be {remedy}"
+                f"{name} ({param.dtype}) has the dtype {master.dtype}; it must be "
+                f"{allowed or 'None: the parameter is its own master'}"
             )
+        named.append((name, master))
+    return named
+
+
+def check_step_tensors(tensors: StepTensors) -> None:
+    """Everything a step relies on for as long as its plan is used."""
+    t = tensors
+    if t.rule not in RULES:
+        raise ValueError(f"rule={t.rule!r} is unknown; choose {', '.join(RULES)}")
+    if not 0 <= t.first_replica <= 65536 - t.num_replicas:
+        raise ValueError(
+            f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to "
+            "65535"
+        )
+    if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
+        raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
+    named = check_sets(t.params, t.masters)
+    count, device = len(t.params[0]), t.params[0][0].device
+    for name in ("groups", "steps", "ids"):
+        if (column := getattr(t, name)) is not None:
+            _check_length(column, name, count)
+    if sorted(set(t.groups)) != list(range(len(set(t.groups)))):
+        raise ValueError(
+            f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
+        )
+    for i, step in enumerate(t.steps):
+        check_tensor(step, f"step of parameter {i}", device, FLOATS[:1])
+        if step.dim() != 0:
+            raise TypeError(
+                f"step of parameter {i} must be a 0-d float32 tensor, got the shape "
+                f"{tuple(step.shape)}"
+            )
+        named.append((f"step of parameter {i}", step))
+    check_apart([*named, *_check_moments(t)])
+
+
+def _check_moments(t: StepTensors) -> Iterable[tuple[str, Tensor]]:
+    """With their names, and their scales. Codes have scales, nothing else has, and all moments of a
+    tensor are codes or none is, but for exact ones."""
+    rule, params = RULES[t.rule], t.params[0]
+    for title, sets in (("moments", t.moments), ("scales", t.scales)):
+        if sets is not None and len(sets) != len(rule.moments):
+            raise ValueError(
+                f"{title} has {len(sets)} lists, but {t.rule} keeps {', '.join(rule.moments)}"
+            )
+    coded = set(t.coded())
+    for j, name in enumerate(rule.moments):
+        exact, scales = name in rule.exact, t.scales_of(j)
+        _check_length(t.moments[j], name, len(params))
+        _check_length(scales, f"scales of {name}", len(params))
+        for i, (moment, scale) in enumerate(zip(t.moments[j], scales, strict=True)):
+            whose = f"{name} of parameter {i}"
+            if moment is None:
+                if rule.kept_if is None:  # else: see check_settings
+                    raise ValueError(f"{whose} is missing; {t.rule} needs it")
+                continue
+            check_tensor(moment, whose, params[i].device, FLOATS[:1] if exact else MOMENTS)
+            check_same_shape(moment, params[i], whose, f"parameter {i}")
+            yield whose, moment
+            if not exact and (moment.dtype == CODES) != (i in coded):
+                names = " and ".join(name for name in rule.moments if name not in rule.exact)
+                raise TypeError(f"{names} of parameter {i} must all be {CODES}, or none of them")
+            if (moment.dtype == CODES) != (scale is not None):
+                raise ValueError(
+                    f"{whose} ({moment.dtype}) must have scales if it is {CODES}, and none else"
+                )
+            if scale is not None:
+                check_tensor(scale, f"scales of {whose}", params[i].device, FLOATS[:1])
+                if scale.shape != (blocks := count_scales(moment.numel()),):
+                    raise ValueError(
+                        f"scales of {whose} has the shape {tuple(scale.shape)}, it must be "
+                        f"{(blocks,)}: one for each block of codes"
+                    )
+                yield f"scales of {whose}", scale
 
 
 def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
@@ -273,48 +256,6 @@ def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> No
             continue
         check_tensor(gradient, name, param.device)
         check_same_shape(gradient, param, name, "the parameter")  # type: ignore[arg-type]
-
-
-def check_replicas(
-    params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None
-) -> None:
-    """K equally long lists of tensors of equal shapes and dtypes at equal places, and their
-    masters, none sharing memory."""
-    first = params[0]
-    if masters is not None and len(masters) != len(params):
-        raise ValueError(f"masters has {len(masters)} lists for {len(params)} replicas")
-    named: list[tuple[str, Tensor]] = []
-    for k, row in enumerate(params):
-        if len(row) != len(first):
-            raise ValueError(f"replica {k} has {len(row)} tensors, but replica 0 has {len(first)}")
-        for i, tensor in enumerate(row):
-            name = f"tensor {i} of replica {k}"
-            check_tensor(tensor, name, device_of(first[0], "tensor 0 of replica 0"))
-            check_same_shape(tensor, first[i], name, "replica 0")
-            named.append((name, tensor))
-        _check_alike(row, first, "", k)
-        if masters is not None:
-            named += _check_master_column(row, masters[k], k, len(params))
-            _check_alike(masters[k], masters[0], "master of ", k)
-    check_apart(named)
-
-
-def _check_master_column(
-    params: Sequence[Tensor], masters: Column, k: int, num_replicas: int, any_strides: bool = False
-) -> list[tuple[str, Tensor]]:
-    if len(masters) != len(params):
-        whose = f"masters of replica {k}" if num_replicas > 1 else "masters (or lower halves)"
-        raise ValueError(f"{whose} has {len(masters)} entries, but there are {len(params)} tensors")
-    named = [
-        (i, f"master of {_of(i, k, num_replicas)}", master)
-        for i, master in enumerate(masters)
-        if master is not None
-    ]
-    for i, name, master in named:
-        check_tensor(master, name, params[i].device, MASTER_TYPES, any_strides)
-        check_same_shape(master, params[i], name, "the parameter")
-    _check_masters(params, masters, k, num_replicas)
-    return [(name, master) for _, name, master in named]
 
 
 def check_pairs(
@@ -345,10 +286,10 @@ def check_pairs(
         check_same_shape(destination, source, f"destination {i}", "its source")
     written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
     if masters is not None:
-        written += _check_master_column(destinations, masters, 0, 1, any_layout)
+        written += _check_masters(destinations, masters, "", any_layout)
     read = [(f"source {i}", tensor) for i, tensor in enumerate(sources)]
     if source_lowers is not None:
-        read += _check_master_column(sources, source_lowers, 0, 1, any_layout)
+        read += _check_masters(sources, source_lowers, "", any_layout)
         for i, lower in enumerate(source_lowers):
             if lower is not None and lower.dtype != torch.int16:
                 raise TypeError(

@@ -1,12 +1,14 @@
-"""The tables of a plan: what the host writes for a step, and how it reaches the device."""
+"""The tables of a plan, in the layout of csrc/core/plan.h: what kernels read of tensors and of
+settings, and how it reaches the device."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +16,83 @@ from torch import Tensor
 from ..rules import StepSettings
 from ..tensors.profiling import ranged
 from .checks import check_settings
-from .interface import StepOptions, StepTensors
+from .interface import Column, StepOptions, StepTensors
+from .numbers import CODES
+
+DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
+MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
+"""in the order of csrc/core/numbers.h: DType, Master"""
+CHUNK_ELEMENTS, LEAST_CHUNK_ELEMENTS = 16384, 2048
+"""64 KiB a stream of float32: a step's four streams fit an L2 cache. Whole blocks of codes."""
+
+
+def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
+    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master and
+    moments are stored."""
+    packed = [int(stochastic) << 24] * count
+    for place, column in enumerate(columns):
+        codes = MASTERS if place == 2 else DTYPES
+        for i, tensor in enumerate(column or ()):
+            packed[i] |= codes[None if tensor is None else tensor.dtype] << 4 * place
+    return packed
+
+
+def chunk_length(elements: Sequence[int], least: int) -> int:
+    """How long chunks are, a power of 2: so that there are `least` of them, as far as the shortest
+    allow.
+
+    A GPU has several blocks on each multiprocessor; a model of a million parameters in 64 long
+    chunks would leave half of an H200 idle.
+    """
+    total, length = sum(elements), CHUNK_ELEMENTS
+    while length > LEAST_CHUNK_ELEMENTS and total < least * length:
+        length //= 2
+    return length
+
+
+class Chunks(NamedTuple):
+    """Some tensors cut into chunks."""
+
+    table: Tensor
+    """(number, 4) int64, of which each row is a Chunk"""
+    longest: int
+    """Elements of the longest chunk."""
+
+    @property
+    def number(self) -> int:
+        return len(self.table)
+
+
+def chunks_of(
+    elements: Sequence[int],
+    packed: Sequence[int],
+    least: int,
+    order: Sequence[int],
+) -> Chunks:
+    """Tensors of so many elements and of these formats cut into chunks, if possible into `least`.
+    `order`: of the tensors in the table."""
+    length = chunk_length(elements, least)
+    tensors = _numbers(order)
+    sizes = _numbers(elements)[tensors]
+    counts = (sizes + length - 1) // length
+    owners = torch.repeat_interleave(counts)
+    offsets = (_numbers(range(len(owners))) - (counts.cumsum(0) - counts)[owners]) * length
+    lengths = (sizes[owners] - offsets).clamp(max=length)
+    begins = lengths.cumsum(0) - lengths
+    tensors = tensors[owners]
+    table = torch.stack((offsets, begins, tensors | lengths << 32, _numbers(packed)[tensors]), 1)
+    return Chunks(table, min(length, max(elements, default=0)))
+
+
+def _numbers(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def address_table(*columns: Column) -> Tensor:
+    """(tensors * columns,) addresses as int64, a row for each tensor; 0 where there is none."""
+    found = [0 if t is None else t.data_ptr() for t in itertools.chain(*columns)]
+    return _numbers(found).view(len(columns), -1).T.reshape(-1)
+
 
 CALL_SETTINGS = 1
 GROUP_SETTINGS = len(StepSettings._fields) - 1
@@ -82,24 +160,6 @@ def _rate(lr: float | Tensor) -> Rate:
     return (lr.data_ptr(), lr.dtype, lr.shape) if isinstance(lr, Tensor) else (0, None, None)
 
 
-class TableMemory(Protocol):
-    """What keeps tables where kernels read them: on a CPU or on a device (mirrors.py)."""
-
-    def place(self, table: Tensor) -> Tensor: ...
-
-    def refresh(self, table: Tensor, placed: Tensor) -> None: ...
-
-    def differs(self, table: Tensor, placed: Tensor) -> bool:
-        """Whether `table` is not what kernels find there."""
-
-    def note(self, table: Tensor, placed: Tensor) -> None:
-        """A kernel has brought what was changed."""
-
-    def replayed(self, placed: Tensor) -> Tensor | None:
-        """A copy in host memory of a table that a CUDA graph has captured and that this step need
-        not write to; None for any other."""
-
-
 class Inputs:
     """Gradients (int64), settings (float64, csrc/core/hyper.h) and addresses of rates (int64) of
     one plan, in one table: at most one copy a step, and none where nothing has changed.
@@ -108,34 +168,28 @@ class Inputs:
     step with others gets a table of its own. Settings go to all of them.
     """
 
-    def __init__(self, memory: TableMemory, tensors: StepTensors, words: int) -> None:
-        """`words`: numbers for all gradients together."""
-        self.memory, self.words = memory, words
+    def __init__(self, memory: HostMemory, tensors: StepTensors) -> None:
+        self.memory, self.words = memory, len(tensors.params[0])
         self._sizes = (
-            words,
+            self.words,
             count_settings(tensors.num_groups, tensors.num_replicas),
             tensors.num_groups,
         )
         self.table = torch.zeros(sum(self._sizes), dtype=torch.int64, device="cpu")
         # Calls of torch for what a step writes would take a third of its time on the host.
-        self._gradients = self.table[:words]
+        self._gradients = self.table[: self.words]
         self._bytes = (ctypes.c_char * self.table.nbytes).from_address(self.table.data_ptr())
         self.placed = memory.place(self.table)
         self._replayed: list[tuple[Tensor, Tensor]] = []
         self._moved = self._changed = True
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where kernels find gradients, settings and rates."""
-        start, (words, numbers, _) = self.placed.data_ptr(), self._sizes
-        return start, start + 8 * words, start + 8 * (words + numbers)
-
     def parts(self) -> tuple[Tensor, ...]:
-        """The same as tensors."""
+        """Where kernels find gradients, settings and rates."""
         gradients, settings, rates = self.placed.split(self._sizes)
         return gradients, settings.view(torch.float64), rates
 
     def gradients(self) -> Tensor:
-        """To be written to: the numbers of all gradients in host memory."""
+        """To be written to: the addresses of all gradients, in host memory."""
         self._moved = True
         return self._gradients
 
@@ -180,6 +234,51 @@ class Inputs:
                 self.memory.refresh(table, placed)
         self._moved = self._changed = False
         return replayed is not None
+
+
+class HostMemory:
+    """Where a plan's tables lie: in host memory, where a CPU's kernels read them."""
+
+    carries = 0
+    """words of settings that a kernel can bring along; here it reads them where they are"""
+    chunks = 0
+    """at least so many keep the device busy; threads of a CPU cut chunks where they like"""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def place(self, table: Tensor) -> Tensor:
+        """A table that a plan keeps, where kernels read it.
+
+        Raises RuntimeError where a new one cannot be made.
+        """
+        return table
+
+    def room(self, count: int) -> Tensor:
+        """Bytes that kernels fill for each other, which begin as 0."""
+        return self.place(torch.zeros(count, dtype=torch.uint8, device="cpu"))
+
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        """`table` may have changed in host memory: what place() returned for it follows on the
+        current stream, without waiting, unless it is the same. Raises RuntimeError where it cannot
+        be copied."""
+
+    def differs(self, table: Tensor, placed: Tensor) -> bool:
+        """Whether `table` may not be what place() returned for it, on the device: then it is to be
+        brought there, and `note` follows. Raises RuntimeError where nothing can be."""
+        return False
+
+    def note(self, table: Tensor, placed: Tensor) -> None:
+        """The device has this table now, or a copy or a kernel that brings it is on its way."""
+
+    def is_captured(self, placed: Tensor) -> bool:
+        """Has a CUDA graph captured what place() returned?"""
+        return False
+
+    def replayed(self, placed: Tensor) -> Tensor | None:
+        """A copy in host memory of what place() returned, if a CUDA graph has captured it and none
+        is being captured now: this step need not write to it. Else None."""
+        return None
 
 
 # What a plan keeps on a device: nothing is copied twice, tables stay in memory for as long as a
@@ -233,26 +332,21 @@ def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
     table.record_stream(stream)
 
 
-class DeviceMemory:
+class DeviceMemory(HostMemory):
     """The tables of one plan in the memory of a device, with copies in host memory of what has been
     copied there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._tables: list[Tensor] = []
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
-        self._unsure: set[int] = (
-            set()
-        )  # tables that somebody began to bring there: an exception may have come between
+        # tables that somebody began to bring there: an exception may have come between
+        self._unsure: set[int] = set()
         self._launched: set[Hashable] = set()
         self._streams: set[int] = set()  # those that have used the tables
         self._captured = 0  # so many of the first tables may be read by a CUDA graph
 
     def place(self, table: Tensor) -> Tensor:
-        """A table that a plan keeps, where kernels read it.
-
-        Raises RuntimeError where a new one cannot be made.
-        """
         if _capturing(self.device):
             _refuse(
                 "hdet prepares an operation for its tensors at the first call, which cannot be "
@@ -263,23 +357,13 @@ class DeviceMemory:
         self._streams.clear()
         return placed
 
-    def room(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Numbers that kernels fill for each other."""
-        return self.place(torch.zeros(count, dtype=dtype, device="cpu"))
-
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
-        """`table` may have changed in host memory: what place() returned for it follows on the
-        current stream, without waiting, unless it is the same. Raises RuntimeError where it
-        cannot be copied."""
         if self.differs(table, placed):
             _copy_without_waiting(table, placed)
             self.note(table, placed)
 
     def differs(self, table: Tensor, placed: Tensor) -> bool:
-        """Whether `table` may not be what place() returned for it, on the device: then it is to
-        be brought there, and `note` follows. Raises RuntimeError if so under capture, when
-        nothing can be."""
         place = placed.data_ptr()
         mirror = None if place in self._unsure else self._bits.get(place)
         if mirror is not None and torch.equal(_bits(table), mirror):
@@ -290,17 +374,13 @@ class DeviceMemory:
         return True
 
     def note(self, table: Tensor, placed: Tensor) -> None:
-        """The device has this table now, or a copy or a kernel that brings it is on its way."""
         self._bits[placed.data_ptr()] = _bits(table).clone()
         self._unsure.discard(placed.data_ptr())
 
     def is_captured(self, placed: Tensor) -> bool:
-        """Has a CUDA graph captured what place() returned?"""
         return any(table is placed for table in self._tables[: self._captured])
 
     def replayed(self, placed: Tensor) -> Tensor | None:
-        """A copy in host memory of what place() returned, if a CUDA graph has captured it and none
-        is being captured now; else None."""
         if not self.is_captured(placed) or _capturing(self.device):
             return None
         return self._bits[placed.data_ptr()].view(placed.dtype).clone()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
+from hdet.kernels.tables import CHUNK_ELEMENTS
 
-CHUNK = _C.CHUNK_ELEMENTS
+CHUNK = CHUNK_ELEMENTS
 GUARD = 96  # bytes before and after each tensor: more than one 64-byte vector
 SENTINEL = 0xA5
 

@@ -233,12 +233,12 @@ def test_refused_weights(weights: list[float], message: str) -> None:
         (
             [torch.zeros(5)],
             ValueError,
-            r"tensor 0 of replica 1 has the shape \(5,\), but replica 0 has \(4,\)",
+            r"tensor 0 of replica 1 has the shape \(5,\), but tensor 0 of replica 0 has \(4,\)",
         ),
         (
             [torch.zeros(4), torch.zeros(4)],
             ValueError,
-            "replica 1 has 2 tensors, but replica 0 has 1",
+            "params of replica 1 has 2 entries, but there are 1 tensors",
         ),
     ],
 )

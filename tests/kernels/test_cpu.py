@@ -7,9 +7,9 @@ import struct
 from typing import Any
 
 import pytest
-import torch
 
-from hdet import _C, kernels
+from hdet import kernels
+from hdet.kernels import tables
 
 from .cases import CHUNK, check_same_bits
 from .problem import Problem, final_tensors
@@ -64,12 +64,6 @@ def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPa
         cpu(problem.tensors).step(gradients.tensors, settings, options)
 
 
-def chunk_table(elements: list[int], formats: list[int], longest: int = CHUNK) -> torch.Tensor:
-    table = torch.zeros(_C.count_chunks(elements, longest) * _C.CHUNK_BYTES, dtype=torch.uint8)
-    _C.write_chunks(table.data_ptr(), elements, formats, longest)
-    return table
-
-
 @pytest.mark.parametrize(
     ("elements", "least", "length"),
     [
@@ -84,12 +78,12 @@ def chunk_table(elements: list[int], formats: list[int], longest: int = CHUNK) -
 def test_chunks_are_shorter_where_there_would_be_too_few(
     elements: list[int], least: int, length: int
 ) -> None:
-    assert _C.chunk_length(elements, least) == length
+    assert tables.chunk_length(elements, least) == length
 
 
 def test_chunks_of_a_tensor_past_two_to_the_31_elements() -> None:
     elements = [5, 2**33 + 3, 0, 1]
-    table = chunk_table(elements, [7, 8, 9, 10])
+    table = tables.chunks_of(elements, [7, 8, 9, 10], 0, range(4)).table
     chunks = list(struct.iter_unpack("=qqiii4x", bytes(table.numpy().tobytes())))
     assert len(chunks) == 1 + 2**33 // CHUNK + 1 + 1
     assert chunks[0] == (0, 0, 0, 5, 7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet import _C, kernels
+from hdet import kernels
 from hdet.kernels import StepTensors, numbers
 
 from .cases import BACKENDS, CHUNK, Guarded, device_of
@@ -30,7 +30,7 @@ Prepared = tuple[Any, Callable[[], list[Tensor]], list[Tensor]]
 def go_far(plan: Any, tensors: list[Tensor]) -> None:
     """The next calls on the same tensors take place FAR elements further on, in the same memory."""
     chunks = getattr(plan, "placed_chunks", plan.chunks)
-    chunks.view(torch.int64).view(-1, _C.CHUNK_BYTES // 8)[:, 0] += FAR
+    chunks[:, 0] += FAR
     widths = {t.data_ptr(): t.element_size() for t in tensors if t.numel()}
     inputs = getattr(plan, "inputs", None)
     for table in (

@@ -4,6 +4,8 @@ of them."""
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from hdet import _C, kernels
 from hdet.kernels import StepSettings, StepTensors
+from hdet.kernels.step import Gradients
 
 from .cases import BACKENDS, device_of
 
@@ -30,11 +33,37 @@ def some(seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-@with_exchange
-def test_what_has_not_changed_is_not_looked_at_again() -> None:
-    gradients, first = _C.Gradients(Tensor, getattr(Tensor, API), some()), some(1)
-    assert gradients.read(first) == _C.Gradients.MOVED | _C.Gradients.RETYPED
+READERS = {
+    "native": pytest.param(
+        lambda: _C.Gradients(Tensor, getattr(Tensor, API), some()), marks=with_exchange
+    ),
+    "Python": lambda: Gradients(some()),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_what_has_not_changed_is_not_looked_at_again(reader: Callable[[], Any]) -> None:
+    gradients, first = reader(), some(1)
+    assert gradients.read(first) == Gradients.MOVED | Gradients.RETYPED
     assert gradients.read(list(first)) == 0
+    written = torch.zeros(len(first), dtype=torch.int64)
+    gradients.write_addresses(written.data_ptr())
+    assert written.tolist() == [g.data_ptr() or Gradients.EMPTY for g in first]
+    assert gradients.read([None, *first[1:]]) == Gradients.MOVED
+    assert gradients.read([first[0].half(), *first[1:]]) == Gradients.MOVED | Gradients.RETYPED
+    assert gradients.types == [3, 1, 1, 1, 1]
+    assert gradients.EMPTY == Gradients.EMPTY
+    for odd in (
+        torch.ones(4, 3),  # another shape
+        torch.ones(4, 3).t(),
+        torch.ones(3, 4).double(),
+        torch.ones(3, 4).to_sparse(),
+        torch.ones(3, 4, device="meta"),
+        torch.nn.Parameter(torch.ones(3, 4)),
+    ):
+        assert gradients.read([odd, *first[1:]]) == gradients.UNUSUAL == Gradients.UNUSUAL
+    assert gradients.read(first[1:]) == Gradients.UNUSUAL
+    assert gradients.read(first) == Gradients.MOVED | Gradients.RETYPED
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -55,17 +84,21 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     assert p.tolist() == [pytest.approx(0.1)] * 3
 
 
-@pytest.mark.parametrize("exchange", ["torch's", "none", "not a capsule", "another capsule"])
+@pytest.mark.parametrize(
+    "exchange", ["torch's", "none", "not a capsule", "another capsule", "no module"]
+)
 def test_a_plan_follows_gradients_that_move_and_change_type(
     exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exchange != "torch's":  # a torch without the interface, or with another
+    if exchange == "no module":
+        monkeypatch.setattr(kernels.step, "_reader", Gradients)
+    elif exchange != "torch's":  # a torch without the interface, or with another
         other = {
             "none": {},
             "not a capsule": {API: 3},
             "another capsule": {API: datetime.datetime_CAPI},
         }[exchange]  # type: ignore[attr-defined]
-        monkeypatch.setattr(kernels.native.step, "Tensor", type("Tensor", (), other))
+        monkeypatch.setattr(kernels.step, "Tensor", type("Tensor", (), other))
     params = some(0)
     plan = kernels.step_plan(
         StepTensors(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors, tables
-from hdet.kernels.native import Memory, cuda
-from hdet.kernels.native.step import NativeStepPlan
+from hdet.kernels.native import cuda
+from hdet.kernels.native.plans import Memory, NativeStepPlan
 
 
 def check_rates(backend: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import native, numbers
+from hdet.kernels import numbers, tables
 
 from .cases import BACKENDS, device_of
 
@@ -171,7 +171,7 @@ def test_formats_that_kernels_are_compiled_for() -> None:
             for column in zip(*tensors, strict=True)
         ]
         params, lowers, moments = columns
-        return _C.known_of(native.formats(len(tensors), params, params, lowers, moments, moments))
+        return _C.known_of(tables.formats(len(tensors), params, params, lowers, moments, moments))
 
     assert [known((f32, None, moment)) for moment in (f32, codes, None, bf16)] == [
         floats,

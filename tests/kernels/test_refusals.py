@@ -256,7 +256,7 @@ MOMENT = [torch.zeros(10), torch.zeros(6)]
         ),
         (
             {"params": [[X, Y], [torch.zeros(10), torch.zeros(2, 3)]]},
-            r"parameter 1 of replica 1 has the shape \(2, 3\), but parameter 1 has",
+            r"parameter 1 of replica 1 has the shape \(2, 3\), but parameter 1 of replica 0",
         ),
         ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
         (

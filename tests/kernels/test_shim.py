@@ -88,7 +88,7 @@ from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
 p, m, v = (torch.ones(1000) for _ in range(3))
 plan = kernels.step_plan(StepTensors("adamw", [[p]], [0], [torch.zeros(())], [[m], [v]]), "cuda")
-plan.placed_chunks.view(torch.int32)[5] += {longer}
+plan.placed_chunks.view(torch.int32)[0, 5] += {longer}
 plan.addresses[0] += {bytes}
 plan.step([torch.ones(1000)], [StepSettings(0.1, beta1=0.9, beta2=0.9)])
 print("nothing noticed")

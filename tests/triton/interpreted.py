@@ -23,6 +23,7 @@ import hdet
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
 from hdet.kernels import numbers as numbers_in_torch
+from hdet.kernels import triton as triton_backend
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
@@ -167,6 +168,15 @@ def test_chunks_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -
     check(replace(stochastic, sizes=(block - 1, 2 * block + 9, 0, 3 * block), max_norm=1.0), Twin)
 
 
+def test_slices_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device several programs share a chunk; here only if told so."""
+    for module in (triton_step, triton_backend):
+        monkeypatch.setattr(module, "slices_of", lambda longest, coded=False: 8)
+    stochastic = next(case for case in CASES if case.name == "stochastic")
+    check(replace(stochastic, sizes=(CHUNK + 5000, 0, 3), max_norm=1.0), Twin)
+    test_average.check_average([5, 0, CHUNK + 3], STORAGE["split"], 2, [0.3, 0.7], "triton")
+
+
 # numbers
 
 
@@ -226,10 +236,10 @@ def test_elements_beyond_two_to_the_31() -> None:
     plan.step([g], settings)
     shifted, g, plan = problem()
     plan.step([g], settings)
-    plan.addresses.sub_(far * 4 * (plan.addresses != 0))
-    plan.placed_gradients.view(-1, 2)[:, 0] -= far * 4
-    for _, _, chunks in plan.launches:
-        chunks[:, 0] += far
+    streams = plan.addresses[:-1]  # not the step counter
+    streams.sub_(far * 4 * (streams != 0))
+    plan.placed_gradients.sub_(far * 4)
+    plan.placed_chunks[:, 0] += far
     plan.step([g], settings)
     assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
 

@@ -97,19 +97,19 @@ def settings(replicas: int, **changed: Any) -> list[StepSettings]:
 
 
 def plan_of(s: Stored, sizes: list[int]) -> Any:
-    kinds = s.moments()
+    kinds, nothing = s.moments(), [None] * len(sizes)
     return backend.TritonBackend().step_plan(
         StepTensors(
             s.rule,
             sets(s.param, sizes, s.replicas),  # type: ignore[arg-type]
             [0] * len(sizes),
             [torch.zeros(()) for _ in sizes],
-            [tensors(kind, sizes) for kind in kinds],
+            [tensors(kind, sizes) or nothing for kind in kinds],
             sets(s.master, sizes, s.replicas),
             stochastic=s.stochastic,
             first_replica=s.first_replica,
             scales=[
-                tensors(F32 if kind == U8 else None, [-(-n // 256) for n in sizes])
+                tensors(F32 if kind == U8 else None, [-(-n // 256) for n in sizes]) or nothing
                 for kind in kinds
             ],
         )

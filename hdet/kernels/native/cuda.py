@@ -25,13 +25,13 @@ from __future__ import annotations
 import torch
 
 from .. import native, tables
-from .plans import NativeBackend
+from .plans import Memory, NativeBackend
 
 BLOCKS = 16
 """of a kernel for each multiprocessor: two waves of the eight that fit at most"""
 
 
-class CudaMemory(tables.DeviceMemory, native.Memory):
+class CudaMemory(tables.DeviceMemory, Memory):
     """The tables of one plan in the memory of a CUDA device."""
 
     carries = native._C.CARRIED if native.missing is None else 0

@@ -4,16 +4,83 @@ which also calls the kernels there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...rules import RULES
 from ...tensors.profiling import ranged
 from .. import native
 from ..checks import check_shares
-from ..interface import Column, StepTensors
-from .step import NativeStepPlan
+from ..interface import Column, StepOptions, StepTensors
+from ..step import TableStepPlan
+from ..tables import HostMemory, address_table, chunks_of, formats
+
+
+class Memory(HostMemory):
+    """CUDA has its own (cuda.py)."""
+
+    def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
+        """One of hdet._C's operations on this device. `norm`: is a norm taken with it?"""
+        getattr(native._C, "cpu_" + operation)(*arguments, torch.get_num_threads())
+
+
+class NativeStepPlan(TableStepPlan):
+    memory: Memory
+
+    def __init__(self, tensors: StepTensors, memory: Memory) -> None:
+        self.plan = native._C.StepPlan()
+        super().__init__(tensors, memory)
+        plan, t, count = self.plan, tensors, self.count
+        plan.rule, plan.longest = list(RULES).index(t.rule), self.chunks.longest
+        plan.num_chunks, plan.num_tensors = self.chunks.number, count
+        plan.num_replicas, plan.num_groups = t.num_replicas, t.num_groups
+        plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
+        plan.addresses, plan.columns = self.addresses.data_ptr(), len(self.addresses) // count
+        plan.ids, plan.groups = self.numbers.data_ptr(), self.numbers[count:].data_ptr()
+        plan.codebooks = 0 if self.codebooks is None else self.codebooks.data_ptr()
+        plan.control, plan.rows = self.control.data_ptr(), self.rows.data_ptr()
+        plan.replica_rows = self.replica_rows.data_ptr()
+
+    def _point_to_chunks(self) -> None:
+        self.plan.chunks = self.placed_chunks.data_ptr()
+        self.plan.known = native._C.known_of(self.packed)
+
+    def _point_to_inputs(self) -> None:
+        gradients, settings, rates = (part.data_ptr() for part in self.inputs.parts())
+        self.plan.gradients, self.plan.settings, self.plan.rates = gradients, settings, rates
+
+    def _take_options(self, options: StepOptions) -> None:
+        plan = self.plan
+        plan.zero_gradients = int(options.zero_gradients)
+        plan.partials = 0 if options.max_norm == 0 else self.partials.data_ptr()
+        plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
+        plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
+        super()._take_options(options)
+
+    @ranged("hdet.step")
+    def _run(self, carried: Tensor | None = None) -> None:
+        plan = self.plan
+        plan.num_carried = 0 if carried is None else len(carried)
+        plan.carried = 0 if carried is None else carried.data_ptr()
+        self.memory.call("step", plan, norm=plan.partials != 0)
+
+
+def _chunks(
+    plan: Any, memory: HostMemory, tensors: Sequence[Tensor], packed: Sequence[int]
+) -> Tensor:
+    """What `plan` points to afterwards."""
+    elements = [tensor.numel() for tensor in tensors]
+    chunks = chunks_of(elements, packed, memory.chunks, range(len(elements)))
+    placed = memory.place(chunks.table)
+    plan.chunks, plan.num_chunks = placed.data_ptr(), chunks.number
+    return placed
+
+
+def _only_float(*columns: Column) -> bool:
+    """Whether every tensor there is holds float32, and so has no master."""
+    return all(t is None or t.dtype == torch.float32 for column in columns for t in column)
 
 
 class NativeAveragePlan:
@@ -23,25 +90,21 @@ class NativeAveragePlan:
         self,
         params: Sequence[Sequence[Tensor]],
         masters: Sequence[Column] | None,
-        memory: native.Memory,
+        memory: Memory,
     ) -> None:
         self.tensors = (params, masters)  # keeps alive what the tables point to
         self.memory = memory
         self.plan = plan = native._C.AveragePlan()
-        count = len(params[0])
-        packed = native.formats(count, None, params[0], None if masters is None else masters[0])
-        chunks = native.chunks_of(params[0], packed, memory.chunks)
-        self.chunks = memory.place(chunks.table)
-        self.addresses = memory.place(native.address_table(*params, *(masters or [])))
-        self.weights = torch.zeros(len(params), dtype=torch.float32, device="cpu")
+        count, replicas = len(params[0]), len(params)
+        plan.num_replicas = replicas
+        masters = [[None] * count] * replicas if masters is None else masters
+        packed = formats(count, None, params[0], masters[0])
+        self.chunks = _chunks(plan, memory, params[0], packed)
+        plan.all_float = int(_only_float(params[0], masters[0]))
+        self.addresses = memory.place(address_table(*params, *masters))
+        plan.addresses = self.addresses.data_ptr()
+        self.weights = torch.zeros(replicas, dtype=torch.float32, device="cpu")
         self.placed_weights = memory.place(self.weights)
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.number
-        plan.num_tensors, plan.num_replicas = count, len(params)
-        plan.all_float = int(native.only_float(*params) and native.nothing_in(masters))
-        plan.params = self.addresses.data_ptr()
-        plan.masters = (
-            0 if native.nothing_in(masters) else self.addresses.data_ptr() + 8 * count * len(params)
-        )
         plan.weights = self.placed_weights.data_ptr()
 
     @ranged("hdet.average")
@@ -61,29 +124,19 @@ class NativeCopyPlan:
         destinations: Sequence[Tensor],
         source_lowers: Column | None,
         masters: Column | None,
-        memory: native.Memory,
+        memory: Memory,
     ) -> None:
         self.tensors = (sources, destinations, source_lowers, masters)  # the tables point to them
         self.memory = memory
         self.plan = plan = native._C.CopyPlan()
         count = len(sources)
         nothing: Column = [None] * count
-        chunks = native.chunks_of(
-            sources, native.formats(count, sources, destinations, masters), memory.chunks
-        )
-        self.chunks = memory.place(chunks.table)
-        self.addresses = memory.place(
-            native.address_table(
-                sources, destinations, source_lowers or nothing, masters or nothing
-            )
-        )
-        plan.chunks, plan.num_chunks = self.chunks.data_ptr(), chunks.number
-        plan.all_float = int(
-            native.only_float(sources, destinations)
-            and native.nothing_in([source_lowers or [], masters or []])
-        )
-        columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
-        plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
+        lowers, masters = source_lowers or nothing, masters or nothing
+        packed = formats(count, sources, destinations, masters)
+        self.chunks = _chunks(plan, memory, sources, packed)
+        plan.all_float = int(_only_float(sources, destinations, lowers, masters))
+        self.addresses = memory.place(address_table(sources, lowers, destinations, masters))
+        plan.addresses = self.addresses.data_ptr()
 
     @ranged("hdet.copy")
     def copy(self, scale: float = 1.0) -> None:
@@ -93,7 +146,7 @@ class NativeCopyPlan:
 
 class NativeBackend:
     name: ClassVar[str]
-    memory: ClassVar[type[native.Memory]]
+    memory: ClassVar[type[Memory]]
 
     def step_plan(self, tensors: StepTensors) -> NativeStepPlan:
         return NativeStepPlan(tensors, self.memory(tensors.params[0][0].device))
@@ -120,4 +173,4 @@ class CpuBackend(NativeBackend):
     uses."""
 
     name = "cpu"
-    memory = native.Memory
+    memory = Memory

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from ...triton_kernels import tables as t
-from ..tables import DeviceMemory
+from ...triton_kernels.chunks import SLICE
+from ..tables import CHUNK_ELEMENTS, Chunks, DeviceMemory
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for
@@ -37,17 +38,30 @@ def block_for(longest: int) -> int:
 
     The interpreter takes each operation as one numpy call, the larger the better: up to a chunk.
     """
-    return max(16, triton.next_power_of_2(min(longest, t.CHUNK_ELEMENTS))) if interpreted else BLOCK
+    return max(16, triton.next_power_of_2(min(longest, CHUNK_ELEMENTS))) if interpreted else BLOCK
 
 
-def chunk_for(formats: Sequence[int]) -> int:
-    """A program's elements.
+def slices_of(longest: int, coded: bool = False) -> int:
+    """Programs for each chunk, as csrc/cuda/step.cuh has blocks.
 
     Codes are looked up in tables, which each program reads; the interpreter takes each program in
     turn.
     """
-    coded = t.FORMATS[torch.uint8] in formats
-    return t.CHUNK_ELEMENTS if coded or interpreted else t.SHORT_CHUNK
+    return 1 if coded or interpreted else -(-longest // SLICE.value) or 1
+
+
+def vector_of(kinds: Sequence[int], aligned: bool) -> int:
+    """Elements a thread moves at a time (triton_kernels/numbers.py): 16 bytes of the widest stream,
+    if every address is a multiple of 16."""
+    return (4 if 1 in kinds else 8) if aligned else 1
+
+
+def split_by_format(chunks: Chunks, placed: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Chunks that lie in the order of their formats, by format: how gradient, parameter, master and
+    moments are stored; and that part of the table."""
+    packed, counts = torch.unique_consecutive(chunks.table[:, 3], return_counts=True)
+    kinds = [tuple(one >> 4 * place & 15 for place in range(6)) for one in packed.tolist()]
+    return list(zip(kinds, placed.split(counts.tolist()), strict=True))
 
 
 def registers_for(replicas: int, coded: bool = False) -> dict[str, int]:
@@ -86,18 +100,3 @@ class Memory(DeviceMemory):
         with torch.cuda.device(self.device):
             self.stream()
             kernel[(programs,)](*arguments, **options, **COMPILER)
-
-
-def place_by_format(
-    memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int]
-) -> list[tuple[Any, int, torch.Tensor]]:
-    """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say:
-    kernels are compiled for one combination."""
-    return [
-        (
-            formats,
-            block_for(max(elements[i] for i in members)),
-            memory.place(t.chunk_table(members, elements, chunk_for(formats))),
-        )
-        for formats, members in t.groups(list(zip(*columns, strict=True))).items()
-    ]

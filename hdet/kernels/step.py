@@ -1,0 +1,248 @@
+"""An optimizer step whose kernels read the tables of tables.py: what the native and the Triton
+backend have alike."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..rules import StepSettings
+from . import native
+from .checks import check_gradients, check_options
+from .interface import PLAIN, Column, StepOptions, StepTensors
+from .numbers import codebook
+from .tables import (
+    DTYPES,
+    Chunks,
+    HostMemory,
+    Inputs,
+    SettingsTable,
+    address_table,
+    chunks_of,
+    formats,
+    norms_of,
+)
+
+CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
+"""of csrc/core/hyper.h: Control, HyperRow, ReplicaRow"""
+
+
+class Gradients:
+    """csrc/gradients.h in Python, for builds without it."""
+
+    EMPTY = 64
+    """where an empty gradient lies, which is there and which nobody reads"""
+    UNUSUAL, MOVED, RETYPED = -1, 1, 2
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.shapes = [param.shape for param in params]
+        self.device = params[0].get_device()
+        self.forget()
+
+    def forget(self) -> None:
+        self.addresses, self.types = [-1] * len(self.shapes), [0] * len(self.shapes)
+
+    def read(self, gradients: list[Tensor | None]) -> int:
+        changes = self._read(gradients)
+        if changes == self.UNUSUAL:
+            self.forget()
+        return changes
+
+    def _read(self, gradients: list[Tensor | None]) -> int:
+        if len(gradients) != len(self.shapes):
+            return self.UNUSUAL
+        given = [g for g in gradients if g is not None]
+        shapes = self.shapes
+        if len(given) < len(gradients):
+            shapes = [s for s, g in zip(shapes, gradients, strict=True) if g is not None]
+        if (
+            not {type(g) for g in given} <= {Tensor}
+            or [g.shape for g in given] != shapes
+            or not {g.layout for g in given} <= {torch.strided}
+            or not {g.dtype for g in given} <= {torch.float32, torch.bfloat16, torch.float16}
+            or not {g.get_device() for g in given} <= {self.device}
+            or False in [g.is_contiguous() for g in given]
+        ):
+            return self.UNUSUAL
+        addresses = [0 if g is None else g.data_ptr() or self.EMPTY for g in gradients]
+        if self.EMPTY in addresses and not all(
+            g.numel() == 0
+            for g, address in zip(gradients, addresses, strict=True)
+            if g is not None and address == self.EMPTY
+        ):
+            return self.UNUSUAL  # without memory
+        types = [
+            old if g is None else DTYPES[g.dtype]
+            for g, old in zip(gradients, self.types, strict=True)
+        ]
+        changes = self.MOVED * (addresses != self.addresses) + self.RETYPED * (types != self.types)
+        self.addresses, self.types = addresses, types
+        return changes
+
+    def write_addresses(self, out: int) -> None:
+        count = len(self.addresses)
+        ctypes.memmove(out, (ctypes.c_int64 * count)(*self.addresses), 8 * count)
+
+
+def _reader(params: Sequence[Tensor]) -> Any:
+    if native.missing is not None:
+        return Gradients(params)
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    return native._C.Gradients(Tensor, exchange, list(params))
+
+
+class TableStepPlan:
+    """A subclass says where its kernels find the tables, and calls them."""
+
+    by_format: ClassVar[bool] = False
+    """kernels are compiled for one format each: chunks of one lie together"""
+
+    def __init__(self, tensors: StepTensors, memory: HostMemory) -> None:
+        t = self.tensors = tensors  # keeps alive what the tables point to
+        self.memory, self.count = memory, len(t.params[0])
+        self.elements = [param.numel() for param in t.params[0]]
+        self.reader = _reader(t.params[0])
+        self.gradient_types = [DTYPES[p.dtype] for p in t.params[0]]  # as gradients mostly are
+        self._retyped = False  # the chunks' formats have changed, and the device does not know it
+        nothing: Column = [None] * self.count
+        masters = [nothing] * t.num_replicas if t.masters is None else t.masters
+        scales = [nothing] * len(t.moments) if t.scales is None else t.scales
+        self.addresses = memory.place(
+            address_table(*t.params, *masters, *t.moments, *scales, t.steps)
+        )
+        ids = range(self.count) if t.ids is None else t.ids
+        self.numbers = memory.place(
+            torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
+        )
+        self.codebooks = memory.place(codebook()) if t.coded() else None
+        self.chunks = self._cut()
+        self.placed_chunks = memory.place(self.chunks.table)
+        self._make_room()
+        self.inputs = Inputs(memory, t)
+        self._settings = SettingsTable(t, self.inputs.write_settings)
+        self._options: StepOptions | None = None
+        self._point_to_chunks()
+        self._point_to_inputs()
+
+    def _cut(self) -> Chunks:
+        t = self.tensors
+        masters, stochastic = None if t.masters is None else t.masters[0], t.stochastic is not None
+        packed = formats(self.count, None, t.params[0], masters, *t.moments, stochastic=stochastic)
+        self.packed = [one | kind for one, kind in zip(packed, self.gradient_types, strict=True)]
+        every = range(self.count)
+        order = sorted(every, key=self.packed.__getitem__) if self.by_format else every
+        return chunks_of(self.elements, self.packed, self.memory.chunks, order)
+
+    def _make_room(self) -> None:
+        """Memory for what the derive phase and the norm write."""
+        count = self.count
+        of_replicas = count * self.tensors.num_replicas * REPLICA_ROW_BYTES
+        sizes = (CONTROL_BYTES, count * ROW_BYTES, of_replicas, 8 * self.chunks.number)
+        padded = [-(-size // 16) * 16 for size in sizes]
+        parts = self.memory.room(sum(padded)).split(padded)
+        self.control, self.rows, self.replica_rows, partials = (
+            part[:size].view(torch.float32) for part, size in zip(parts, sizes, strict=True)
+        )
+        self.partials = partials.view(torch.float64)
+        self.skipped, self.norm, _, self.unscaling = self.control
+
+    def _point_to_chunks(self) -> None:
+        """They are new, or elsewhere."""
+        raise NotImplementedError
+
+    def _point_to_inputs(self) -> None:
+        """They are elsewhere."""
+        raise NotImplementedError
+
+    def _run(self, carried: Tensor | None = None) -> None:
+        """Calls the kernels. `carried`: settings that the derive phase brings along."""
+        raise NotImplementedError
+
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
+        self._take_gradients(gradients)
+        self._take_settings(settings, options)
+        carried = self.inputs.to_carry(self.memory.carries)
+        if carried is None:
+            self._refresh()
+            self._run()
+        else:
+            self._run(carried)
+            self.inputs.was_carried()
+
+    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_settings(settings, options)
+        self._refresh()
+
+    def gradient_norms(self) -> Tensor:
+        owners = self.placed_chunks.view(torch.int32)[:, 4]  # Chunk::tensor
+        return norms_of(self.partials, owners, self.count, self.unscaling)
+
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
+        if options is not self._options:
+            check_options(options, self.tensors)
+            self._take_options(options)
+        self._settings.take(settings, options)
+
+    def _take_options(self, options: StepOptions) -> None:
+        self._options = options
+
+    def _refresh(self) -> None:
+        if self.inputs.refresh():
+            self._point_to_inputs()
+
+    def _take_gradients(self, gradients: Column) -> None:
+        """Writes where the gradients lie and how they are stored, if that has changed.
+
+        Raises for gradients that cannot be used.
+        """
+        changes = self.reader.read(gradients if isinstance(gradients, list) else list(gradients))
+        if changes == 0:
+            return
+        try:
+            self._write_gradients(gradients, changes)
+        except BaseException:
+            self.reader.forget()
+            raise
+
+    def _write_gradients(self, gradients: Column, changes: int) -> None:
+        # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        unusual = changes == self.reader.UNUSUAL
+        retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
+        if retyped and not unusual:
+            # to ask in each step would take too long, and DLPack does not tell
+            unusual = any(g is not None and g.is_neg() for g in gradients)
+        types = self.reader.types
+        if unusual:
+            check_gradients(gradients, self.tensors.params[0])
+            addresses = [
+                0 if g is None else g.data_ptr() if g.numel() else self.reader.EMPTY
+                for g in gradients
+            ]
+            self.inputs.gradients().copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+            types = [0 if g is None else DTYPES[g.dtype] for g in gradients]
+        else:
+            self.reader.write_addresses(self.inputs.gradients().data_ptr())
+        if retyped:
+            self._take_types(types)
+
+    def _take_types(self, types: Sequence[int]) -> None:
+        """0: as before."""
+        types = [new or old for new, old in zip(types, self.gradient_types, strict=True)]
+        if types != self.gradient_types:  # rare: at the first step, if at all
+            self.gradient_types, self._retyped = types, True
+            self.chunks.table.copy_(self._cut().table)
+        if not self._retyped:  # perhaps by an earlier call, which was refused under capture
+            return
+        if self.memory.is_captured(self.placed_chunks):
+            # a replay goes on with the gradients that it was captured with
+            self.placed_chunks = self.memory.place(self.chunks.table)
+        else:
+            self.memory.refresh(self.chunks.table, self.placed_chunks)
+        self._retyped = False
+        self._point_to_chunks()
