@@ -34,6 +34,7 @@ def free(parameters: Any, **settings: Any) -> Free:
     return Free(parameters, **{"betas": (BETA, 0.999), **settings})
 
 
+LOCAL = {"gradients": "local", "moments": "keep", "ddp": False}
 MASTERS = functools.partial(free, master_weights="split")
 
 
@@ -87,7 +88,6 @@ WAYS: dict[str, Any] = {
 def averaged(rank: int, world: int, way: str, settings: dict[str, Any]) -> Any:
     """Each step's x and z before and after, then `converge` in the middle of a cycle, in both
     modes."""
-    settings |= {"ddp": settings.get("gradients") != "local"}
     run = run_of(rank, converge=WAYS[way], **settings)
     seen = [one_step(run) for _ in range(11)]
     counted = numbers_of(run)
@@ -136,7 +136,7 @@ def test_a_fragment_has_y_and_z_of_the_same_elements() -> None:
 @pytest.mark.parametrize("moments", ["keep", "average", "reset"])
 def test_moments_do_not_include_z(moments: str) -> None:
     """Nor the numbers of the average, which a reset would begin again."""
-    settings = {"gradients": "local", "moments": moments}
+    settings = {**LOCAL, "moments": moments}
     (one, end, counted), (two, other_end, others) = run_ranks(averaged, 2, "plain", settings)
     assert counted == others and counted[0] == 11 and torch.equal(end, other_end)
     for (before, after), (before_there, after_there) in zip(one[3::4], two[3::4], strict=True):
@@ -161,8 +161,7 @@ def parted(rank: int, world: int) -> Any:
     """bfloat16 with masters. Replica 1 skips its first step, as a scaler may, has no gradients of
     the first layer, and breaks at last."""
     net = model()
-    run = run_of(rank, net=net, optimizer=MASTERS, dtype=torch.bfloat16, gradients="local",
-                 moments="keep", ddp=False)  # fmt: skip
+    run = run_of(rank, net=net, optimizer=MASTERS, dtype=torch.bfloat16, **LOCAL)
     if rank:
         for p in list(net.parameters())[:2]:
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -323,8 +322,7 @@ def test_a_snapshot_has_the_mode_of_its_parameters() -> None:
 # -- checkpoints and modes -------------------------------------------------------------------------
 
 
-def resumed(rank: int, world: int, folder: str, mode: str) -> bool:
-    settings = {"gradients": "local", "moments": "keep", "ddp": False} if rank >= 0 else {}
+def resumed(rank: int, world: int, folder: str, mode: str, settings: dict[str, Any]) -> bool:
     run = run_of(rank, **settings).steps(6)
     run.ensemble.converge()
     getattr(run.optimizer, mode)()
@@ -341,8 +339,14 @@ def resumed(rank: int, world: int, folder: str, mode: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_resume_is_exact(mode: str, tmp_path: Path) -> None:
-    assert resumed(-1, 1, str(tmp_path / "one"), mode)
-    assert all(run_ranks(resumed, 2, str(tmp_path / "two"), mode))
+    assert resumed(0, 1, str(tmp_path / "one"), mode, {})
+    for name, settings in {"shared": {}, "local": LOCAL}.items():
+        assert all(run_ranks(resumed, 2, str(tmp_path / name), mode, settings))
+    run = run_of()  # of one replica, from the two
+    checkpoint.load(tmp_path / "shared", checkpoint.RunState(run.net, run.ensemble))
+    assert run.optimizer.param_groups[0]["train_mode"] == (mode == "train")
+    run.optimizer.train()
+    run.steps(2)
 
 
 def test_eval_between_steps() -> None:
@@ -366,7 +370,7 @@ def ensemble(**settings: Any) -> Any:
     return run_of(replicas=hdet.Replicas(0, 2, None), **settings)
 
 
-OUTER = {"converge": converge.Outer(), "gradients": "local", "moments": "keep"}
+OUTER = {**LOCAL, "converge": converge.Outer()}
 
 
 @pytest.mark.parametrize(
