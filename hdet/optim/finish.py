@@ -70,14 +70,11 @@ class ShardedClip:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         """`params`: all of the optimizer, so that all ranks add up the same sums."""
-        self.params = list(params)
         self._sums = shards.FullSums(params)
         self.norm: Tensor | None = None
         """0-d float32, of the unscaled gradients of the last step"""
 
-    def __call__(
-        self, gradients: Sequence[Tensor | None], max_norm: float, options: StepOptions
-    ) -> StepOptions:
+    def __call__(self, gradients: Sequence[Tensor | None], options: StepOptions) -> StepOptions:
         """The options of a step on these gradients, which are those of this rank, with clipping and
         skipping in them."""
         norms = torch._foreach_norm(
@@ -93,7 +90,7 @@ class ShardedClip:
         if scale is not None:
             norm = norm / scale.reshape(())
             self._scale = scale.clone()  # the scaler changes it after the step
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = (options.max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale = 1.0 / clip if scale is None else scale.reshape(()) / clip
         skip = (~norm.isfinite()).to(torch.float32)
         if options.found_inf is not None:

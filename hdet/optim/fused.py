@@ -3,34 +3,63 @@ several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict
+import functools
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
 from hdet.kernels import StepOptions
-from hdet.kernels.checks import UnusualMemory
-from hdet.rules import RULES
+from hdet.kernels.checks import normalised
+from hdet.rules import RULES, Facts, Kind
 from hdet.tensors import dtensor as shards
 from hdet.tensors.profiling import ranged
 
 from . import group_checks as groups
 from . import lists
 from . import step_plans as plans
-from .coresident import Coresident
-from .finish import ShardedClip
-from .step_plans import Planned
+from .finish import Averaging, check_copies
+from .masters import (
+    MASTER_KEYS,
+    REPLICA_KEYS,
+    Watch,
+    kept_masters,
+    like_first,
+    reset_master,
+    state_sets,
+)
+from .moment_storage import Dtype, are_coded, dtype_for
+from .state import Layout, replicas_for
+from .step_plans import Hyper, Member, Norms, Part, Planned
+
+# What a copy or a pickle keeps beside torch's parts.
+_OWN = (
+    "backend",
+    "cautious_decay",
+    "decay_at",
+    "first_replica",
+    "master_weights",
+    "moment_dtype",
+    "multipliers",
+    "num_replicas",
+    "seed",
+    "stochastic_rounding",
+    "zero_gradients",
+    "_max_grad_norm",
+    "_sets",
+)
 
 
-class _Norms(NamedTuple):
-    source: kernels.StepPlan | ShardedClip
-    places: Sequence[int]
-    """of its norms among all parameters"""
-    absent: list[int]
-    """the places of those that had no gradient"""
+@functools.cache
+def _torchs_defaults(name: str) -> dict[str, Any]:
+    """What torch.optim's optimizer of that name, as it is installed, keeps in a group."""
+    return getattr(torch.optim, name)([torch.nn.Parameter(torch.empty(0))]).defaults
 
 
 class Options(TypedDict, total=False):
@@ -57,7 +86,7 @@ class TorchOptions(Options, total=False):
     decoupled_weight_decay: bool
 
 
-class FusedOptimizer(Coresident):
+class FusedOptimizer(Optimizer):
     """What all fused optimizers share: torch's, stepped by one kernel call for all parameters.
 
     FusedMuon, too, but for its matrices.
@@ -155,6 +184,23 @@ class FusedOptimizer(Coresident):
 
     _step_supports_amp_scaling = True
 
+    rule: ClassVar[str]
+    """by its name in hdet.rules, of which all follows that optimizers differ in"""
+
+    backend: str
+    cautious_decay: bool
+    decay_at: str
+    first_replica: int
+    """number of replica 0 among all replicas of the run, for stochastic rounding"""
+    master_weights: str | None
+    moment_dtype: Dtype
+    multipliers: list[list[float]]
+    num_replicas: int
+    seed: int
+    stochastic_rounding: bool
+    _sets: dict[Tensor, list[Tensor]]
+    """of each parameter, in all replicas; empty for one"""
+
     def __init__(
         self,
         params: ParamsT,
@@ -203,10 +249,63 @@ class FusedOptimizer(Coresident):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        super()._forget()
-        self._clip: ShardedClip | None = None
-        self._measured: _Norms | None = None
+        """Nothing is planned or held for the next step."""
+        self._held: dict[str, Any] = {}  # what load_state_dict takes past torch
+        self._planned: Planned | None = None
+        self._measured: Norms | None = None
+        self._averaging: dict[torch.device, Averaging] = {}
         self._plain = StepOptions()
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, with multipliers of 1.0.
+
+        A parameter that it names twice is stepped once, where torch steps it twice.
+        A refused group leaves the optimizer as it was."""
+        name = f"parameter group {len(self.param_groups)}"
+        if isinstance(param_group.get("params"), Iterator):  # read here and again by torch
+            param_group["params"] = list(param_group["params"])
+        self._check_group({**self.defaults, **param_group}, name)
+        groups.check_params(param_group.get("params"), name)
+        super().add_param_group(param_group)  # which warns of a parameter that is named twice
+        group = self.param_groups[-1]
+        once = dict(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+        group["params"] = list(once)
+        if "param_names" in group:
+            group["param_names"] = list(once.values())
+        for row in self.multipliers:
+            row.append(1.0)
+
+    def _rule_of(self, group: dict[str, Any]) -> Facts:
+        return RULES[self.rule]
+
+    def _carried(self) -> dict[str, Any]:
+        """What torch's optimizer keeps in a group and this class need not: states pass both
+        ways."""
+        rule = RULES[self.rule]
+        kept = {} if rule.takes is None else _torchs_defaults(rule.takes)
+        return {key: value for key, value in kept.items() if key not in rule.keys}
+
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        groups.check_settings(group, RULES[self.rule], name, type(self).__name__)
+
+    def _listed(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
+
+    def _layout(self, param: Tensor) -> Layout:
+        """How the state of a parameter is stored."""
+        return Layout(RULES[self.rule], dtype_for(self.moment_dtype, param), self.master_weights)
+
+    def _replicas_of(self, param: Tensor) -> list[Tensor]:
+        if self.num_replicas == 1:
+            return [param]
+        if param not in self._sets:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has no co-resident copies: call "
+                "set_replicas again for added groups"
+            )
+        return self._sets[param]
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -235,61 +334,109 @@ class FusedOptimizer(Coresident):
         planned = self._plan_for(params, absent)
         settings = self._settings_of(planned)
         planned.watch.check()
-        own = planned.own(gradients, absent)
-        options = self._options_of(planned, own)
-        try:
-            laid = _as_stored(own) if planned.copies_gradients else own
-            planned.step(laid, settings, options)
-        except UnusualMemory:  # torch's optimizers take such gradients, too
-            planned.copies_gradients, laid = True, _as_stored(own)
-            planned.step(laid, settings, options)
-        if self.zero_gradients and planned.copies_gradients:
-            for gradient, copied in zip(own, laid, strict=True):
-                if gradient is not None and gradient is not copied:
-                    gradient.zero_()
-        self._planned, self._measured = planned, self._norms_in(planned)
+        read = planned.step(gradients, absent, settings, self._options)
+        self._planned = planned
+        self._measured = planned.norms() if self._max_grad_norm is not None else None
+        if self.zero_gradients and (planned.sharded or planned.copies_gradients):
+            # those that were reduced or copied first: kernels have zeroed what they have read
+            for gradient, own in zip(gradients, read, strict=True):
+                if gradient is not None and own is not None:
+                    given = shards.local(gradient)
+                    if given.data_ptr() != own.data_ptr():
+                        given.zero_()
         hooks = self._optimizer_step_post_hooks
         if hooks and any(map(_is_torchfts, hooks.values())):
             # It may average after this step, or be gone by the next one. To look at a sample of
             # elements instead would wait for the device in each step.
             planned.watch.distrust()
-        if (
-            self.zero_gradients and planned.sharded
-        ):  # a gradient that was reduced first has been zeroed where it was reduced to
-            for gradient in gradients:
-                if gradient is not None and shards.is_partial(gradient):
-                    shards.local(gradient).zero_()
         return loss
 
-    def _options_of(
-        self, planned: Planned, own: list[Tensor | None]
-    ) -> Callable[[torch.device], StepOptions]:
-        """The options of a step on these gradients, by device.
+    def _hypers(self, kinds: Sequence[Kind]) -> list[Hyper]:
+        count = len(self.param_groups)
+        if len(self.multipliers) != self.num_replicas:
+            raise ValueError(
+                f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: "
+                "multipliers[replica][group]"
+            )
+        for k, row in enumerate(self.multipliers):
+            if len(row) != count:
+                raise ValueError(
+                    f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
+                )
+        pairs = zip(kinds, self.param_groups, strict=True)
+        return [self._values(kind.rule, group) for kind, group in pairs]
 
-        Of shards, and of what is stepped in turns, the norm is taken here.
-        """
-        devices = {part.device for _, part in planned.active}
-        if (
-            self._max_grad_norm is None
-            or len(devices) != 1
-            or not (planned.sharded or planned.in_turns)
-        ):
-            self._clip = None  # no norm is found, or a plan finds it
-            return self._options
-        planned.check(own)
-        if self._clip is None or not lists.same(self._clip.params, planned.params):
-            self._clip = ShardedClip(planned.params)
-        options = self._clip(own, self._max_grad_norm, self._options(*devices))
-        return lambda _: options
+    def _values(self, rule: Facts, group: dict[str, Any]) -> Hyper:
+        """Of the next step, in the order of the rule's `fields`."""
+        return rule.values(group)
 
-    def _norms_in(self, planned: Planned) -> _Norms | None:
-        """Where the step that has been done has left the norms of its gradients."""
-        if self._max_grad_norm is None or not planned.active:
-            return None
-        if self._clip is not None:
-            return _Norms(self._clip, range(len(planned.params)), planned.absent)
-        part = planned.active[0][1]
-        return _Norms(part.plan, part.places, planned.absent)
+    def _settings_of(self, planned: Planned) -> Sequence[Any]:
+        """What the plan of each part takes, checked as far as it does not check by itself."""
+        return planned.settings_of(
+            self._hypers(planned.kinds),
+            self.multipliers,
+            (self.decay_at == "base", self.cautious_decay),
+        )
+
+    def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
+        """A plan is for all parameters that have had a gradient since the last change of tensors,
+        so that each is planned for once."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        kinds = [self._rule_of(group).kind(group) for group in self.param_groups]
+        planned, kept = self._planned, []
+        if planned is not None and planned.holds(self.state, params, sizes, kinds):
+            if planned.outside.issubset(absent):
+                return planned
+            kept = planned.places
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "this step has not been planned yet: run one step with the same parameters before "
+                "capturing it"
+            )
+        return self._plan(
+            params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept))
+        )
+
+    def _plan(
+        self, params: list[Tensor], sizes: list[int], kinds: list[Kind], chosen: list[int]
+    ) -> Planned:
+        """Plans for the parameters at these places, and what is to be added to their states once a
+        step has been done."""
+        group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        states = {i: self.state[param] for i, param in enumerate(params) if param in self.state}
+        members, entries = {}, {}
+        for i in chosen:
+            sets, kind = self._replicas_of(params[i]), kinds[group_of[i]]
+            kept = states.get(i, {})
+            made = self._layout(params[i]).missing(kept, sets, kind.keeps_moments)
+            entries[params[i]], states[i] = made, plans.with_entries(kept, made)
+            unused = () if kind.keeps_moments else kind.rule.moments
+            used = {key: value for key, value in states[i].items() if key not in unused}
+            members[i] = plans.member(i, group_of[i], sets, used)
+        parts = [
+            part
+            for device, places in plans.by_device(params, chosen).items()
+            for part in self._parts(device, [members[i] for i in places])
+        ]
+        parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
+        return Planned(params, sizes, kinds, parts, members, states, entries, self.state)
+
+    def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
+        """Plans for parameters of one device."""
+        kernels.select(self.backend, device)
+        numbers, groups_of = plans.numbered([member.group for member in members])
+        rule = RULES[self.rule]
+        draws = self.moment_dtype == torch.bfloat16 and not all(rule.signed)
+        tensors = plans.step_tensors(
+            self.rule,
+            members,
+            numbers,
+            rule.moments,
+            stochastic=self.seed if self.stochastic_rounding or draws else None,
+            first_replica=self.first_replica,
+        )
+        plan = kernels.step_plan(tensors, self.backend)
+        return [Part(plan, [member.place for member in members], groups_of, device)]
 
     # -- what a step can do beside stepping --------------------------------------------------------
 
@@ -353,8 +500,7 @@ class FusedOptimizer(Coresident):
             raise RuntimeError(
                 "write_hyperparameters() needs a step before: there is no table to write to"
             )
-        apart = self._planned.sharded or self._planned.in_turns
-        if apart and self._max_grad_norm is not None:
+        if self._planned.clip is not None and self._max_grad_norm is not None:
             raise RuntimeError(
                 "write_hyperparameters() cannot clip DTensors, nor matrices of FusedMuon: their "
                 "norm is taken outside of the table; set max_grad_norm=None and use "
@@ -394,14 +540,225 @@ class FusedOptimizer(Coresident):
             zero_gradients=zero,
         )
 
+    # -- replicas and masters ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        """Steps K = `count` replicas that share gradients and moments from now on; multipliers are
+        1.
+
+        copies: gives for a parameter its K tensors, of which the first is the parameter itself;
+        alike, on one device, apart in memory.
+
+        Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
+        """
+        sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
+        self.num_replicas, self._sets = count, sets if count > 1 else {}
+        for param in sets:
+            state = (
+                self.state[param]
+                if param in self.state or (count > 1 and param.requires_grad)
+                else {}
+            )
+            for key in REPLICA_KEYS:
+                state.pop(key, None)
+            if count > 1 and param.requires_grad:
+                state["replica_params"] = sets[param][1:]
+                if masters := kept_masters(state):
+                    first, master = shards.local(param), shards.local(masters[0])
+                    made = [
+                        like_first(shards.local(copy), first, master) for copy in sets[param][1:]
+                    ]
+                    state["replica_masters"] = [shards.like(one, param) for one in made]
+        self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
+        self._forget()
+
+    def replica_parameters(self, k: int) -> list[Tensor]:
+        """The parameters of replica k, in the order of the parameter groups; replica 0 is the
+        model's own."""
+        if not 0 <= k < self.num_replicas:
+            raise ValueError(
+                f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0"
+            )
+        return [self._replicas_of(param)[k] for param in self._listed()]
+
+    @torch.no_grad()
+    def average_replicas(self, weights: Sequence[float]) -> None:
+        """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters.
+        The weights are divided by their sum; a replica of weight 0 is not read. Moments and
+        counters are shared and stay. Frozen parameters are left alone."""
+        shares = normalised(weights, self.num_replicas)
+        self._take_over()
+        if self.num_replicas == 1:
+            return
+        params = [
+            param
+            for param in self._listed()
+            if param.requires_grad or "step" in self.state.get(param, {})
+        ]
+        for device, places in plans.by_device(params, range(len(params))).items():
+            chosen = [params[i] for i in places]
+            sets = [
+                [self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)
+            ]
+            states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
+            masters = plans.master_columns(states, self.num_replicas)
+            self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
+        if self._planned is not None:
+            self._planned.watch.refresh()
+
+    @torch.no_grad()
+    def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half
+        of a split one), or None.
+
+        What has been written to parameters in place is taken over first, so that masters say what
+        the model is now. Tensors that the optimizer does not step, and states before their first
+        step, have None. Of a DTensor: the shard of its master on this rank.
+        """
+        if self.master_weights is None:
+            return [None] * len(params)
+        self._take_over()
+        kept = [kept_masters(self.state.get(param, {})) for param in params]
+        return [
+            shards.local(masters[replica]) if replica < len(masters) else None for masters in kept
+        ]
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Masters become exactly what the parameters are: after writing to them in a way that is
+        not noticed (see the class)."""
+        for param, state in self.state.items():
+            for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
+                reset_master(tensor, master)
+
+    def _take_over(self) -> None:
+        if self._planned is not None:
+            self._planned.watch.check()
+        else:
+            Watch(
+                [(param, self.state[param]) for param in self._listed() if param in self.state]
+            ).check()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _OWN}
+        return {
+            **super().__getstate__(),
+            **own,
+            "multipliers": [list(row) for row in self.multipliers],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by
+        # load_state_dict.
+        for i, group in enumerate(state["param_groups"]):
+            name = f"parameter group {i} of the loaded state"
+            for key, value in {**self._carried(), "maximize": False}.items():
+                group.setdefault(key, value)
+            if self._carried().get("decoupled_weight_decay"):
+                # as torch.optim.AdamW, which also takes the state of an Adam
+                group["decoupled_weight_decay"] = True
+            if absent := [key for key in self._rule_of(group).keys if key not in group]:
+                raise ValueError(
+                    f"{name} lacks {', '.join(absent)}: it is not that of a {type(self).__name__}"
+                )
+            self._check_group(group, name)
+        if "defaults" not in state:
+            state = {**state, "state": self._loaded_state(state["state"])}
+        super().__setstate__(state)
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.state_dict.
+
+        Where there are replicas of a parameter that has not been stepped yet, its state is that
+        of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads
+        what is there to be filled."""
+        handle = self.register_state_dict_post_hook(
+            lambda _, saved: self._complete(saved), prepend=True
+        )  # others see what it has made
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _complete(self, saved: dict[str, Any]) -> None:
+        """Completes the state that torch has packed, by the parameters' numbers."""
+        grouped = [(param, group) for group in self.param_groups for param in group["params"]]
+        for i, (param, group) in enumerate(grouped):
+            state = saved["state"].get(i, {})
+            if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
+                sets, keeps = self._replicas_of(param), self._rule_of(group).keeps_moments(group)
+                state = {**state, **self._layout(param).missing(state, sets, keeps)}
+                saved["state"][i] = state
+            if are_coded(state) or "remainder" in state:
+                saved["state"][i] = self._layout(param).saved(state, param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of this optimizer or of torch's.
+
+        See torch.optim.Optimizer.load_state_dict.
+
+        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident
+        replicas are written in place. A state of one replica is everyone's, up to the parameters
+        themselves. A state of another number of replicas is everyone's if they are equal, as after
+        a converge (one of two float32 replicas is compared with the model, which is to be loaded
+        before); from the middle of a cycle it is refused by ValueError.
+        """
+        held: dict[str, Any] = {}
+
+        def hold(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            # torch would cast floating state to the parameter's dtype: it gets the groups, and
+            # `_loaded_state` takes the rest.
+            held.update(final)
+            return {**final, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(
+            hold
+        )  # the last one: it sees what others have made of the state
+        self._held = held
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._held = {}
+
+    def _loaded_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """The held state by parameter, in this optimizer's layout.
+
+        Nothing is changed before all is checked.
+        """
+        made = defaultdict(dict, state)
+        copies: list[tuple[Tensor, Tensor]] = []
+        saved = self._held.get("param_groups", [])
+        names = itertools.chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(names, self._listed(), strict=True)) if saved else {}
+        dropped = False
+        for key, values in self._held.get("state", {}).items():
+            param = params.get(key)
+            if param is None:  # not a parameter's: carried, as torch does
+                made[key] = values
+                continue
+            layout = self._layout(param)
+            entries = layout.loaded(values, param, f"parameter {key}")
+            dropped |= layout.master_key(param) is None and any(
+                name in entries for name in MASTER_KEYS
+            )
+            ours = self._sets.get(param, [param])[1:]
+            copies += zip(ours, replicas_for(entries, param, ours), strict=False)
+            made[param] = entries
+        if dropped:
+            warnings.warn(
+                "the loaded state has master weights, this optimizer keeps none: they are dropped",
+                stacklevel=4,
+            )
+        with torch.no_grad():
+            for destination, source in copies:
+                destination.copy_(source)
+        return made
+
 
 def _is_torchfts(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torchft.")
-
-
-def _as_stored(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies of those whose memory has gaps or another order, or holds the opposite of their
-    values."""
-    return [
-        None if gradient is None else gradient.resolve_neg().contiguous() for gradient in gradients
-    ]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hdet.kernels import native
+from hdet.kernels.checks import check_gradients
 
 _NATIVE: Any = native._C if native.missing is None else None
 
@@ -91,25 +92,26 @@ def forms(tensors: Sequence[Tensor]) -> list[Any]:
 _type_and_shape = operator.attrgetter("dtype", "shape")
 
 
-class UsualGradients:
-    """Tells which lists of gradients need not be looked at: plain tensors of the shapes and types,
-    and on the device, of those before."""
+class GradientCheck:
+    """Refuses gradients that no step can use. A list of plain tensors of the shapes and types, and
+    on the device, of the list before is not looked at: the native module tells."""
 
     def __init__(self, params: list[Tensor]) -> None:
-        """`params`: as their gradients must be; None in a list of gradients is usual, too."""
+        """`params`: as their gradients must be, which may be None."""
+        self._params = params
         exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
         self._native = None if _NATIVE is None else _NATIVE.Gradients(Tensor, exchange, params)
 
-    def are(self, gradients: list[Any]) -> bool:
-        """False also for the first list, and without the native module."""
-        if self._native is None or any(
-            gradient is not None and gradient.is_neg() for gradient in gradients
-        ):
-            return False
-        changes = self._native.read(gradients)
-        return bool(changes != self._native.UNUSUAL and not changes & self._native.RETYPED)
-
-    def forget(self) -> None:
-        """The list that was asked for last is not one to compare with."""
-        if self._native is not None:
-            self._native.forget()
+    def __call__(self, gradients: list[Any]) -> None:
+        """Raises ValueError or TypeError."""
+        native = self._native
+        if native is not None and not any(g is not None and g.is_neg() for g in gradients):
+            changes = native.read(gradients)
+            if changes != native.UNUSUAL and not changes & native.RETYPED:
+                return
+        try:
+            check_gradients(gradients, self._params)
+        except (TypeError, ValueError):
+            if native is not None:
+                native.forget()  # this list is none to compare with
+            raise

@@ -103,47 +103,35 @@ class Watch:
     Masters are written by `check` and `adopt` alone; the first check looks at all of them.
     """
 
-    def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+    def __init__(self, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
         """Parameters and their states."""
         self.pairs = [pair for param, state in states for pair in _watched(param, state)]
-        self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
-        self.per_step = 0
-        self.sum = -1  # nothing is known yet
-        self._look()
+        self.params = [param for param, _ in self.pairs]
+        self._sharded = [param for param in self.params if shards.is_sharded(param)]
+        self._known: list[int] = []  # nothing yet
 
-    def _look(self) -> None:
-        self.params = with_shards([param for param, _ in self.pairs])
-        self.addresses = lists.addresses(shards.locals_of(self.sharded))
-
-    def expect(self, tensors: Sequence[Tensor]) -> None:
-        """A step of our own writes to these, as `wrote` tells."""
-        watched = set(map(id, self.params))
-        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
+    def _versions(self) -> list[int]:
+        parts = shards.locals_of(self._sharded)
+        return [sum(map(_version, [*self.params, *parts])), *lists.addresses(parts)]
 
     def refresh(self) -> None:
         """What has been written up to now is known."""
-        self.sum = sum(map(_version, self.params))
+        self._known = self._versions()
 
     def distrust(self) -> None:
         """Something may have been written that was not counted."""
-        self.sum = -1
+        self._known = []
 
-    def written(self) -> bool:
-        """Has anything been written that is not known?"""
-        return sum(map(_version, self.params)) != self.sum
-
-    def wrote(self) -> None:
-        """Our own step has counted up the versions of what it writes to by one."""
-        self.sum += self.per_step
+    def wrote(self, tensors: int) -> None:
+        """A step of our own has counted up by one the versions of so many of these."""
+        if self._known:
+            self._known[0] += tensors
 
     def check(self) -> None:
         """Takes over what others have written. Before each step."""
-        if self.params and (
-            self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses
-        ):
+        if self.pairs and self._versions() != self._known:
             for param, master in self.pairs:
                 adopt(param, master)
-            self._look()
             self.refresh()
 
 

@@ -1,30 +1,45 @@
-"""Muon's step on matrices as they lie on this rank: two kernel calls, and what is between them.
+"""Muon's step of all matrices of a device: two kernel calls for those that step together, and
+Newton-Schulz in between.
 
-The first call moves the momentum and writes what is to be made orthogonal; the second steps all
-replicas along its directions. `owners.py` says which matrices go together.
+A matrix that is cut over a mesh is put together on one rank, its owner, and its direction is cut
+again. As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the
+matrices of the next round are on their way while those of this one are computed. An element is
+sent twice, in the dtype of Newton-Schulz; there in float32 if that is float16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.checks import check_step_tensors
-from hdet.kernels.interface import Column
+from hdet.kernels.interface import PLAIN, Column
+from hdet.tensors import dtensor as shards
 
-from .moment_storage import scale_key
-from .newton_schulz import Iteration, of_stacks, orthogonalise, stands
+from .newton_schulz import Iteration, given_in, of_stacks, orthogonalise, stands, work
+from .step_plans import Member
 
 _BATCH_ELEMENTS = 1 << 26
 """of the matrices that go through Newton-Schulz together: 256 MB for each float32 copy. More
 gains nothing."""
+
+_ROUNDS = 4
+"""exchanges of a step, as far as an owner has so many matrices.
+
+More hide more, in smaller messages.
+"""
+
+MakeTensors = Callable[[Sequence[Member], Sequence[int]], StepTensors]
+"""(matrices, the settings that each uses) -> what a plan for these works on"""
 
 
 class Row(NamedTuple):
@@ -35,79 +50,25 @@ class Row(NamedTuple):
     adjust: str | None
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter of two dimensions and more: its last two are a matrix, those before number a
-    stack of them.
-
-    place: its number among all parameters.
-    group: which Row of a step is its own.
-    sets, masters: in all replicas; None: there is no master.
-    state: moments and counter.
-
-    All tensors but `param` are as they lie on this rank, and transposed if the parameter is so in
-    memory.
-    """
-
-    place: int
-    group: int
-    param: Tensor
-    sets: list[Tensor]
-    masters: Column
-    state: Mapping[str, Any]
-
-    @property
-    def shape(self) -> torch.Size:
-        """On this rank."""
-        return self.sets[0].shape
-
-
-class Kernels(NamedTuple):
-    """How matrices are stepped."""
-
-    backend: str
-    num_replicas: int
-    first_replica: int
-    seed: int | None
-    """of stochastic rounding"""
-
-
 class MatrixStep(NamedTuple):
     """What one step brings. `rows`: by group. `gradients`: by place, of those that have one."""
 
-    rows: Sequence[Row]
+    rows: Mapping[int, Row]
     gradients: Mapping[int, Tensor]
     options: StepOptions
 
 
-def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
-    """All that a step of these matrices of one device writes to, together. Raises ValueError or
-    TypeError, as a plan of some of them does."""
-    states, replicas = [matrix.state for matrix in matrices], range(num_replicas)
-    check_step_tensors(
-        StepTensors(
-            "muon",
-            [[matrix.sets[k] for matrix in matrices] for k in replicas],
-            [0] * len(states),
-            [state["step"] for state in states],
-            moments=[[state["momentum_buffer"] for state in states]],
-            scales=[[state.get(scale_key("momentum_buffer")) for state in states]],
-            masters=[[matrix.masters[k] for matrix in matrices] for k in replicas],
-        )
-    )
-
-
-def batches(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+def batches(matrices: Sequence[Member]) -> list[list[Member]]:
     """Of one group and one shape, up to transposition: first those that lie, then those that
     stand."""
-    alike: dict[tuple[int, ...], list[Matrix]] = {}
+    alike: dict[tuple[int, ...], list[Member]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.group, *sorted(matrix.param.shape[-2:])), []).append(matrix)
-    found: list[list[Matrix]] = []
+    found: list[list[Member]] = []
     for members in alike.values():
         room = 0
         for matrix in members:
-            elements = matrix.sets[0].numel()
+            elements = matrix.shape.numel()
             if elements > room or matrix is members[0]:
                 found.append([])
                 room = _BATCH_ELEMENTS
@@ -120,64 +81,60 @@ def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
     """What the rate of a matrix of `shape` (..., m, n) is multiplied by. torch.optim.Muon's
     `adjust_lr_fn`."""
     rows, columns = shape[-2:]
-    if (
-        adjust == "match_rms_adamw"
-    ):  # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
+    # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
+    if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns, 1))
     return math.sqrt(max(1.0, rows / max(1, columns)))
 
 
-class Together:
+class Batch:
     """The kernel calls of some matrices that step together.
 
-    All that kernels read lies where it lay in the last step, so that a CUDA graph may capture a
-    step."""
+    `given`: what is to be made orthogonal, negated, one matrix after the other. `directions`: of
+    the same matrices, in the same memory. Of a matrix without a gradient both are zeros. All that
+    kernels read lies where it lay in the last step, so that a CUDA graph may capture a step.
+    """
 
     def __init__(
-        self, matrices: Sequence[Matrix], room: Tensor, dtype: torch.dtype, how: Kernels
+        self,
+        matrices: Sequence[Member],
+        room: Tensor,
+        dtype: torch.dtype,
+        tensors: MakeTensors,
+        backend: str,
     ) -> None:
-        """`room`: a line for what is to be made orthogonal and then for directions, which are of
-        `dtype`; others may use it between two steps. Raises ValueError or TypeError for tensors
-        that cannot be stepped."""
+        """`room`: others may use it between two steps. `dtype`: of directions."""
         self.matrices = matrices
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
-        self._directions = room.view(dtype)[: len(self.given)]
-        self._slots, self._ways = self._views(self.given), self._views(self._directions)
+        self.directions = room.view(dtype)[: len(self.given)]
+        self.slots, self.ways = self._views(self.given), self._views(self.directions)
         kinds = [(matrix.group, matrix.param.shape[-2:]) for matrix in matrices]
         self._kinds = list(dict.fromkeys(kinds))
-        groups = list(map(self._kinds.index, kinds))
-        states = [matrix.state for matrix in matrices]
-        key = "momentum_buffer"
-        self._average = kernels.step_plan(
-            StepTensors(
-                "muon",
-                [list(self._slots.values())],
-                groups,
-                list(torch.zeros(len(states), device=room.device).unbind()),  # not theirs
-                moments=[[state[key] for state in states]],
-                scales=[[state.get(scale_key(key)) for state in states]],
-            ),
-            how.backend,
+        every = tensors(matrices, list(map(self._kinds.index, kinds)))
+        nothing = [None] * len(matrices)
+        not_theirs = list(torch.zeros(len(matrices), device=room.device).unbind())
+        average = replace(
+            every, params=[self.slots], steps=not_theirs, masters=None, stochastic=None
         )
-        replicas = range(how.num_replicas)
-        self._follow = kernels.step_plan(
-            StepTensors(
-                "muon",
-                [[matrix.sets[k] for matrix in matrices] for k in replicas],
-                groups,
-                [state["step"] for state in states],
-                moments=[[None] * len(states)],
-                masters=[[matrix.masters[k] for matrix in matrices] for k in replicas],
-                ids=[matrix.place for matrix in matrices],
-                stochastic=how.seed,
-                first_replica=how.first_replica,
-            ),
-            how.backend,
-        )
-        self._rows: Sequence[Row] = ()
+        follow = replace(every, moments=[nothing], scales=None)
+        self._average = kernels.step_plan(average, backend)
+        self._follow = kernels.step_plan(follow, backend)
+        self._rows: Mapping[int, Row] = {}
         self.skipped = self._average.skipped
 
-    def _take(self, rows: Sequence[Row]) -> None:
+    def _views(self, line: Tensor) -> list[Tensor]:
+        shapes = [matrix.shape for matrix in self.matrices]
+        parts = line.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def stacks(self, line: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a batch that lie, and those that stand."""
+        short, long = sorted(self.matrices[0].shape[-2:])
+        cut = sum(m.shape.numel() for m in self.matrices if not stands(m.shape))
+        count = cut // max(1, short * long)
+        return line[:cut].view(count, short, long), line[cut:].view(-1, long, short)
+
+    def _take(self, rows: Mapping[int, Row]) -> None:
         if rows == self._rows:
             return
         self._rows, self._averaging, self._following = rows, [], []
@@ -198,66 +155,230 @@ class Together:
                 )
             )
 
-    def upload(self, rows: Sequence[Row], options: StepOptions) -> None:
+    def upload(self, rows: Mapping[int, Row], options: StepOptions) -> None:
         self._take(rows)
         self._average.upload(self._averaging, options)
         self._follow.upload(self._following, _without_gradients(options))
 
-    def average(self, step: MatrixStep) -> list[Matrix]:
-        """Moves the momentum of the matrices that have a gradient, and returns these; their slots
-        in `given` have what is to be made orthogonal, negated."""
+    def average(self, step: MatrixStep) -> bool:
+        """Moves the momentum and fills `given`. Is there a gradient?"""
         self._take(step.rows)
         self.given.zero_()
         gradients = [step.gradients.get(matrix.place) for matrix in self.matrices]
         self._average.step(gradients, self._averaging, step.options)
-        return [matrix for matrix in self.matrices if matrix.place in step.gradients]
+        return any(gradient is not None for gradient in gradients)
 
-    def slots(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Of these in `given`, like their shards."""
-        return [self._slots[matrix.place] for matrix in matrices]
-
-    def follow(self, step: MatrixStep, directions: Mapping[int, Tensor]) -> None:
-        """All replicas take one step. `directions`: by place, negated."""
-        ways = [self._ways[place] for place in directions]
-        if ways:
-            torch._foreach_copy_(ways, list(directions.values()))
-        self._step(step)
-
-    def _step(self, step: MatrixStep) -> None:
-        given = [
-            self._ways[matrix.place] if matrix.place in step.gradients else None
-            for matrix in self.matrices
-        ]
+    def follow(self, step: MatrixStep) -> None:
+        """All replicas take one step along `directions`."""
+        pairs = zip(self.matrices, self.ways, strict=True)
+        given = [way if matrix.place in step.gradients else None for matrix, way in pairs]
         self._follow.step(given, self._following, _without_gradients(step.options))
 
     def whole(self, step: MatrixStep, backend: str) -> None:
-        """A step of a batch that this rank has all of."""
-        present = self.average(step)
-        if not present:
+        """A step of matrices that this rank has all of."""
+        if not self.average(step):
             return
-        how = step.rows[present[0].group].how
-        if len(present) < len(self.matrices):
-            made = orthogonalise(self.slots(present), how, backend)
-            self.follow(step, {m.place: one for m, one in zip(present, made, strict=True)})
-            return
-        directions = of_stacks(*self._stacks(self.given), how, backend)
-        for kept, stack in zip(self._stacks(self._directions), directions, strict=True):
+        how = step.rows[self.matrices[0].group].how
+        made = of_stacks(*self.stacks(self.given), how, backend)
+        for kept, stack in zip(self.stacks(self.directions), made, strict=True):
             kept.copy_(stack)
-        self._step(step)
+        self.follow(step)
 
-    def _views(self, line: Tensor) -> dict[int, Tensor]:
-        """Of each matrix, by its place."""
-        found = line.split([matrix.shape.numel() for matrix in self.matrices])
-        return {m.place: part.view(m.shape) for m, part in zip(self.matrices, found, strict=True)}
-
-    def _stacks(self, line: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a batch that lie, and those that stand."""
-        short, long = sorted(self.matrices[0].shape[-2:])
-        cut = sum(m.shape.numel() for m in self.matrices if not stands(m.shape))
-        count = cut // max(1, short * long)
-        return line[:cut].view(count, short, long), line[cut:].view(-1, long, short)
+    def gathered(self, step: MatrixStep, backend: str) -> None:
+        """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
+        if not self.average(step):
+            return
+        cut: list[Any] = [
+            shards.like(slot, m.param) for slot, m in zip(self.slots, self.matrices, strict=True)
+        ]
+        how = step.rows[self.matrices[0].group].how
+        made = orthogonalise([tensor.full_tensor() for tensor in cut], how, backend)
+        pairs = zip(made, self.matrices, strict=True)
+        torch._foreach_copy_(self.ways, [shards.part_of(full, m.param) for full, m in pairs])
+        self.follow(step)
 
 
 def _without_gradients(options: StepOptions) -> StepOptions:
     """Of a step along directions."""
     return StepOptions(found_inf=options.found_inf)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A matrix and how it is cut: into `sizes[rank]` rows or columns, along `dim`."""
+
+    matrix: Member
+    dim: int
+    sizes: list[int]
+
+    def shape(self, rank: int) -> list[int]:
+        shape = list(self.matrix.param.shape)
+        shape[self.dim] = self.sizes[rank]
+        return shape
+
+    def numel(self, rank: int) -> int:
+        return math.prod(self.shape(rank))
+
+    def part(self, full: Tensor, rank: int) -> Tensor:
+        return full.narrow(self.dim, [0, *accumulate(self.sizes)][rank], self.sizes[rank])
+
+
+def _shard_dim(param: Any, mesh_dim: int) -> int:
+    dim: int = param.placements[mesh_dim].dim
+    return dim % param.ndim
+
+
+def shares(work_of: Sequence[int], ranks: int) -> list[list[int]]:
+    """The numbers of the matrices that each rank owns: the largest first, each to whoever has least
+    to do."""
+    loads, owned = [0] * ranks, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+    for i in sorted(range(len(work_of)), key=lambda i: (-work_of[i], i)):
+        owner = loads.index(min(loads))
+        owned[owner].append(i)
+        loads[owner] += work_of[i]
+    return owned
+
+
+class _Exchange:
+    """Of matrices that are cut along one dimension of a mesh. `rounds`: of each the pieces, by
+    owner."""
+
+    def __init__(
+        self, matrices: Sequence[Member], mesh: Any, mesh_dim: int, dtype: torch.dtype
+    ) -> None:
+        self.group, self.dtype = mesh.get_group(mesh_dim), dtype
+        self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
+        own = matrices[0].sets[0].device
+        # another where shards are offloaded
+        self.device = own if own.type == mesh.device_type else torch.device(mesh.device_type)
+        pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
+        owned = shares([work(matrix.param.shape) for matrix in matrices], self.ranks)
+        count = min(_ROUNDS, max(map(len, owned)))
+        self.rounds = [
+            [
+                [pieces[i] for i in mine[len(mine) * t // count : len(mine) * (t + 1) // count]]
+                for mine in owned
+            ]
+            for t in range(count)
+        ]
+
+    def _piece(self, matrix: Member, mesh_dim: int) -> _Piece:
+        dim = _shard_dim(matrix.param, mesh_dim)
+        size = matrix.param.shape[dim]
+        step = -(-size // self.ranks)  # as torch.chunk, and so Shard
+        cuts = [min(size, rank * step) for rank in range(self.ranks + 1)]
+        return _Piece(matrix, dim, [cuts[r + 1] - cuts[r] for r in range(self.ranks)])
+
+    def _swap(self, sent: Tensor, send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
+        received = torch.empty(sum(receive), dtype=sent.dtype, device=self.device)
+        return dist.all_to_all_single(
+            received, sent.to(self.device), receive, send, group=self.group, async_op=True
+        ), received
+
+    def run(
+        self, owned: list[list[_Piece]], batch: Batch, step: MatrixStep, backend: str
+    ) -> Iterator[None]:
+        """One round, in three turns: parts go to their owners; owners send back directions; all
+        replicas step."""
+        if not batch.average(step):
+            return
+        mine, ranks = owned[self.rank], range(self.ranks)
+        here = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in owned]
+        there = [sum(piece.numel(rank) for piece in mine) for rank in ranks]
+        waiting, received = self._swap(batch.given, here, there)
+        yield
+        waiting.wait()
+        found = iter(received.split([piece.numel(rank) for rank in ranks for piece in mine]))
+        by_rank = [[next(found).view(piece.shape(rank)) for piece in mine] for rank in ranks]
+        parts_of = zip(mine, *by_rank, strict=True)
+        whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
+        for alike in batches([piece.matrix for piece in mine]):
+            how = step.rows[alike[0].group].how
+            made = orthogonalise([whole[matrix.place] for matrix in alike], how, backend)
+            whole |= {m.place: one for m, one in zip(alike, made, strict=True)}
+        parts = [p.part(whole[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        waiting, received = self._swap(torch.cat([nothing, *parts]), there, here)
+        yield
+        waiting.wait()
+        batch.directions.copy_(received)
+        batch.follow(step)
+
+
+class MatrixPlan:
+    """Muon's step of the matrices of one device, whole or cut: a plan as kernels.StepPlan.
+
+    Collective over the meshes of those that are cut: all ranks have the same matrices in the same
+    order.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Member], dtype: torch.dtype, tensors: MakeTensors, backend: str
+    ) -> None:
+        """`dtype`: of Newton-Schulz.
+
+        Raises ValueError or TypeError for tensors that cannot be used.
+        """
+        # all that is written to, together
+        check_step_tensors(tensors(matrices, [0] * len(matrices)))
+        self.matrices, self._backend = matrices, backend
+        whole: list[Member] = []
+        along: dict[tuple[Any, int], list[Member]] = {}
+        several: list[Member] = []
+        for matrix in matrices:
+            given: Any = matrix.param
+            dims = shards.sharding_dims(given, f"a matrix of shape {tuple(given.shape)}")
+            # also a stack that is cut between its matrices
+            if all(_shard_dim(given, dim) < given.ndim - 2 for dim in dims):
+                whole.append(matrix)
+            elif len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
+                along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
+            else:
+                several.append(matrix)
+        alone, gathered = batches(whole), batches(several)
+        exchanges = [_Exchange(members, *cut, dtype) for cut, members in along.items()]
+        rounds = [(exchange, owned) for exchange in exchanges for owned in exchange.rounds]
+        exchanged = [[piece.matrix for piece in chain(*owned)] for _, owned in rounds]
+        together = [*alone, *gathered, *exchanged]
+        size = max(sum(matrix.shape.numel() for matrix in members) for members in together)
+        # a round begins before the one before the last has ended
+        rooms = [
+            torch.empty(size, dtype=given_in(dtype), device=matrices[0].sets[0].device)
+            for _ in range(3 if rounds else 1)
+        ]
+
+        def batch(members: Sequence[Member], t: int = 0) -> Batch:
+            return Batch(members, rooms[t % len(rooms)], dtype, tensors, backend)
+
+        self._whole, self._gathered = list(map(batch, alone)), list(map(batch, gathered))
+        self._rounds = [
+            (exchange, owned, batch(members, t))
+            for t, ((exchange, owned), members) in enumerate(zip(rounds, exchanged, strict=True))
+        ]
+        self._all = [*self._whole, *self._gathered, *(one for _, _, one in self._rounds)]
+        self.norm = self.skipped = self._all[0].skipped
+
+    def step(self, gradients: Column, settings: Any, options: StepOptions = PLAIN) -> None:
+        """See kernels.StepPlan.step. `settings`: the Row of each group, by its number."""
+        pairs = zip(self.matrices, gradients, strict=True)
+        found = {matrix.place: gradient for matrix, gradient in pairs if gradient is not None}
+        step = MatrixStep(settings, found, options)
+        for batch in self._whole:
+            batch.whole(step, self._backend)
+        turns = [
+            exchange.run(owned, batch, step, self._backend)
+            for exchange, owned, batch in self._rounds
+        ]
+        for t in range(len(turns) + 2):
+            # the next round is on its way while this one is computed
+            for turn in turns[max(0, t - 2) : t + 1][::-1]:
+                next(turn, None)
+        for batch in self._gathered:
+            batch.gathered(step, self._backend)
+
+    def gradient_norms(self) -> Tensor:
+        raise NotImplementedError  # of these a ShardedClip takes them
+
+    def upload(self, settings: Any, options: StepOptions = PLAIN) -> None:
+        for batch in self._all:
+            batch.upload(settings, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,16 +16,13 @@ from hdet.kernels import StepSettings
 from hdet.kernels.checks import check_apart, check_group
 from hdet.rules import RULES, Facts
 from hdet.tensors import dtensor as shards
-from hdet.tensors import strides
 
 from . import group_checks as groups
 from . import step_plans as plans
 from .fused import FusedOptimizer, Options
-from .masters import kept_masters
-from .matrices import Kernels, Matrix, Row
+from .matrices import MatrixPlan, Row
 from .moment_storage import dtype_for
 from .newton_schulz import Iteration, Triple
-from .owners import MatrixPlan
 from .split_params import KEYS, MATRICES, split_groups
 from .state import Layout
 from .step_plans import Member, Part, Planned
@@ -130,25 +128,23 @@ class FusedMuon(FusedOptimizer):
                 "torch.float16 or None"
             )
         self.ns_dtype = ns_dtype
-        values = (
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-        )
-        adamw = {
-            "lr": adamw_lr,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-            "weight_decay": adamw_weight_decay,
-        }
         self._kinds: dict[bool, dict[str, Any]] = {
-            True: dict(zip(KEYS[True], values, strict=True)),
-            False: adamw,
+            True: {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+            False: {
+                "lr": adamw_lr,
+                "betas": adamw_betas,
+                "eps": adamw_eps,
+                "weight_decay": adamw_weight_decay,
+            },
         }
         for use, kind in self._kinds.items():
             self._check_group({**kind, "use_muon": use}, "the defaults")
@@ -226,16 +222,16 @@ class FusedMuon(FusedOptimizer):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _settings_of(self, planned: Planned) -> Sequence[Sequence[Any]]:
+    def _settings_of(self, planned: Planned) -> Sequence[Any]:
         made = super()._settings_of(planned)
         return [
             self._rows(part, row) if part.in_turns else row
             for part, row in zip(planned.parts, made, strict=True)
         ]
 
-    def _rows(self, part: Part, settings: Sequence[StepSettings]) -> list[Row]:
+    def _rows(self, part: Part, settings: Sequence[StepSettings]) -> dict[int, Row]:
         """What the groups of matrices say, checked: it may have been written to."""
-        made = []
+        made = {}
         for i, s in zip(part.groups, settings, strict=True):
             group, name = self.param_groups[i], f"parameter group {i}"
             _check_muon(group, name)
@@ -247,7 +243,7 @@ class FusedMuon(FusedOptimizer):
             check_group(s, "muon", self.num_replicas, part.device, name)
             dtype = self._dtype_on(part.device)
             how = Iteration(_coefficients(group), float(group["eps"]), dtype)
-            made.append(Row(s, how, group["adjust_lr_fn"]))
+            made[i] = Row(s, how, group["adjust_lr_fn"])
         return made
 
     def _dtype_on(self, device: torch.device) -> torch.dtype:
@@ -256,47 +252,38 @@ class FusedMuon(FusedOptimizer):
 
     # -- planning ----------------------------------------------------------------------------------
 
-    def _parts(self, device: torch.device, members: dict[int, Member]) -> list[Part]:
-        kinds: dict[bool, dict[int, Member]] = {True: {}, False: {}}
-        for i, member in members.items():
-            kinds[self.param_groups[member.group]["use_muon"]][i] = member
-        made = super()._parts(device, kinds[False]) if kinds[False] else []
-        if chosen := kinds[True]:
-            numbers, groups_of = plans.numbered([member.group for member in chosen.values()])
-            matrices = [
-                self._matrix(i, number, sets, state)
-                for number, (i, (_, sets, state)) in zip(numbers, chosen.items(), strict=True)
-            ]
-            seed = self.seed if self.stochastic_rounding else None
-            how = Kernels(self.backend, self.num_replicas, self.first_replica, seed)
-            plan = MatrixPlan(matrices, self._dtype_on(device), how)
-            tensors = (
-                t
-                for _, sets, state in chosen.values()
-                for t in (*sets, *kept_masters(state), *state.values())
+    def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
+        matrices = [m for m in members if self.param_groups[m.group]["use_muon"]]
+        others = [m for m in members if not self.param_groups[m.group]["use_muon"]]
+        made = super()._parts(device, others) if others else []
+        if matrices:
+            for matrix in matrices:
+                _check_order(matrix)
+            tensors = functools.partial(
+                plans.step_tensors,
+                "muon",
+                moments=("momentum_buffer",),
+                stochastic=self.seed if self.stochastic_rounding else None,
+                first_replica=self.first_replica,
             )
-            watched = [t for t in tensors if isinstance(t, Tensor)]
-            made.append(Part(plan, list(chosen), groups_of, device, watched, in_turns=True))
+            plan = MatrixPlan(matrices, self._dtype_on(device), tensors, self.backend)
+            places, groups_of = [m.place for m in matrices], sorted({m.group for m in matrices})
+            made.append(Part(plan, places, groups_of, device, in_turns=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
-        check_apart(
-            (f"parameter {i}", tensor)
-            for i, member in members.items()
-            for tensor in shards.locals_of(member.sets)
-        )
+        check_apart((f"parameter {m.place}", tensor) for m in members for tensor in m.sets)
         return made
 
-    def _matrix(self, place: int, group: int, sets: list[Tensor], whole: dict[str, Any]) -> Matrix:
-        param = sets[0]
-        own, state = shards.locals_of(sets), shards.local_state(whole, param)
-        order = None if shards.is_sharded(param) else strides.memory_order(param)
-        if order is not None and order[:-2] == tuple(
-            range(param.ndim - 2)
-        ):  # transposed: so is its direction
-            own, state = (
-                [strides.laid(tensor, order) for tensor in own],
-                strides.laid_state(state, param),
-            )
-        return Matrix(place, group, param, own, kept_masters(state) or [None] * len(sets), state)
+
+def _check_order(matrix: Member) -> None:
+    """A matrix may be transposed in memory: so is its direction."""
+    param, order = matrix.param, matrix.order
+    if order is not None and (
+        shards.is_sharded(param) or order[:-2] != tuple(range(param.ndim - 2))
+    ):
+        raise ValueError(
+            f"parameter {matrix.place} of shape {tuple(param.shape)} is not contiguous (strides "
+            f"{param.stride()}): use .contiguous()"
+        )
 
 
 def _coefficients(group: Mapping[str, Any]) -> tuple[Triple, ...]:

@@ -1,31 +1,89 @@
-"""Plans, and what they were made for, to notice when that is no longer what the optimizer holds."""
+"""Plans of steps, and what they were made for, to notice when that is no longer what the optimizer
+holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import StepOptions, StepPlan, StepSettings
-from hdet.kernels.checks import check_gradients
+from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
+from hdet.kernels.checks import UnusualMemory
 from hdet.kernels.interface import Column
 from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import lists
-from .masters import Watch, kept_masters, with_shards
+from .finish import ShardedClip
+from .masters import Watch, kept_masters, state_sets, with_shards
+from .moment_storage import scale_key
 
 Hyper = tuple[Any, ...]
 """of a group, numbers or tensors: Rule.values"""
 
-
 _NUMBERS = frozenset((float, int, bool))
 _REST = tuple(StepSettings._field_defaults.values())
+
+
+class Member(NamedTuple):
+    """A parameter that is planned for, as kernels see it: its shard on this rank, with dimensions
+    in the order of its memory."""
+
+    place: int
+    """among all parameters"""
+    group: int
+    param: Tensor
+    """itself"""
+    order: strides.Order | None
+    sets: list[Tensor]
+    """in all replicas"""
+    state: dict[str, Any]
+    """with what a first step adds"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.sets[0].shape
+
+
+def member(place: int, group: int, sets: Sequence[Tensor], state: Mapping[str, Any]) -> Member:
+    """Of a parameter in all replicas, itself first, and its state."""
+    param = sets[0]
+    own, order = shards.locals_of(sets), strides.memory_order(shards.local(param))
+    laid = [strides.laid(tensor, order) for tensor in own]
+    local = strides.laid_state(shards.local_state(state, param), own[0])
+    return Member(place, group, param, order, laid, local)
+
+
+def step_tensors(
+    rule: str, members: Sequence[Member], groups: Sequence[int], moments: Sequence[str], **more: Any
+) -> StepTensors:
+    """What a plan for these works on. `moments`: their names in states."""
+    states = [member.state for member in members]
+    replicas = range(len(members[0].sets))
+    return StepTensors(
+        rule,
+        params=[[member.sets[k] for member in members] for k in replicas],
+        groups=groups,
+        steps=[state["step"] for state in states],
+        moments=[[state.get(key) for state in states] for key in moments],
+        masters=master_columns(states, len(replicas)),
+        ids=[member.place for member in members],
+        scales=[[state.get(scale_key(key)) for state in states] for key in moments],
+        **more,
+    )
+
+
+def master_columns(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[Column] | None:
+    """K lists of masters, or None where there are none."""
+    kept = [kept_masters(state) for state in states]
+    if not any(kept):
+        return None
+    return [[masters[k] if masters else None for masters in kept] for k in range(num_replicas)]
 
 
 @dataclass(frozen=True)
@@ -38,33 +96,29 @@ class Part:
     groups: list[int]
     """the parameter group of each of its settings"""
     device: torch.device
-    watched: Sequence[Tensor] = ()
-    """Tensors that the plan has views of.
-
-    Their addresses and forms are compared in every step: an assignment to `.data` does not reach a
-    view.
-    """
     in_turns: bool = False
     """Steps some of its tensors after the others: settings and gradients are checked outside,
-    before the first, and the norm is taken there."""
+    before the first, and the norm is taken there. It has views of tensors, which an assignment to
+    `.data` does not reach, so that forms are compared, too."""
 
 
-class Member(NamedTuple):
-    """A parameter that is planned for."""
+class Norms(NamedTuple):
+    """Where a step has left the norms of its gradients."""
 
-    group: int
-    sets: list[Tensor]
-    """the parameter in all replicas"""
-    state: dict[str, Any]
+    source: StepPlan | ShardedClip
+    places: Sequence[int]
+    """of its norms among all parameters"""
+    absent: list[int]
+    """the places of those that had no gradient"""
 
 
 class Planned:
     """The plans of all steps, one for each device, and everything they rely on.
 
-    They are made for the parameters that have had a gradient (`members`, by the parameter's place).
-    A step leaves those of them alone that have none. `entries`: what is to be added to states once
-    a step has been done, to those in `container`. `kinds`: of each group, what its plan relies on.
-    `watch`: over all masters.
+    They are made for the parameters that have had a gradient, by place: `members`. A step leaves
+    those of them alone that have none. `kinds`: of each group, what its plan relies on. `states`:
+    of all parameters that have one, with `entries`, which go into `container` once a step has been
+    done.
     """
 
     def __init__(
@@ -74,72 +128,55 @@ class Planned:
         kinds: list[Kind],
         parts: list[Part],
         members: Mapping[int, Member],
-        entries: Mapping[int, dict[str, Any]],
-        watch: Watch,
+        states: Mapping[int, dict[str, Any]],
+        entries: Mapping[Tensor, dict[str, Any]],
         container: dict[Tensor, dict[str, Any]],
     ) -> None:
         self.params, self.sizes, self.kinds, self.parts = params, sizes, kinds, parts
-        self.entries, self.places, self.container = entries, list(members), container
+        self.places, self.entries, self.container = list(members), entries, container
         self.outside = set(range(len(params))).difference(members)
-        self.sharded = any(map(shards.is_sharded, params))
-        self._orders = _orders(params, self.places)
-        self.watch = watch
-        self._watched = list(chain.from_iterable(part.watched for part in parts))
-        self._forms = lists.forms(self._lying(self._watched))
-        self._addresses = lists.note_addresses(self._relied_on(params))
-        self._usual = lists.UsualGradients(self._as_gradients())
-        self.in_turns = any(part.in_turns for part in parts)
+        self.watch = Watch((params[i], state) for i, state in states.items())
         self.contents: list[Any] | None = None  # of `container`, once a step has been done
         self.copies_gradients = False
         """Has a gradient been found that has to be copied first?"""
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
-        # what steps write to, if all have gradients; of each place a slice
-        self.writes: list[Tensor] = []
-        self._slices: dict[int, slice] = {}
-        for i, member in members.items():
-            start = len(self.writes)
-            self.writes += with_shards(
-                [tensor for tensor in member.sets if not tensor.is_inference()]
-            )
-            self._slices[i] = slice(start, len(self.writes))
+
+        in_turns = [i for part in parts if part.in_turns for i in part.places]
+        self.in_turns, self.sharded = bool(in_turns), any(map(shards.is_sharded, params))
+        self.clip = ShardedClip(params) if in_turns or self.sharded else None
+        self._orders = {i: m.order for i, m in members.items() if m.order is not None}
+        laid = [strides.laid(shards.local(p), self._orders.get(i)) for i, p in enumerate(params)]
+        self.check = lists.GradientCheck(laid)
+        viewed = [t for i in in_turns for t in (params[i], *_tensors_in(states[i]))]
+        self._relied_on = [*(params[i] for i in members), *viewed]
+        lying, self._forms = self._lying()
+        self._addresses = lists.note_addresses(lying)
+
+        watched = set(map(id, with_shards(self.watch.params)))
+        self._writes = [
+            (i, tensor)
+            for i in members
+            for tensor in with_shards(state_sets(states[i], params[i]))
+            if not tensor.is_inference()
+        ]
+        self._watched_writes = [i for i, tensor in self._writes if id(tensor) in watched]
         self._choose([])
 
-    def _relied_on(self, params: list[Tensor]) -> list[Tensor]:
-        """What must lie where it lay: parameters that are planned for, and what is watched."""
-        chosen = params if not self.outside else [params[i] for i in self.places]
-        return self._lying(chosen + self._watched if self._watched else chosen)
-
-    def _lying(self, tensors: list[Tensor]) -> list[Tensor]:
-        """As they lie on this rank."""
-        return shards.locals_of(tensors) if self.sharded else tensors
-
-    def _as_gradients(self) -> list[Tensor]:
-        """The parameters as their gradients must be."""
-        return [
-            strides.laid(shards.local(param), self._orders.get(i))
-            for i, param in enumerate(self.params)
-        ]
+    def _lying(self) -> tuple[list[Tensor], list[Any]]:
+        """What is relied on, on this rank, and the forms of what plans have views of."""
+        tensors = shards.locals_of(self._relied_on) if self.sharded else self._relied_on
+        return tensors, lists.forms(tensors[len(self.places) :])
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
         self.absent, without = absent, set(absent)
-        chosen = bytearray(b"\1") * len(self.writes)
-        for i in without.intersection(self._slices):
-            place = self._slices[i]
-            chosen[place] = bytes(place.stop - place.start)
-        self.written = list(compress(self.writes, chosen)) if absent else self.writes
-        self.watch.expect(self.written)
+        self._written = [tensor for i, tensor in self._writes if i not in without]
+        self._num_watched = sum(i not in without for i in self._watched_writes)
         self.active = [
             (n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)
         ]
-
-    def _write_back(self) -> None:
-        """The first step has been done: what was made for it goes into the optimizer's state."""
-        add_entries(self.container, {self.params[i]: made for i, made in self.entries.items()})
-        self.entries = {}
-        self.contents = lists.contents(self.container)
 
     def holds(
         self,
@@ -149,47 +186,88 @@ class Planned:
         kinds: list[Kind],
     ) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
+        if not lists.same(params, self.params):
+            return False
+        lying, forms = self._lying()
         return (
-            lists.same(params, self.params)
-            and sizes == self.sizes
+            sizes == self.sizes
             and kinds == self.kinds
             and container is self.container
             and self.contents is not None
             and lists.same_contents(container, self.contents)
-            and self._addresses.same(self._relied_on(params))
-            and lists.forms(self._lying(self._watched)) == self._forms
+            and self._addresses.same(lying)
+            and forms == self._forms
         )
 
-    def own(self, gradients: list[Tensor | None], absent: list[int]) -> list[Tensor | None]:
-        """The gradients of the next step, of all parameters, as they lie on this rank and in the
-        order of their parameters' memory; at the places `absent` there are none."""
+    def step(
+        self,
+        gradients: list[Tensor | None],
+        absent: list[int],
+        settings: Sequence[Any],
+        options: Callable[[torch.device], StepOptions],
+    ) -> list[Tensor | None]:
+        """A step on the gradients of all parameters; at the places `absent` there are none.
+
+        A part's settings are what its plan takes, StepSettings of the kernels'. Returns the
+        gradients that the kernels have read.
+        """
         if absent != self.absent:
             self._choose(absent)
+        own = self._own(gradients)
+        if not self.copies_gradients:
+            try:
+                self._step(own, settings, options)
+                return own
+            except UnusualMemory:  # torch's optimizers take such gradients, too
+                self.copies_gradients = True
+        copied = [None if one is None else one.resolve_neg().contiguous() for one in own]
+        self._step(copied, settings, options)
+        return copied
+
+    def _own(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """As they lie on this rank, in the order in which their parameters lie in memory."""
         if self.sharded:
             pairs = enumerate(zip(gradients, self.params, strict=True))
             gradients = [
                 None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}")
                 for i, (g, p) in pairs
             ]
-        return self._laid(gradients) if self._orders else gradients
+        if not self._orders:
+            return gradients
+        made = list(gradients)
+        for i, order in self._orders.items():
+            gradient = gradients[i]
+            if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
+                continue  # what is wrong with it will be said
+            made[i] = gradient.permute(order)
+        return made
 
-    def step(
+    def _step(
         self,
         gradients: list[Tensor | None],
-        settings: Sequence[Sequence[Any]],
-        options: Callable[[torch.device], StepOptions],
+        settings: Sequence[Any],
+        options_on: Callable[[torch.device], StepOptions],
     ) -> None:
-        """`gradients` as `own` has made them.
-
-        A part's settings are what its plan takes, StepSettings of the kernels'.
-        """
-        self._check_parts(gradients, options)
+        options = {part.device: options_on(part.device) for _, part in self.active}
+        takes_norm = any(one.max_norm != 0 for one in options.values())
+        if takes_norm and len(options) > 1:
+            devices = ", ".join(map(str, options))
+            raise ValueError(
+                f"max_grad_norm needs all parameters on one device, they are on {devices}: use "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        # A kernel's plan checks its own gradients. Where others step, too, all are checked here
+        # before the first plan writes.
+        if self.in_turns or len(self.active) > 1 or (takes_norm and self.clip is not None):
+            self.check(gradients)
+        if takes_norm and self.clip is not None:
+            options = {device: self.clip(gradients, one) for device, one in options.items()}
         for turn, (n, part) in enumerate(self.active):
             if turn == 0 and part.in_turns:
                 self._wrote()  # it may run out of memory half-way: what it has moved is kept
             every = len(part.places) == len(gradients)
             chosen = gradients if every else [gradients[i] for i in part.places]
-            part.plan.step(chosen, settings[n], options(part.device))
+            part.plan.step(chosen, settings[n], options[part.device])
             if turn == 0 and not part.in_turns:
                 # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
@@ -199,50 +277,26 @@ class Planned:
             self.watch.refresh()
 
     def _wrote(self) -> None:
-        torch.autograd.graph.increment_version(
-            self.written
-        )  # what a backward pass has saved of them is no longer valid
-        self.watch.wrote()
+        # what a backward pass has saved of them is no longer valid
+        torch.autograd.graph.increment_version(self._written)
+        self.watch.wrote(self._num_watched)
         if self.contents is None:
             self._write_back()
 
-    def _check_parts(
-        self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]
-    ) -> None:
-        """A kernel's plan checks its own gradients.
+    def _write_back(self) -> None:
+        """The first step has been done: what was made for it goes into the optimizer's state."""
+        add_entries(self.container, self.entries)
+        self.entries = {}
+        self.contents = lists.contents(self.container)
 
-        Where others step, too, all are checked here before the first plan writes.
-        """
-        parts = [part for _, part in self.active]
-        if not parts or (len(parts) == 1 and not parts[0].in_turns):
-            return
-        if options(parts[0].device).max_norm != 0:
-            devices = ", ".join(dict.fromkeys(str(part.device) for part in parts))
-            raise ValueError(
-                f"max_grad_norm needs all parameters on one device, they are on {devices}: use "
-                "torch.nn.utils.clip_grad_norm_"
-            )
-        self.check(gradients)
-
-    def check(self, gradients: list[Tensor | None]) -> None:
-        """Raises ValueError or TypeError for gradients that no step can use."""
-        if self._usual.are(gradients):
-            return
-        try:
-            check_gradients(gradients, self._as_gradients())
-        except (TypeError, ValueError):
-            self._usual.forget()
-            raise
-
-    def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """In the order in which their parameters lie in memory."""
-        made = list(gradients)
-        for i, order in self._orders.items():
-            gradient = gradients[i]
-            if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
-                continue  # what is wrong with it will be said
-            made[i] = gradient.permute(order)
-        return made
+    def norms(self) -> Norms | None:
+        """Of the step that has been done, with a norm."""
+        if not self.active:
+            return None
+        if self.clip is not None:
+            return Norms(self.clip, range(len(self.params)), self.absent)
+        part = self.active[0][1]
+        return Norms(part.plan, part.places, self.absent)
 
     def settings_of(
         self, hypers: list[Hyper], multipliers: list[list[float]], decay: tuple[bool, bool]
@@ -266,10 +320,14 @@ class Planned:
         return made
 
 
-def _orders(params: Sequence[Tensor], places: Iterable[int]) -> dict[int, strides.Order]:
-    """In which order those lie whose dimensions are not in order."""
-    found = {i: strides.memory_order(shards.local(params[i])) for i in places}
-    return {i: order for i, order in found.items() if order is not None}
+def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
+    values = chain(*(v if isinstance(v, list) else [v] for v in state.values()))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def with_entries(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what is made for a first step; None: the entry goes."""
+    return {key: value for key, value in {**state, **entries}.items() if value is not None}
 
 
 def add_entries(
@@ -307,24 +365,11 @@ def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:
     return [numbers[group] for group in groups], list(numbers)
 
 
-def by_device(params: Sequence[Tensor], members: Sequence[int]) -> dict[torch.device, list[int]]:
+def by_device(params: Sequence[Tensor], members: Iterable[int]) -> dict[torch.device, list[int]]:
     found: dict[torch.device, list[int]] = {}
     for i in members:
         found.setdefault(params[i].device, []).append(i)
     return found
-
-
-def column(states: Sequence[Mapping[str, Any]], key: str) -> Column:
-    """One entry for each state."""
-    return [state.get(key) for state in states]
-
-
-def master_columns(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[Column] | None:
-    """K lists of masters, or None where there are none."""
-    kept = [kept_masters(state) for state in states]
-    if not any(kept):
-        return None
-    return [[masters[k] if masters else None for masters in kept] for k in range(num_replicas)]
 
 
 def scalar(value: Tensor | float | None, device: torch.device) -> Tensor | None:

@@ -24,10 +24,9 @@ from hdet.optim import (
     FusedMuon,
     hidden_matrices,
     hidden_matrix,
+    lists,
     matrices,
     newton_schulz,
-    owners,
-    step_plans,
 )
 
 from .common import assert_close, assert_equal, assert_norms
@@ -1263,8 +1262,8 @@ def test_nothing_is_made_or_checked_again_while_nothing_changes() -> None:
     run(optimizer, params, range(2))
     with (
         mock.patch.object(optimizer, "_plan", side_effect=AssertionError),
-        mock.patch.object(step_plans, "check_gradients", side_effect=AssertionError),
-        mock.patch.object(owners, "Course", side_effect=AssertionError),
+        mock.patch.object(lists, "check_gradients", side_effect=AssertionError),
+        mock.patch.object(matrices, "Batch", side_effect=AssertionError),
     ):
         optimizer.param_groups[0]["lr"] = 0.5
         run(optimizer, params, range(2, 4))

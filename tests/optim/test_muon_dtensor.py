@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import Parameter
 
-from hdet.optim import FusedMuon, newton_schulz, owners
+from hdet.optim import FusedMuon, matrices, newton_schulz
 from hdet.tensors import dtensor as shards
 from tests.distributed import run_ranks
 
@@ -154,7 +154,7 @@ def each_matrix_is_solved_once(rank: int, world_size: int) -> list[tuple[int, ..
         solved.extend(tuple(tensor.shape) for tensor in given)
         return newton_schulz.orthogonalise(given, *rest)
 
-    with mock.patch.object(owners, "orthogonalise", watched):
+    with mock.patch.object(matrices, "orthogonalise", watched):
         twins.a.step()
     return solved
 
@@ -164,7 +164,7 @@ def test_each_matrix_has_one_owner_and_owners_equal_work() -> None:
     assert sorted(first + second) == sorted(SHAPES[i] for i in MATRICES if i != 3)
     alone = first if (9, 8) in first else second
     assert len(alone) == 1, "it is more work than the others together"
-    assert owners.shares([8, 1, 7, 6, 2], 2) == [[0, 4, 1], [2, 3]]
+    assert matrices.shares([8, 1, 7, 6, 2], 2) == [[0, 4, 1], [2, 3]]
 
 
 def adopted_kinds(rank: int, world_size: int) -> None:
