@@ -116,9 +116,9 @@ class Schedule:
                     f"{knob.name_of(place)} is {float(knob.read()[place]):g}, and was left at "
                     f"{float(knob.left[place]):g}: somebody else has written it. Remove "
                     "scheduler.step() from the loop, ensemble.step() calls it; build the scheduler "
-                    "before the Ensemble. Write a value of your own by "
-                    f"ensemble.set_value({knob.name!r}, ...), and step, build or load a schedule "
-                    "of your own inside `with ensemble.rescheduling():`"
+                    "before the Ensemble; on resuming load ensemble.state_dict() too. Write a "
+                    f"value of your own by ensemble.set_value({knob.name!r}, ...), and step, build "
+                    "or load a schedule of your own inside `with ensemble.rescheduling():`"
                 )
 
     def check_at_rest(self) -> None:

@@ -28,7 +28,7 @@ class Clock:
     def warn_of_more_steps(self) -> None:
         warnings.warn(
             f"this is the step after the last one of a run with total_steps={self.total_steps}: "
-            "give the Ensemble and the schedule the length that the loop has",
+            "give the Ensemble and the schedule the length that the loop has, in optimizer steps",
             stacklevel=4,
         )
 

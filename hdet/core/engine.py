@@ -178,7 +178,7 @@ class Engine:
         rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
-        notes = [f"replica {r} left out: no finite {name}" for r in left_out]
+        notes = [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
         bases = [self.value(k, value) for k, value in enumerate(scheduled)]
         table = self._effective(bases)
         decisions, evidence = [Decision()] * len(self.knobs), None

@@ -154,6 +154,6 @@ def _check_names(named: Sequence[tuple[str, Tensor]], places: Sequence[str]) -> 
             raise ValueError(
                 f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to "
                 "tell a hidden matrix from an embedding: pass model.named_parameters(), "
-                "use_muon=lambda name, parameter: ..., or groups with use_muon=True and "
+                "use_muon=hdet.hidden_matrices(model), or groups with use_muon=True and "
                 "use_muon=False"
             )

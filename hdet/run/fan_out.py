@@ -154,8 +154,9 @@ class FanOut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             warnings.warn(
                 "ensemble.step() was called, but no optimizer.step() before it: the schedule "
-                "moves, and nothing is counted. Call it after optimizer.step(). (A GradScaler may "
-                "skip the first steps: then all is well.)",
+                "moves, and nothing is counted. Call it once after each step() of the optimizer "
+                "that the Ensemble was given. (A GradScaler may skip the first steps: then all is "
+                "well.)",
                 stacklevel=3,
             )
         if not stepped and self._skippable:

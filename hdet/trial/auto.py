@@ -275,7 +275,8 @@ class AutoLR(Controller):
                 spent = self._budget.cost(self.cost)
                 lines.append(f"cost: {spent}{measured if self.seconds else ''}")
         elif self.done:
-            lines = ["no search: the run was resumed after its first steps"]
+            lines = ["no search: the run was resumed after its first steps",
+                     "a move made before is in ensemble.state_dict(): load it"]  # fmt: skip
         else:
             lines = [self._budget.plan()]
         if self.best_weights is not None and self.best_weights.step:

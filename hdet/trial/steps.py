@@ -291,8 +291,8 @@ class TrialSteps:
             self._given_up = (
                 "the trial was given up: on the same batch and at the same rate, a copy's first "
                 f"step was {arm / run:.3g} times as long as the run's. Does the loop train on the "
-                "sum of the losses (use the mean), or change gradients before optimizer.step() "
-                "(pass before_step=)?"
+                "sum of the losses (use the mean), change gradients before optimizer.step() (pass "
+                "before_step=), or take several steps before ensemble.step()?"
             )
 
 

@@ -56,7 +56,8 @@ def test_one_bad_chunk_leaves_the_whole_probe_row_out_and_large_numbers_do_not(
     controller, bad = Scripted(Decision()), not all(map(math.isfinite, row))
     outcome = run_cycle(engine(2, controller), [None, None], measured={"probe": [[1.0, 2.0], row]})
     assert controller.seen[0].measured == {"probe": [[1.0, 2.0], None if bad else row]}
-    assert outcome.notes == (["replica 1 left out: no finite probe"] if bad else [])
+    left_out = "replica 1 left out: its probe is missing or not finite"
+    assert outcome.notes == ([left_out] if bad else [])
 
 
 def test_a_decay_goes_on_from_a_rate_that_was_lowered() -> None:

@@ -53,7 +53,7 @@ def shared() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("fault", "averaged", "total", "note"), [
     ("its loss is NaN", [0, 2], 1, "of the average: loss not finite"),
-    ("it has no loss", [0, 1, 2], 1, ": no finite loss"),
+    ("it has no loss", [0, 1, 2], 1, ": its loss is missing or not finite"),
     ("its parameters become inf", [0, 2], 2, "of the average: parameters not finite"),
     ("it diverges", [0, 2], 3, "times its peers'"),
 ])  # fmt: skip
