@@ -15,6 +15,7 @@ from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine, KnobSpec
 from ..core.evidence import Run
+from ..core.validate import whole
 from ..knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
@@ -79,6 +80,8 @@ class Parts:
         self.design = checked_design(
             design, self.knobs, optimizer, self.replicas, controller, self.sync
         )
+        if total_steps is not None:
+            whole(total_steps, "total_steps", of="steps")
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         length = self.schedule.total_steps
         if sync is None and length and controller is not None and not decides_at_ends(controller):

@@ -63,6 +63,11 @@ class Arms:
                 self._own.restore()
                 self.run.forget_gathered()
 
+    @property
+    def may_skip(self) -> bool:
+        """May the loop's scaler have left out its step?"""
+        return self._scaler is not None
+
     def begin(self) -> Snapshot:
         """A new arm. It has the first weights."""
         self.run.restore(self.first)

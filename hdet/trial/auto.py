@@ -70,7 +70,7 @@ class AutoLR(Controller):
         done: is the search over?
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``before_step`` no function.
         ValueError: an argument that cannot be used.
 
     Example::
@@ -108,11 +108,16 @@ class AutoLR(Controller):
             )
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
+        if before_step is not None and not callable(before_step):
+            raise TypeError(
+                "before_step must be a function without arguments, got a "
+                f"{type(before_step).__name__}: write before_step=lambda: ..."
+            )
         if budget is not None:
             within(budget, "budget", "[0, 1)", "it is a part of the run: for 3 % write 0.03")
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
-        self.best_weights = None if val_batches is None else BestWeights(*val_batches)
+        self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
         self.cost = self.seconds = 0.0

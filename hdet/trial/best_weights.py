@@ -24,24 +24,28 @@ class BestWeights:
     """Evaluates held-out data 60 times in a run and keeps a copy of the best weights and buffers.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)`` -> losses.
-        batches: held-out mini-batches, the same on every rank or each rank's own.
+        val_batches: ``(loss_fn, batches)``: ``loss_fn(model, batch)`` -> losses; held-out
+            mini-batches, the same on every rank or each rank's own.
 
     Attributes:
         loss: the lowest held-out loss so far.
         step: optimizer steps of the run when it was measured; 0: not yet.
 
     Raises:
-        ValueError: no batch, or what can be read once only.
+        ValueError: another pair, no batch, or what can be read once only.
     """
 
-    def __init__(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> None:
-        if not hasattr(batches, "__len__") or not len(batches):
+    def __init__(self, val_batches: tuple[Callable[[nn.Module, Any], Any], Sequence[Any]]) -> None:
+        pair = (
+            val_batches if isinstance(val_batches, (tuple, list)) and len(val_batches) == 2 else ()
+        )
+        if not pair or not callable(pair[0]) or not hasattr(pair[1], "__len__") or not len(pair[1]):
+            kinds = " and ".join(f"a {type(one).__name__}" for one in pair or [val_batches])
             raise ValueError(
                 "val_batches must be (loss_fn, batches), with loss_fn(model, batch) -> losses and "
-                f"a list of at least one batch, got a {type(batches).__name__}"
+                f"a list of at least one batch, got {kinds}"
             )
-        self.loss_fn, self.batches = loss_fn, batches
+        self.loss_fn, self.batches = pair
         self.loss, self.step = math.inf, 0
         self._steps = 0
         self._weights: list[Copy] = []

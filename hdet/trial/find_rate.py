@@ -54,6 +54,7 @@ def find_rate(
         place: "device" or "host", where copies live.
 
     Raises:
+        TypeError: no model, or no optimizer.
         ValueError: fewer than 56 batches, or a run whose copies could not be trained.
 
     Example::
@@ -66,6 +67,9 @@ def find_rate(
             group["lr"] *= interval.suggestion / interval.rate
     """
     whole(total_steps, "total_steps", of="steps")
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise TypeError(f"find_rate(model, optimizer, ...): got {kinds}")
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"

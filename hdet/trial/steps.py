@@ -136,7 +136,7 @@ class TrialSteps:
                 self._score(closure)
             self._position += 1
             if compares:
-                self._compare_steps(own, part)
+                self._compare_steps(own, part, is_loop=loss is not None)
             if self._position == STEPS:
                 self._end_training()
             if self._position == 2:  # optimizers have made their states, and no arm has stopped
@@ -278,8 +278,9 @@ class TrialSteps:
         is_wide = all(tensor.element_size() >= 4 for tensor in run.weights().values())
         return parts[0] if is_wide and max(parts) <= 1.01 * min(parts) else 0.0
 
-    def _compare_steps(self, own: Ratios, part: float) -> None:
-        """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say."""
+    def _compare_steps(self, own: Ratios, part: float, is_loop: bool) -> None:
+        """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say.
+        ``is_loop``: has the run made one? Not in `find_rate`."""
         copy, ratios = self._copies[MULTIPLES.index(1.0)], dict[str, torch.Tensor]()
         if own:
             self._run.restore(copy.weights)
@@ -287,6 +288,11 @@ class TrialSteps:
             ratios = {name: ratio * (part / arm_factor(1)) for name, ratio in found.items()}
         run, arm = (moved or 0.0 for moved in medians(self._replicas, own, ratios))
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
+        if is_loop and run == 0 < arm and not self._arms.may_skip:
+            self._given_up = (
+                "the trial was given up: the loop's first step moved no weight, and a copy's did. "
+                "Does zero_grad() come before optimizer.step()?"
+            )
         if is_measured and not 1 / STRAYED < arm / run < STRAYED:
             self._given_up = (
                 "the trial was given up: on the same batch and at the same rate, a copy's first "

@@ -137,6 +137,16 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
         run.ensemble.step(own.item(), (lambda: closed(losses, own)) if callable(closed) else closed)
 
 
+def test_a_loop_that_trains_nothing_is_told() -> None:
+    run = auto_run()
+    for index in range(2):
+        run.losses(taught(index)).mean().backward()
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+        run.ensemble.step(1.0, lambda index=index: run.losses(taught(index)))
+    assert run.controller.done and "Does zero_grad() come before" in run.ensemble.report()
+
+
 def test_losses_of_tokens_have_two_dimensions() -> None:
     run, plain = auto_run(RATE), auto_run(RATE).steps(ALL)
     run.closure = lambda data: run.losses(data)[:, None].expand(-1, 3)

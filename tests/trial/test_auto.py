@@ -172,12 +172,15 @@ def test_an_object_is_for_one_run() -> None:
     [
         ({"place": "disk"}, "'device' or 'host'"),
         ({"budget": 1.0}, "for 3 % write 0.03"),
-        ({"val_batches": (loss_of, iter([1]))}, "at least one batch, got a list_iterator"),
+        ({"val_batches": (loss_of, iter([1]))}, "one batch, got a function and a list_iterator"),
         ({"val_batches": (loss_of, [])}, "at least one batch"),
+        ({"val_batches": [batch(0), batch(1)]}, "got a tuple and a tuple"),
+        ({"val_batches": [batch(0)] * 3}, "got a list"),
+        ({"before_step": torch.zeros(())}, "write before_step=lambda: ..."),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hdet.AutoLR(model(), **arguments)
 
 
