@@ -24,9 +24,9 @@ class Averaging:
     """The plan of a mean over co-resident replicas, kept from one converge to the next."""
 
     def __init__(self) -> None:
-        self.plan: AveragePlan | None = None
-        self.tensors: list[Tensor] = []
-        self.addresses: list[int] = []
+        self._plan: AveragePlan | None = None
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
 
     def __call__(
         self,
@@ -36,27 +36,20 @@ class Averaging:
         backend: str,
     ) -> None:
         """`sets`: K lists of tensors; `masters` as they lie on this rank."""
-        whole = list(chain.from_iterable(sets))
-        sets = [shards.locals_of(column) for column in sets]
-        params = list(chain.from_iterable(sets))
-        tensors = [
-            *params,
-            *(master for column in masters or () for master in column if master is not None),
-        ]
+        own: list[Column] = [shards.locals_of(column) for column in sets]
+        columns = [*own, *(masters or ())]
+        tensors = [tensor for tensor in chain(*columns) if tensor is not None]
         addresses = lists.addresses(tensors)
-        if (
-            self.plan is None
-            or addresses != self.addresses
-            or not lists.same(tensors, self.tensors)
-        ):
-            laid = strides.laid_columns([*sets, *(masters or ())])
-            self.plan = kernels.average_plan(
+        kept = addresses == self._addresses and lists.same(tensors, self._tensors)
+        if self._plan is None or not kept:
+            laid = strides.laid_columns(columns)
+            self._plan = kernels.average_plan(
                 laid[: len(sets)], masters and laid[len(sets) :], backend
             )
-            self.tensors, self.addresses = tensors, addresses
-        self.plan.average(weights)
+            self._tensors, self._addresses = tensors, addresses
+        self._plan.average(weights)
         torch.autograd.graph.increment_version(
-            with_shards([param for param in whole if not param.is_inference()])
+            with_shards([param for param in chain(*sets) if not param.is_inference()])
         )
 
 

@@ -187,20 +187,6 @@ class FusedOptimizer(Optimizer):
     rule: ClassVar[str]
     """by its name in hdet.rules, of which all follows that optimizers differ in"""
 
-    backend: str
-    cautious_decay: bool
-    decay_at: str
-    first_replica: int
-    """number of replica 0 among all replicas of the run, for stochastic rounding"""
-    master_weights: str | None
-    moment_dtype: Dtype
-    multipliers: list[list[float]]
-    num_replicas: int
-    seed: int
-    stochastic_rounding: bool
-    _sets: dict[Tensor, list[Tensor]]
-    """of each parameter, in all replicas; empty for one"""
-
     def __init__(
         self,
         params: ParamsT,
@@ -218,33 +204,27 @@ class FusedOptimizer(Optimizer):
         decay_at: str = "replica",
         **carried: Any,
     ) -> None:
-        defaults = {
-            **self._carried(),
-            **dict(zip(RULES[self.rule].settings, settings, strict=False)),
-        }
-        for key in carried.keys() - self._carried().keys():
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
-        if decay_at != "replica" and RULES[self.rule].coupled:
-            raise TypeError(
-                f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient"
-            )
-        if cautious_decay and RULES[self.rule].coupled:
-            raise TypeError(
-                f"{type(self).__name__} takes no cautious_decay: its decay is part of the gradient"
-            )
+        rule, name, known = RULES[self.rule], type(self).__name__, self._carried()
+        for key in carried.keys() - known.keys():
+            raise TypeError(f"{name} got an unexpected keyword argument {key!r}")
+        asked = [("decay_at", decay_at != "replica"), ("cautious_decay", cautious_decay)]
+        for key, is_asked in asked:
+            if is_asked and rule.coupled:
+                raise TypeError(f"{name} takes no {key}: its decay is part of the gradient")
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
         self.backend, self.master_weights = backend, master_weights
-        self.moment_dtype = moment_dtype or torch.float32
+        self.moment_dtype: Dtype = moment_dtype or torch.float32
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
         self.cautious_decay = cautious_decay
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
-        self.first_replica = 0
-        self.multipliers = [[]]
-        self._sets = {}
+        self.first_replica = 0  # among all replicas of the run, for stochastic rounding
+        self.multipliers: list[list[float]] = [[]]
+        self._sets: dict[Tensor, list[Tensor]] = {}  # each in all replicas; empty for one
         self._forget()
-        defaults |= {"maximize": maximize, **carried}
+        given = dict(zip(rule.settings, settings, strict=False))
+        defaults = {**known, **given, "maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
@@ -351,40 +331,35 @@ class FusedOptimizer(Optimizer):
             planned.watch.distrust()
         return loss
 
-    def _hypers(self, kinds: Sequence[Kind]) -> list[Hyper]:
-        count = len(self.param_groups)
-        if len(self.multipliers) != self.num_replicas:
-            raise ValueError(
-                f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: "
-                "multipliers[replica][group]"
-            )
-        for k, row in enumerate(self.multipliers):
-            if len(row) != count:
-                raise ValueError(
-                    f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
-                )
-        pairs = zip(kinds, self.param_groups, strict=True)
-        return [self._values(kind.rule, group) for kind, group in pairs]
-
     def _values(self, rule: Facts, group: dict[str, Any]) -> Hyper:
         """Of the next step, in the order of the rule's `fields`."""
         return rule.values(group)
 
     def _settings_of(self, planned: Planned) -> Sequence[Any]:
         """What the plan of each part takes, checked as far as it does not check by itself."""
-        return planned.settings_of(
-            self._hypers(planned.kinds),
-            self.multipliers,
-            (self.decay_at == "base", self.cautious_decay),
-        )
+        count, rows = len(self.param_groups), self.multipliers
+        if len(rows) != self.num_replicas:
+            raise ValueError(
+                f"multipliers has {len(rows)} lists for {self.num_replicas} replicas: "
+                "multipliers[replica][group]"
+            )
+        for k, row in enumerate(rows):
+            if len(row) != count:
+                raise ValueError(
+                    f"multipliers[{k}] has {len(row)} entries for {count} parameter groups"
+                )
+        pairs = zip(planned.groups, self.param_groups, strict=True)
+        hypers = [self._values(kind.rule, group) for (_, kind), group in pairs]
+        return planned.settings_of(hypers, rows, (self.decay_at == "base", self.cautious_decay))
 
     def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
         """A plan is for all parameters that have had a gradient since the last change of tensors,
         so that each is planned for once."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        kinds = [self._rule_of(group).kind(group) for group in self.param_groups]
+        sized = [
+            (len(group["params"]), self._rule_of(group).kind(group)) for group in self.param_groups
+        ]
         planned, kept = self._planned, []
-        if planned is not None and planned.holds(self.state, params, sizes, kinds):
+        if planned is not None and planned.holds(self.state, params, sized):
             if planned.outside.issubset(absent):
                 return planned
             kept = planned.places
@@ -393,25 +368,24 @@ class FusedOptimizer(Optimizer):
                 "this step has not been planned yet: run one step with the same parameters before "
                 "capturing it"
             )
-        return self._plan(
-            params, sizes, kinds, sorted(set(range(len(params))).difference(absent).union(kept))
-        )
+        chosen = set(range(len(params))).difference(absent).union(kept)
+        return self._plan(params, sized, sorted(chosen))
 
     def _plan(
-        self, params: list[Tensor], sizes: list[int], kinds: list[Kind], chosen: list[int]
+        self, params: list[Tensor], sized: list[tuple[int, Kind]], chosen: list[int]
     ) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a
         step has been done."""
-        group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        group_of = [group for group, (size, _) in enumerate(sized) for _ in range(size)]
         states = {i: self.state[param] for i, param in enumerate(params) if param in self.state}
         members, entries = {}, {}
         for i in chosen:
-            sets, kind = self._replicas_of(params[i]), kinds[group_of[i]]
+            sets, kind = self._replicas_of(params[i]), sized[group_of[i]][1]
             kept = states.get(i, {})
             made = self._layout(params[i]).missing(kept, sets, kind.keeps_moments)
             entries[params[i]], states[i] = made, plans.with_entries(kept, made)
             unused = () if kind.keeps_moments else kind.rule.moments
-            used = {key: value for key, value in states[i].items() if key not in unused}
+            used = {key: x for key, x in states[i].items() if not key.startswith(unused)}
             members[i] = plans.member(i, group_of[i], sets, used)
         parts = [
             part
@@ -419,18 +393,18 @@ class FusedOptimizer(Optimizer):
             for part in self._parts(device, [members[i] for i in places])
         ]
         parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
-        return Planned(params, sizes, kinds, parts, members, states, entries, self.state)
+        return Planned(params, sized, parts, members, states, entries, self.state)
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
         kernels.select(self.backend, device)
-        numbers, groups_of = plans.numbered([member.group for member in members])
+        groups_of = sorted({member.group for member in members})
         rule = RULES[self.rule]
         draws = self.moment_dtype == torch.bfloat16 and not all(rule.signed)
         tensors = plans.step_tensors(
             self.rule,
             members,
-            numbers,
+            [groups_of.index(member.group) for member in members],
             rule.moments,
             stochastic=self.seed if self.stochastic_rounding or draws else None,
             first_replica=self.first_replica,
@@ -482,11 +456,8 @@ class FusedOptimizer(Optimizer):
     def step_skipped(self) -> Tensor | None:
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the
         device. None before the first step."""
-        return (
-            self._planned.active[0][1].plan.skipped
-            if self._planned and self._planned.active
-            else None
-        )
+        active = self._planned.active if self._planned else []
+        return active[0][1].plan.skipped if active else None
 
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
@@ -524,21 +495,15 @@ class FusedOptimizer(Optimizer):
         self._max_grad_norm = None if value is None else float(value)
 
     def _options(self, device: torch.device) -> StepOptions:
-        scale, found = (
-            getattr(self, "grad_scale", None),
-            getattr(self, "found_inf", None),
-        )  # set by torch's GradScaler
+        # set by torch's GradScaler
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         norm, zero = self._max_grad_norm or 0.0, bool(self.zero_gradients)
         if scale is None and found is None:
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        return StepOptions(
-            plans.scalar(scale, device),
-            plans.scalar(found, device),
-            max_norm=norm,
-            zero_gradients=zero,
-        )
+        scales = _scalar(scale, device), _scalar(found, device)
+        return StepOptions(*scales, max_norm=norm, zero_gradients=zero)
 
     # -- replicas and masters ----------------------------------------------------------------------
 
@@ -554,22 +519,17 @@ class FusedOptimizer(Optimizer):
         """
         sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
         self.num_replicas, self._sets = count, sets if count > 1 else {}
-        for param in sets:
-            state = (
-                self.state[param]
-                if param in self.state or (count > 1 and param.requires_grad)
-                else {}
-            )
+        for param, (_, *others) in sets.items():
             for key in REPLICA_KEYS:
-                state.pop(key, None)
-            if count > 1 and param.requires_grad:
-                state["replica_params"] = sets[param][1:]
-                if masters := kept_masters(state):
-                    first, master = shards.local(param), shards.local(masters[0])
-                    made = [
-                        like_first(shards.local(copy), first, master) for copy in sets[param][1:]
-                    ]
-                    state["replica_masters"] = [shards.like(one, param) for one in made]
+                self.state.get(param, {}).pop(key, None)
+            if count == 1 or not param.requires_grad:
+                continue
+            state = self.state[param]
+            state["replica_params"] = others
+            if masters := kept_masters(state):
+                first, master = shards.local(param), shards.local(masters[0])
+                made = [like_first(shards.local(copy), first, master) for copy in others]
+                state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
 
@@ -598,9 +558,7 @@ class FusedOptimizer(Optimizer):
         ]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
-            sets = [
-                [self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)
-            ]
+            sets = list(map(list, zip(*map(self._replicas_of, chosen), strict=True)))
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
@@ -636,19 +594,14 @@ class FusedOptimizer(Optimizer):
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            Watch(
-                [(param, self.state[param]) for param in self._listed() if param in self.state]
-            ).check()
+            Watch([(p, self.state[p]) for p in self._listed() if p in self.state]).check()
 
     # -- state -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _OWN}
-        return {
-            **super().__getstate__(),
-            **own,
-            "multipliers": [list(row) for row in self.multipliers],
-        }
+        own["multipliers"] = [list(row) for row in self.multipliers]
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by
@@ -715,9 +668,8 @@ class FusedOptimizer(Optimizer):
             held.update(final)
             return {**final, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(
-            hold
-        )  # the last one: it sees what others have made of the state
+        # the last one: it sees what others have made of the state
+        handle = self.register_load_state_dict_pre_hook(hold)
         self._held = held
         try:
             super().load_state_dict(state_dict)
@@ -762,3 +714,12 @@ class FusedOptimizer(Optimizer):
 
 def _is_torchfts(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torchft.")
+
+
+def _scalar(value: Tensor | float | None, device: torch.device) -> Tensor | None:
+    """What torch's GradScaler leaves, where and as the kernels read it."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
+    return value.to(device=device, dtype=torch.float32, non_blocking=True)

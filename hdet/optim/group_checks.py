@@ -47,17 +47,29 @@ def check_numbers(values: Sequence[Any], rule: Facts, name: str) -> None:
     rule.check([float(value) for value in values], name)
 
 
+def _tensors(params: Any) -> list[Any]:
+    """What a group's "params" may be: a tensor, tensors, or torch's (name, parameter)."""
+    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+
+
 def check_params(params: Any, name: str) -> None:
     """Refuses parameters at once that no step could update. Frozen ones may have any dtype."""
-    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
-    for i, entry in enumerate(entries):
-        param = (
-            entry[1] if isinstance(entry, tuple) else entry
-        )  # torch also takes (name, parameter)
+    for i, param in enumerate(_tensors(params)):
         if isinstance(param, Tensor) and param.requires_grad and param.dtype not in FLOATS:
             raise TypeError(
                 f"parameter {i} of {name} has the dtype {param.dtype}; supported are "
                 f"{', '.join(map(str, FLOATS))}. Use torch's own optimizer for it"
+            )
+
+
+def check_dimensions(params: Any, name: str) -> None:
+    """Refuses parameters that have no rows and columns."""
+    for i, param in enumerate(_tensors(params)):
+        if isinstance(param, Tensor) and param.ndim < 2:
+            raise ValueError(
+                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
+                "for matrices and stacks of them: put it into a group with use_muon=False"
             )
 
 
@@ -78,15 +90,3 @@ def check_storage(
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
     if decay_at not in ("replica", "base"):
         raise ValueError(f'decay_at={decay_at!r} is unknown; choose "replica" or "base"')
-
-
-def check_dimensions(params: Any, name: str) -> None:
-    """Refuses parameters that have no rows and columns."""
-    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
-    for i, entry in enumerate(entries):
-        param = entry[1] if isinstance(entry, tuple) else entry
-        if isinstance(param, Tensor) and param.ndim < 2:
-            raise ValueError(
-                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
-                "for matrices and stacks of them: put it into a group with use_muon=False"
-            )

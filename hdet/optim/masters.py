@@ -33,19 +33,23 @@ def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
     return [] if first is None else [first, *(state.get("replica_masters") or ())]
 
 
-def make_master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
+def own_master(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master that is the parameter's own value: float32, or int16 as the lower half."""
+    values = param.detach()
+    if dtype == torch.int16:
+        return torch.zeros_like(values, dtype=dtype)
+    return values.to(dtype, copy=True)
+
+
+def make_master(param: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A master in the wanted form: moved or converted from one there is, else the parameter's own
     value."""
     values = param.detach()
     if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
-        return (
-            torch.zeros_like(values, dtype=torch.int16)
-            if key == "remainder"
-            else values.to(torch.float32, copy=True)
-        )
+        return own_master(param, dtype)
     kept = kept.to(param.device)
-    if key == "master_param":
-        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
+    if dtype == torch.float32:
+        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(dtype)
     if kept.dtype == torch.int16:
         return kept
     # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
@@ -60,12 +64,7 @@ def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
 
     Of what lies on this rank.
     """
-    own = (
-        torch.zeros_like(master)
-        if master.dtype == torch.int16
-        else param.detach().to(torch.float32)
-    )
-    return torch.where(param == first, master, own)
+    return torch.where(param == first, master, own_master(param, master.dtype))
 
 
 def reset_master(param: Tensor, master: Tensor) -> None:

@@ -91,8 +91,9 @@ class Batch:
     """The kernel calls of some matrices that step together.
 
     `given`: what is to be made orthogonal, negated, one matrix after the other. `directions`: of
-    the same matrices, in the same memory. Of a matrix without a gradient both are zeros. All that
-    kernels read lies where it lay in the last step, so that a CUDA graph may capture a step.
+    the same matrices, in the same memory. Nobody steps along those of a matrix without a gradient.
+    All that kernels read lies where it lay in the last step, so that a CUDA graph may capture a
+    step.
     """
 
     def __init__(
@@ -160,13 +161,14 @@ class Batch:
         self._average.upload(self._averaging, options)
         self._follow.upload(self._following, _without_gradients(options))
 
-    def average(self, step: MatrixStep) -> bool:
-        """Moves the momentum and fills `given`. Is there a gradient?"""
+    def average(self, step: MatrixStep) -> list[int]:
+        """Moves the momentum and fills `given`. Returns the numbers of the matrices that have a
+        gradient."""
         self._take(step.rows)
         self.given.zero_()
         gradients = [step.gradients.get(matrix.place) for matrix in self.matrices]
         self._average.step(gradients, self._averaging, step.options)
-        return any(gradient is not None for gradient in gradients)
+        return [i for i, gradient in enumerate(gradients) if gradient is not None]
 
     def follow(self, step: MatrixStep) -> None:
         """All replicas take one step along `directions`."""
@@ -176,25 +178,32 @@ class Batch:
 
     def whole(self, step: MatrixStep, backend: str) -> None:
         """A step of matrices that this rank has all of."""
-        if not self.average(step):
+        present = self.average(step)
+        if not present:
             return
         how = step.rows[self.matrices[0].group].how
-        made = of_stacks(*self.stacks(self.given), how, backend)
-        for kept, stack in zip(self.stacks(self.directions), made, strict=True):
-            kept.copy_(stack)
+        if len(present) < len(self.matrices):
+            made = orthogonalise([self.slots[i] for i in present], how, backend)
+            torch._foreach_copy_([self.ways[i] for i in present], made)
+        else:
+            stacks = of_stacks(*self.stacks(self.given), how, backend)
+            for kept, stack in zip(self.stacks(self.directions), stacks, strict=True):
+                kept.copy_(stack)
         self.follow(step)
 
     def gathered(self, step: MatrixStep, backend: str) -> None:
         """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
-        if not self.average(step):
+        present = self.average(step)
+        if not present:
             return
+        params = [self.matrices[i].param for i in present]
         cut: list[Any] = [
-            shards.like(slot, m.param) for slot, m in zip(self.slots, self.matrices, strict=True)
+            shards.like(self.slots[i], param) for i, param in zip(present, params, strict=True)
         ]
         how = step.rows[self.matrices[0].group].how
         made = orthogonalise([tensor.full_tensor() for tensor in cut], how, backend)
-        pairs = zip(made, self.matrices, strict=True)
-        torch._foreach_copy_(self.ways, [shards.part_of(full, m.param) for full, m in pairs])
+        parts = [shards.part_of(full, param) for full, param in zip(made, params, strict=True)]
+        torch._foreach_copy_([self.ways[i] for i in present], parts)
         self.follow(step)
 
 
@@ -279,7 +288,7 @@ class _Exchange:
         self, owned: list[list[_Piece]], batch: Batch, step: MatrixStep, backend: str
     ) -> Iterator[None]:
         """One round, in three turns: parts go to their owners; owners send back directions; all
-        replicas step."""
+        replicas step. Of matrices without a gradient zeros are sent."""
         if not batch.average(step):
             return
         mine, ranks = owned[self.rank], range(self.ranks)
@@ -292,11 +301,13 @@ class _Exchange:
         by_rank = [[next(found).view(piece.shape(rank)) for piece in mine] for rank in ranks]
         parts_of = zip(mine, *by_rank, strict=True)
         whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
-        for alike in batches([piece.matrix for piece in mine]):
+        present = [p.matrix for p in mine if p.matrix.place in step.gradients]
+        for alike in batches(present):
             how = step.rows[alike[0].group].how
-            made = orthogonalise([whole[matrix.place] for matrix in alike], how, backend)
-            whole |= {m.place: one for m, one in zip(alike, made, strict=True)}
-        parts = [p.part(whole[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
+            directions = orthogonalise([whole[m.place] for m in alike], how, backend)
+            whole |= {m.place: one for m, one in zip(alike, directions, strict=True)}
+        made = {place: full.to(self.dtype) for place, full in whole.items()}
+        parts = [p.part(made[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         waiting, received = self._swap(torch.cat([nothing, *parts]), there, here)
         yield

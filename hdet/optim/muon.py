@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from . import group_checks as groups
 from . import step_plans as plans
 from .fused import FusedOptimizer, Options
 from .matrices import MatrixPlan, Row
-from .moment_storage import dtype_for
 from .newton_schulz import Iteration, Triple
 from .split_params import KEYS, MATRICES, split_groups
 from .state import Layout
@@ -213,12 +213,10 @@ class FusedMuon(FusedOptimizer):
         super().__setstate__(state)
 
     def _layout(self, param: Tensor) -> Layout:
-        of_matrix = any(
-            param is p for group in self.param_groups if group["use_muon"] for p in group["params"]
-        )
-        if not of_matrix:
-            return super()._layout(param)
-        return Layout(MATRICES, dtype_for(self.moment_dtype, param), self.master_weights)
+        layout = super()._layout(param)
+        matrices = [group["params"] for group in self.param_groups if group["use_muon"]]
+        of_matrix = any(param is one for params in matrices for one in params)
+        return replace(layout, rule=MATRICES) if of_matrix else layout
 
     # -- a step ------------------------------------------------------------------------------------
 

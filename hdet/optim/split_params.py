@@ -99,46 +99,33 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     entries = [given] if isinstance(given, Tensor) else list(given)
     places = [f"parameter {i} of group {number}" for i in range(len(entries))]
     named = list(map(_named, entries, places))
-    if use_muon is None and _are_plain_matrices(entries):
-        chosen = [True] * len(entries)
-    else:
-        if use_muon is None:
-            _check_names(named, places)
-        rule = use_muon or hidden_matrix
-        chosen = [bool(rule(*pair)) for pair in named]
-    kinds = [use for use in (True, False) if use in chosen]
-    settings = {key: value for key, value in group.items() if key not in ("params", "name")}
-    if len(kinds) > 1:
-        _check_mixed(settings, number, use_muon)
-    made = []
-    for use in kinds or [False]:
-        kind = "muon" if use else "adamw"
-        name = (
-            {"name": f"{group['name']}/{kind}" if len(kinds) > 1 else group["name"]}
-            if "name" in group
-            else {}
-        )
-        mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
-        others = set(KEYS[not use]).difference(KEYS[use]) if len(kinds) > 1 else set()
-        own = {key: value for key, value in settings.items() if key not in others}
-        made.append({**own, **name, "params": mine, "use_muon": use})
-    return made
-
-
-def _are_plain_matrices(entries: Sequence[Any]) -> bool:
-    """Is this what torch.optim.Muon takes: tensors of two dimensions, and no names?"""
-    return len(entries) > 0 and all(isinstance(e, Tensor) and e.ndim == 2 for e in entries)
-
-
-def _check_mixed(settings: dict[str, Any], number: int, use_muon: UseMuon | None) -> None:
-    """Of a group that becomes two: may these be the settings of both, as far as each has them?"""
-    both = list(settings) if use_muon is None else [key for key in settings if key == "eps"]
+    # what torch.optim.Muon takes: tensors of two dimensions, and no names
+    plain = all(isinstance(entry, Tensor) and entry.ndim == 2 for entry in entries)
+    if use_muon is None and not plain:
+        _check_names(named, places)
+    rule = use_muon or hidden_matrix
+    chosen = [(use_muon is None and plain) or bool(rule(*pair)) for pair in named]
+    kinds = [use for use in (True, False) if use in chosen] or [False]
+    settings = {key: value for key, value in group.items() if key != "params"}
+    if len(kinds) == 1:
+        return [{**settings, "params": entries, "use_muon": kinds[0]}]
+    # what would be the setting of both
+    both = [key for key in settings if key == "eps" or (use_muon is None and key != "name")]
     if both:
         raise ValueError(
             f"{', '.join(both)} of group {number} would be that of Muon and of AdamW alike: "
             "give a group for each, with use_muon"
             + (", or pass the argument use_muon" if use_muon is None else "")
         )
+    made = []
+    for use in kinds:
+        mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
+        others = set(KEYS[not use]).difference(KEYS[use])
+        own = {key: value for key, value in settings.items() if key not in others}
+        if "name" in own:
+            own["name"] = f"{own['name']}/{'muon' if use else 'adamw'}"
+        made.append({**own, "params": mine, "use_muon": use})
+    return made
 
 
 def _named(entry: Any, where: str) -> tuple[str, Tensor]:

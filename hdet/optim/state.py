@@ -46,11 +46,8 @@ class Layout:
         if self.master_weights is None or param.dtype == torch.float32:
             return None
         # a float16 parameter cannot be half of a float32 number
-        return (
-            "remainder"
-            if self.master_weights == "split" and param.dtype == torch.bfloat16
-            else "master_param"
-        )
+        halves = self.master_weights == "split" and param.dtype == torch.bfloat16
+        return "remainder" if halves else "master_param"
 
     def missing(
         self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
@@ -64,85 +61,64 @@ class Layout:
         param = sets[0]
         if shards.is_sharded(param):
             _check_layouts(state, param)
-            own = shards.local_state(state, param)
-            entries = shards.state_like(self._missing(own, shards.locals_of(sets), moments), param)
-        else:
-            entries = self._missing(state, sets, moments)
+        kept, own = shards.local_state(state, param), shards.locals_of(sets)
+        made = self._moments(kept, own[0]) if moments else {}
+        made |= self._counter(kept, own[0], moments)
+        made |= self._masters(kept, own)
+        entries = shards.state_like(made, param)
         if len(sets) > 1 and not lists.same(state.get("replica_params") or [], list(sets[1:])):
             entries["replica_params"] = list(sets[1:])
         return entries
 
-    def _missing(
-        self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
-    ) -> dict[str, Any]:
-        """Of a parameter as it lies on this rank; without the list of its replicas."""
-        param = sets[0]
+    def _moments(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        kept = [state.get(name) for name in self.rule.moments]
-        if moments:
-            for (name, dtype), moment in zip(self.dtypes().items(), kept, strict=True):
-                if moment is None and name in self.rule.weights:
-                    kept_value = next(iter(kept_masters(state)), None)
-                    entries[name] = numbers.value_of(param.detach(), kept_value).clone()
-                elif moment is None:
-                    entries.update(stored.zeros(name, param, dtype))
-                elif not stored.fits(name, state, param, dtype):
-                    signed = is_signed(name)
-                    values = stored.values_of(name, state, signed).detach().to(param.device)
-                    values = strides.like(values, param)
-                    entries.update(stored.entries(name, values, dtype, signed))
-        step = state.get("step")
-        if moments and kept[0] is None:
-            step = 0.0  # moments that begin at zero need the corrections of a first step
-        if (
-            not isinstance(step, Tensor)
-            or step.dim() != 0
-            or step.dtype != torch.float32
-            or step.device != param.device
-        ):
-            # torch's SGD does not count; a buffer that is there has seen a step
-            count = (
-                float(step)
-                if step is not None
-                else float(any(moment is not None for moment in kept))
-            )
-            entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
-        entries.update(self._missing_masters(state, sets))
+        for name, dtype in self.dtypes().items():
+            if state.get(name) is None:
+                if name in self.rule.weights:
+                    master = next(iter(kept_masters(state)), None)
+                    entries[name] = numbers.value_of(param.detach(), master).clone()
+                else:
+                    entries |= stored.zeros(name, param, dtype)
+            elif not stored.fits(name, state, param, dtype):
+                signed = is_signed(name)
+                values = stored.values_of(name, state, signed).detach().to(param.device)
+                entries |= stored.entries(name, strides.like(values, param), dtype, signed)
         return entries
 
-    def _missing_masters(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
+    def _counter(self, state: Mapping[str, Any], param: Tensor, moments: bool) -> dict[str, Tensor]:
+        kept, step = [state.get(name) for name in self.rule.moments], state.get("step")
+        if moments and kept[0] is None:
+            step = 0.0  # moments that begin at zero need the corrections of a first step
+        elif step is None:  # torch's SGD does not count; a buffer that is there has seen a step
+            step = any(moment is not None for moment in kept)
+        form = (0, torch.float32, param.device)
+        if isinstance(step, Tensor) and (step.dim(), step.dtype, step.device) == form:
+            return {}
+        return {"step": torch.tensor(float(step), dtype=torch.float32, device=param.device)}
+
+    def _masters(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
         key, kept = self.master_key(sets[0]), kept_masters(state)
-        found = next((name for name in MASTER_KEYS if state.get(name) is not None), None)
+        made: list[Tensor] = []
         if key is None:
             for param, master in zip(sets, kept, strict=False):
                 regain(param, master)
-            return (
-                {}
-                if found is None
-                else {
-                    found: None,
-                    **({"replica_masters": None} if "replica_masters" in state else {}),
-                }
-            )
-        dtype = torch.int16 if key == "remainder" else torch.float32
-        if (
-            found == key
-            and len(kept) == len(sets)
-            and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True))
-        ):
-            return {}
-        made = [make_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [
-            make_master(sets[0], None, key)
-        ]
-        made += [like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
-        made = [strides.like(m, p) for m, p in zip(made, sets, strict=True)]
-        entries: dict[str, Any] = {key: made[0]}
-        if found not in (None, key):
-            entries[found] = None
-        if len(sets) > 1:
+        else:
+            dtype = torch.int16 if key == "remainder" else torch.float32
+            fit = [_fits(m, p, dtype) for m, p in zip(kept, sets, strict=False)]
+            if state.get(key) is not None and fit == [True] * len(sets):
+                return {}
+            known: Sequence[Tensor | None] = kept or [None]
+            pairs = zip(sets, known, strict=False)
+            made = [make_master(param, master, dtype) for param, master in pairs]
+            made += [like_first(param, sets[0], made[0]) for param in sets[len(made) :]]
+            made = [strides.like(m, p) for m, p in zip(made, sets, strict=True)]
+        entries: dict[str, Any] = {
+            name: None for name in (*MASTER_KEYS, "replica_masters") if name in state
+        }
+        if key is not None:
+            entries[key] = made[0]
+        if len(made) > 1:
             entries["replica_masters"] = made[1:]
-        elif "replica_masters" in state:
-            entries["replica_masters"] = None
         return entries
 
     def loaded(self, values: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Any]:
@@ -152,24 +128,22 @@ class Layout:
         Large tensors that fit are taken as they are, as torch does; the step counter is copied.
         """
         moments = self.dtypes()
+        halves = values.get("remainder")
+        if getattr(halves, "dtype", None) == torch.bfloat16:
+            values = _with_halves(values, torch.int16)
         dtypes = {
             **{key: torch.float32 if d == CODES else d for key, d in moments.items()},
+            "master_param": torch.float32,
             "remainder": torch.int16,
             "replica_params": param.dtype,
+            "replica_masters": torch.float32 if halves is None else torch.int16,
         }
-        dtypes |= {"master_param": torch.float32}
-        dtypes["replica_masters"] = (
-            torch.int16 if values.get("remainder") is not None else torch.float32
-        )
         placed: dict[str, Any] = {}
-        if getattr(values.get("remainder"), "dtype", None) == torch.bfloat16:
-            values = _with_halves(values, torch.int16)
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
-            if (
-                key == "step"
-            ):  # a number, float64 or a tensor anywhere, depending on torch's version and options
+            if key == "step":
+                # a number, float64 or a tensor anywhere, depending on torch's version and options
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
@@ -258,19 +232,12 @@ def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
-    shards.sharding_dims(
-        param, f"a parameter of shape {tuple(param.shape)}"
-    )  # refuses sums that have not been taken
+    whose = f"a parameter of shape {tuple(param.shape)}"
+    shards.sharding_dims(param, whose)  # refuses sums that have not been taken
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and not shards.is_plain(key):
-                shards.check_alike(
-                    tensor, param, f"{key} of a parameter of shape {tuple(param.shape)}", _RELAY
-                )
-
-
-def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    return strides.like(tensor.detach().to(device=param.device, dtype=dtype), param)
+                shards.check_alike(tensor, param, f"{key} of {whose}", _RELAY)
 
 
 def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -284,7 +251,9 @@ def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor
             f"{tuple(param.shape)}: it is of another model"
         )
     shards.check_alike(value, param, f"the loaded {name}", _RELAY)
-    return shards.like(_placed(shards.local(value), shards.local(param), dtype), param)
+    own = shards.local(param)
+    placed = shards.local(value).detach().to(device=own.device, dtype=dtype)
+    return shards.like(strides.like(placed, own), param)
 
 
 def _same_bits(tensors: Sequence[Tensor]) -> bool:

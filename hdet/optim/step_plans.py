@@ -116,23 +116,22 @@ class Planned:
     """The plans of all steps, one for each device, and everything they rely on.
 
     They are made for the parameters that have had a gradient, by place: `members`. A step leaves
-    those of them alone that have none. `kinds`: of each group, what its plan relies on. `states`:
-    of all parameters that have one, with `entries`, which go into `container` once a step has been
-    done.
+    those of them alone that have none. `groups`: of each its size, and what plans rely on.
+    `states`: of all parameters that have one, with `entries`, which go into `container` once a
+    step has been done.
     """
 
     def __init__(
         self,
         params: list[Tensor],
-        sizes: list[int],
-        kinds: list[Kind],
+        groups: list[tuple[int, Kind]],
         parts: list[Part],
         members: Mapping[int, Member],
         states: Mapping[int, dict[str, Any]],
         entries: Mapping[Tensor, dict[str, Any]],
         container: dict[Tensor, dict[str, Any]],
     ) -> None:
-        self.params, self.sizes, self.kinds, self.parts = params, sizes, kinds, parts
+        self.params, self.groups, self.parts = params, groups, parts
         self.places, self.entries, self.container = list(members), entries, container
         self.outside = set(range(len(params))).difference(members)
         self.watch = Watch((params[i], state) for i, state in states.items())
@@ -182,16 +181,14 @@ class Planned:
         self,
         container: dict[Tensor, dict[str, Any]],
         params: list[Tensor],
-        sizes: list[int],
-        kinds: list[Kind],
+        groups: list[tuple[int, Kind]],
     ) -> bool:
         """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         if not lists.same(params, self.params):
             return False
         lying, forms = self._lying()
         return (
-            sizes == self.sizes
-            and kinds == self.kinds
+            groups == self.groups
             and container is self.container
             and self.contents is not None
             and lists.same_contents(container, self.contents)
@@ -312,7 +309,7 @@ class Planned:
         for part in self.parts:
             by_group = [
                 _settings(kind.rule, hyper, column, decay, part.device)
-                for kind, hyper, column in zip(self.kinds, hypers, columns, strict=True)
+                for (_, kind), hyper, column in zip(self.groups, hypers, columns, strict=True)
             ]
             made.append(tuple(by_group[group] for group in part.groups))
         self.hypers = hypers if plain else []
@@ -358,24 +355,8 @@ def _settings(
     return StepSettings(lr, multipliers, *rule.arrange((*map(float, hyper[1:]), *decay, *_REST)))
 
 
-def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Groups numbered from 0 without a gap: the number of each entry, and the group of each
-    number."""
-    numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
-    return [numbers[group] for group in groups], list(numbers)
-
-
 def by_device(params: Sequence[Tensor], members: Iterable[int]) -> dict[torch.device, list[int]]:
     found: dict[torch.device, list[int]] = {}
     for i in members:
         found.setdefault(params[i].device, []).append(i)
     return found
-
-
-def scalar(value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """What torch's GradScaler leaves, where and as the kernels read it."""
-    if value is None:
-        return None
-    if not isinstance(value, Tensor):
-        return torch.tensor(float(value), dtype=torch.float32, device=device)
-    return value.to(device=device, dtype=torch.float32, non_blocking=True)

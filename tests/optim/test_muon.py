@@ -1074,6 +1074,25 @@ def test_a_gradient_of_matrices_alone_is_refused_before_anything_is_changed() ->
         optimizer.step()
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_gradients_that_lie_in_another_order_are_copied_and_zeroed(
+    max_grad_norm: float | None,
+) -> None:
+    found = []
+    for is_transposed in (False, True):
+        params = parameters()
+        optimizer = make(params, max_grad_norm=max_grad_norm, zero_gradients=True)
+        for step in range(2):
+            for param, gradient in zip(params, gradients(step), strict=True):
+                param.grad = gradient
+            if is_transposed:
+                params[0].grad = params[0].grad.mT.contiguous().mT  # type: ignore[union-attr]
+            optimizer.step()
+            assert not any(param.grad.any() for param in params)  # type: ignore[union-attr]
+        found.append(params)
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("adamw_too", [False, True])
 def test_states_of_a_first_step_that_fails_half_way_are_kept(
     adamw_too: bool, monkeypatch: pytest.MonkeyPatch
