@@ -25,15 +25,7 @@ from . import group_checks as groups
 from . import lists
 from . import step_plans as plans
 from .finish import Averaging, check_copies
-from .masters import (
-    MASTER_KEYS,
-    REPLICA_KEYS,
-    Watch,
-    kept_masters,
-    like_first,
-    reset_master,
-    state_sets,
-)
+from .masters import REPLICA_KEYS, Watch, kept_masters, like_first, reset_master, state_sets
 from .moment_storage import Dtype, are_coded, dtype_for
 from .state import Layout, replicas_for
 from .step_plans import Hyper, Member, Norms, Part, Planned
@@ -629,9 +621,9 @@ class FusedOptimizer(Optimizer):
         Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads
         what is there to be filled."""
-        handle = self.register_state_dict_post_hook(
-            lambda _, saved: self._complete(saved), prepend=True
-        )  # others see what it has made
+        # the first one: others see what it has made
+        complete = lambda _, saved: self._complete(saved)
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -695,9 +687,7 @@ class FusedOptimizer(Optimizer):
                 continue
             layout = self._layout(param)
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= layout.master_key(param) is None and any(
-                name in entries for name in MASTER_KEYS
-            )
+            dropped |= layout.master_key(param) is None and bool(kept_masters(entries))
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
