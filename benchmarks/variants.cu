@@ -44,8 +44,7 @@ __global__ void fill(void* out, Kind kind, float size) {
     const float radius =
         sqrtf(-2.0f * logf((static_cast<float>(random.word[0]) + 1.0f) * 0x1p-33f));
     const float x = size * radius * cospif(static_cast<float>(random.word[1]) * 0x1p-31f);
-    if (kind == Kind::floats)
-      static_cast<float*>(out)[i] = x;
+    if (kind == Kind::floats) static_cast<float*>(out)[i] = x;
     else
       static_cast<uint16_t*>(out)[i] =
           kind == Kind::halves ? upper_half(x) : static_cast<uint16_t>(random.word[2]);
@@ -154,10 +153,8 @@ void run(const Form& form) {
 
   const cuda::Slices slices = cuda::slices_of(plan.longest);
   const double ms = milliseconds([&] {
-    if (coded)
-      cuda::launch_coded(plan, {plan.num_chunks, cuda::kStepThreads}, 0);
-    else
-      launch_plain(plan, form, slices);
+    if (coded) cuda::launch_coded(plan, {plan.num_chunks, cuda::kStepThreads}, 0);
+    else launch_plain(plan, form, slices);
   });
 
   unsigned long long

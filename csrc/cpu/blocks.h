@@ -156,10 +156,8 @@ void put(const Moment& m, int64_t element, int length, const float* values,
   over_code_blocks(element, length, [&](int start, int count, int64_t block) {
     const float scale = m.scales[block] = hdet::scale_of(largest_bits(values + start, count));
     uint8_t* const codes = at<uint8_t>(m.numbers, element + start);
-    if (m.is_signed)
-      encode<true>(*m.book, scale, values + start, codes, count);
-    else
-      encode<false>(*m.book, scale, values + start, codes, count);
+    if (m.is_signed) encode<true>(*m.book, scale, values + start, codes, count);
+    else encode<false>(*m.book, scale, values + start, codes, count);
   });
 }
 

@@ -24,8 +24,7 @@ void copy_block(const CopyPlan& plan, const hdet::Chunk& c, int64_t element, int
   float* const to = direct ? at<float>(destination.param, element) : destination_buffer.values;
   if (plan.scale == 0.0f)
     __builtin_memset(to, 0, static_cast<unsigned long>(length) * sizeof(float));
-  else
-    write_scaled(plan.scale, open(source, element, length, source_buffer), to, length);
+  else write_scaled(plan.scale, open(source, element, length, source_buffer), to, length);
   put(destination, element, length, to);
 }
 

@@ -41,20 +41,16 @@ void fused_loop(const Work& w, const Batch<N>& batch) {
   for (int i = 0; i < c.length; ++i) {
     const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f,
                                     Element{moments, i});
-    if (Rule::kGivesParameter)
-      batch.p[0][i] = u;
-    else
-      batch.template take_steps<kCautious>(i, u);
+    if (Rule::kGivesParameter) batch.p[0][i] = u;
+    else batch.template take_steps<kCautious>(i, u);
   }
 }
 
 template <class Rule, int N>
 bool fused(const Work& w) {
   const Batch<N> batch(w, 0, w.chunk.offset);
-  if (!Rule::kCoupled && batch.cautious)
-    fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
-  else
-    fused_loop<Rule, N, false>(w, batch);
+  if (!Rule::kCoupled && batch.cautious) fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
+  else fused_loop<Rule, N, false>(w, batch);
   return true;
 }
 
@@ -69,10 +65,8 @@ void follow_loop(const Batch<N>& batch, int length, const float* u) {
 template <int N>
 void follow(const Work& w, int32_t first, int64_t element, int length, const float* u) {
   const Batch<N> batch(w, first, element);
-  if (batch.cautious)
-    follow_loop<N, true>(batch, length, u);
-  else
-    follow_loop<N, false>(batch, length, u);
+  if (batch.cautious) follow_loop<N, true>(batch, length, u);
+  else follow_loop<N, false>(batch, length, u);
 }
 
 inline void follow_all(const Work& w, int64_t element, int length, const float* u) {
@@ -90,16 +84,11 @@ bool fused_chunk(const Work& w) {
     if (w.formats.moments[j] != DType::f32) return false;  // SGD without momentum, and codes
   }
   switch (w.plan.num_replicas) {
-    case 1:
-      return fused<Rule, 1>(w);
-    case 2:
-      return fused<Rule, 2>(w);
-    case 4:
-      return fused<Rule, 4>(w);
-    case 8:
-      return fused<Rule, 8>(w);
-    default:
-      return false;
+    case 1: return fused<Rule, 1>(w);
+    case 2: return fused<Rule, 2>(w);
+    case 4: return fused<Rule, 4>(w);
+    case 8: return fused<Rule, 8>(w);
+    default: return false;
   }
 }
 

@@ -24,10 +24,8 @@ void store(const Work& w, int64_t element, int length, const float* u) {
     const float* p = u;
     if (!Rule::kGivesParameter) {
       float* const old = open(param, element, length, buffer);
-      if (hdet::is_cautious(w.replicas[k]))
-        take_steps<true>(w.replicas[k], old, u, length);
-      else
-        take_steps<false>(w.replicas[k], old, u, length);
+      if (hdet::is_cautious(w.replicas[k])) take_steps<true>(w.replicas[k], old, u, length);
+      else take_steps<false>(w.replicas[k], old, u, length);
       p = old;
     }
     if (w.random_params())

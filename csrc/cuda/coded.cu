@@ -9,7 +9,6 @@
 // twice: once to find the largest.
 #include "kernels.h"
 #include "launch.cuh"
-#include "phases.cuh"
 #include "step.cuh"
 
 namespace hdet::cuda {
@@ -115,10 +114,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
   HDET_DEVICE void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
     load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j))
-        load(DType::f32, Base::moments[j], at, loaded.exact[j]);
-      else
-        loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+      if (Rule::is_exact(j)) load(DType::f32, Base::moments[j], at, loaded.exact[j]);
+      else loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
     });
     if (!kMany) load(Base::replica(0).param, at, loaded.param);
     each<Rule::kMoments>([&](auto j) {
@@ -130,17 +127,13 @@ struct Coded : Update<Rule, kMany, kKnown> {
   template <int kWidth>
   HDET_DEVICE void compute(const Place& at, const Loaded<kWidth>& loaded,
                            Turn<kWidth>& turn) const {
-    if (kMany)
-      Base::load_batch(0, at, turn.params);
-    else
-      turn.params[0] = loaded.param;
+    if (kMany) Base::load_batch(0, at, turn.params);
+    else turn.params[0] = loaded.param;
     float g[kWidth], p[kWidth] = {};
     unpack(formats.gradient, loaded.gradient, g);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j))
-        unpack(DType::f32, loaded.exact[j], turn.moments[j]);
-      else
-        codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+      if (Rule::is_exact(j)) unpack(DType::f32, loaded.exact[j], turn.moments[j]);
+      else codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
     });
     if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
 #pragma unroll
@@ -155,12 +148,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
                         Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j))
-        store(DType::f32, Base::moments[j], at, turn.moments[j]);
-      else if (Rule::is_signed(j))
-        codes[j].template store<true>(at, scales[j], turn.moments[j]);
-      else
-        codes[j].template store<false>(at, scales[j], turn.moments[j]);
+      if (Rule::is_exact(j)) store(DType::f32, Base::moments[j], at, turn.moments[j]);
+      else if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
+      else codes[j].template store<false>(at, scales[j], turn.moments[j]);
     });
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
     Base::follow_all(at, turn.params, turn.u, bits);
@@ -308,29 +298,18 @@ __global__ void __launch_bounds__(kStepThreads,
   update.update_codes();
 }
 
-using Kernel = void (*)(StepPlan);
-
 // Several replicas have one kernel for all formats: beside their parameters, moments are a small
 // part.
-template <class Rule>
-Kernel kernel_for(const StepPlan& plan) {
-  if (plan.num_replicas > 1) return coded_kernel<Rule, true, Known::none>;
-  switch (plan.known) {
-    case Known::floats:
-      return coded_kernel<Rule, false, Known::floats>;
-    case Known::masters:
-      return coded_kernel<Rule, false, Known::masters>;
-    case Known::split:
-      return coded_kernel<Rule, false, Known::split>;
-    case Known::halves:
-    case Known::none:
-      break;
-  }
-  return coded_kernel<Rule, false, Known::none>;
-}
-
-Kernel kernel_for(const StepPlan& plan) {
-  return with_rule(plan.rule, [&](auto rule) { return kernel_for<decltype(rule)>(plan); });
+auto kernel_for(const StepPlan& plan) {
+  return with_rule(plan.rule, [&](auto rule) {
+    return with_known(plan.known, [&](auto known) {
+      using Rule = decltype(rule);
+      constexpr Known kKnown = decltype(known)::value;
+      constexpr Known kOfOne = kKnown == Known::halves ? Known::none : kKnown;
+      return plan.num_replicas > 1 ? coded_kernel<Rule, true, Known::none>
+                                   : coded_kernel<Rule, false, kOfOne>;
+    });
+  });
 }
 
 }  // namespace

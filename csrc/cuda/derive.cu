@@ -5,7 +5,6 @@
 #include "../core/prepare.h"
 #include "block.cuh"
 #include "launch.cuh"
-#include "phases.cuh"
 
 namespace hdet::cuda {
 namespace {

@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../core/plan.h"
+
 namespace hdet::cuda {
 
 inline void check(cudaError_t code, const char* call) {
@@ -80,5 +82,12 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid,
   config.numAttrs = grid.early && waits(kernel) ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
+
+// The phases of a step that have files of their own: one float64 sum of squares for each chunk;
+// settings, norm, scaler and step counters -> control, rows and replica rows; and the update where
+// the moments of some tensors are codes, one launch for all tensors, too.
+void launch_norm(const StepPlan& plan, std::uintptr_t stream);
+void launch_derive(const StepPlan& plan, std::uintptr_t stream);
+void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

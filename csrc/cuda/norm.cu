@@ -5,7 +5,6 @@
 #include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "phases.cuh"
 #include "vec.cuh"
 
 namespace hdet::cuda {
@@ -118,10 +117,9 @@ __global__ void __launch_bounds__(kNormThreads, 5)
 
 }  // namespace
 
-void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials,
-                 std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(norm)", norm_kernel, {num_chunks, kNormThreads}, stream, chunks,
-         tensors, partials);
+void launch_norm(const StepPlan& plan, std::uintptr_t stream) {
+  launch("cudaLaunchKernelEx(norm)", norm_kernel, {plan.num_chunks, kNormThreads}, stream,
+         plan.chunks, plan.gradients, plan.partials);
 }
 
 }  // namespace hdet::cuda

@@ -7,6 +7,8 @@
 // results (docs/evidence/gpu.md).
 #pragma once
 
+#include <type_traits>
+
 #include "../core/philox.h"
 #include "../core/plan.h"
 #include "../core/rules.h"
@@ -108,10 +110,8 @@ struct Update {
                        ? advance(moment_of(plan, chunk.tensor, j), formats.moments[j], chunk.offset)
                        : nullptr;
     });
-    if constexpr (kMany)
-      replicas = dynamic_shared<Replica>();
-    else
-      own = replica_at(0);
+    if constexpr (kMany) replicas = dynamic_shared<Replica>();
+    else own = replica_at(0);
   }
 
   HDET_DEVICE bool keeps(int j) const {
@@ -362,6 +362,19 @@ __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, 
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   update_chunk(update);
+}
+
+// call(a Known, as a constant)
+template <class Call>
+auto with_known(Known known, const Call& call) {
+  switch (known) {
+    case Known::floats: return call(std::integral_constant<Known, Known::floats>{});
+    case Known::masters: return call(std::integral_constant<Known, Known::masters>{});
+    case Known::split: return call(std::integral_constant<Known, Known::split>{});
+    case Known::halves: return call(std::integral_constant<Known, Known::halves>{});
+    case Known::none: break;
+  }
+  return call(std::integral_constant<Known, Known::none>{});
 }
 
 }  // namespace hdet::cuda

@@ -167,10 +167,8 @@ HDET_DEVICE void unpack_split(const Raw<1>& raw, float (&out)[1]) {
 // 16-bit numbers made by half(i), or two in a word by pair(i) of i and i + 1.
 template <int kWidth, class Half, class Pair>
 HDET_DEVICE void store_halves(void* stream, const Place& at, const Half& half, const Pair& pair) {
-  if constexpr (kWidth == 1)
-    write<uint16_t>(stream, at.first, half(0));
-  else
-    write_halves(stream, at, make_uint4(pair(0), pair(2), pair(4), pair(6)));
+  if constexpr (kWidth == 1) write<uint16_t>(stream, at.first, half(0));
+  else write_halves(stream, at, make_uint4(pair(0), pair(2), pair(4), pair(6)));
 }
 
 template <int kWidth, class Half>
@@ -194,14 +192,12 @@ HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[1]
 // To nearest.
 template <int kWidth>
 HDET_DEVICE void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
-  if (type == DType::f32)
-    store_floats(stream, at, x);
+  if (type == DType::f32) store_floats(stream, at, x);
   else if (type == DType::bf16)
     store_halves<kWidth>(
         stream, at, [&](int i) { return to_bf16(x[i]); },
         [&](int i) { return to_bf16_pair(x[i], x[i + 1]); });
-  else
-    store_halves<kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
+  else store_halves<kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
 }
 
 // A parameter and what stands beside it, from a chunk's first element on. Its value is that of the
@@ -231,10 +227,8 @@ HDET_DEVICE void load(const Param& p, const Place& at, Raw<kWidth>& raw) {
 
 template <int kWidth>
 HDET_DEVICE void unpack(const Param& p, const Raw<kWidth>& raw, float (&out)[kWidth]) {
-  if (p.kind == Master::split)
-    unpack_split(raw, out);
-  else
-    unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
+  if (p.kind == Master::split) unpack_split(raw, out);
+  else unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
 }
 
 template <int kWidth>
