@@ -44,6 +44,8 @@ class Language:
 
     scalar_calls: ClassVar[dict[str, str]]
     tensor_calls: ClassVar[dict[str, str]]
+    row_format: ClassVar[str]
+    """of a scalar that elements meet, by its number"""
 
     def __init__(self) -> None:
         self.named: dict[Scalar, str] = {}
@@ -95,7 +97,7 @@ class Language:
 
         def text(node: Tensor | Scalar) -> str:
             if isinstance(node, Scalar):
-                return f"s{traced.scalars.index(node)}"
+                return self.row_format.format(traced.scalars.index(node))
             if node.op == "input":
                 return str(node.args[0])
             if node in names:
@@ -129,6 +131,7 @@ def _operation(op: str, args: list[str], calls: dict[str, str]) -> str:
 class Cpp(Language):
     scalar_calls: ClassVar = {"sqrt": "square_root", "exp": "exponential", "log": "logarithm"}
     tensor_calls = scalar_calls
+    row_format = "s{}"
 
     def number(self, x: float) -> str:
         return repr(x)
@@ -256,6 +259,7 @@ def _parameters(texts: list[str], *more: str) -> str:
 class Triton(Language):
     scalar_calls: ClassVar = {"sqrt": "tl.sqrt"}
     tensor_calls: ClassVar = {"sqrt": "tl.sqrt_rn", "div": "tl.div_rn"}
+    row_format = "s[{}]"
 
     def number(self, x: float) -> str:
         return f"f64({x!r})"
@@ -270,12 +274,11 @@ class Triton(Language):
 @triton.jit
 def {rule.name}_scalars(h, step, rate, s, live):
 {_lines(f"    {name} = {text}" for name, text in named.items())}\
-{_lines(_broken(f"    s{i} = {text}") for i, text in enumerate(scalars))}\
-{_lines(f"    tl.store(s + {i}, s{i}.to(tl.float32), mask=live)" for i in range(len(scalars)))}
+{_lines(map(_put, range(len(scalars)), scalars))}
 
 @triton.jit
 def {rule.name}(row, {", ".join(rule.trace.inputs)}):
-{_lines(f"    s{i} = row.s[{i}]" for i in range(len(scalars)))}\
+    s = row.s
 {_lines(f"    {name} = {text}" for name, text in lines.items())}\
     return {", ".join(results)}
 """
@@ -314,6 +317,11 @@ import triton.language as tl
 from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
 
 GROUP_SETTINGS = tl.constexpr({len(FIELDS)})
+
+
+@triton.jit
+def put(x, place, live):
+    tl.store(place, x.to(tl.float32), mask=live)
 
 
 class Settings(NamedTuple):
@@ -361,6 +369,12 @@ def _wrapped(text: str) -> str:
         return "\n".join(parts).replace("\0", " ")
 
     return _lines(map(wrapped, text.splitlines()))
+
+
+def _put(place: int, text: str) -> str:
+    """Stores a scalar, which has a line of its own if it is long."""
+    line = f"    put({text}, s + {place}, live)"
+    return line if len(line) <= 100 else f"{_broken(f'    x = {text}')}\n{_put(place, 'x')}"
 
 
 def _broken(line: str) -> str:

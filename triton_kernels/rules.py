@@ -13,6 +13,11 @@ from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
 GROUP_SETTINGS = tl.constexpr(16)
 
 
+@triton.jit
+def put(x, place, live):
+    tl.store(place, x.to(tl.float32), mask=live)
+
+
 class Settings(NamedTuple):
     """What the host wrote for the groups of some tensors, in float64."""
 
@@ -59,64 +64,40 @@ def load_settings(source, live):
 
 @triton.jit
 def adamw_scalars(h, step, rate, s, live):
-    s0 = f64(1.0) - h.beta1
-    s1 = h.beta1
-    s2 = h.beta2
-    s3 = f64(1.0) - h.beta2
-    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
-    s5 = h.eps
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-    tl.store(s + 4, s4.to(tl.float32), mask=live)
-    tl.store(s + 5, s5.to(tl.float32), mask=live)
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(h.beta2, s + 2, live)
+    put(f64(1.0) - h.beta2, s + 3, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 4, live)
+    put(h.eps, s + 5, live)
 
 
 @triton.jit
 def adamw(row, g, p, m, v):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    s4 = row.s[4]
-    s5 = row.s[5]
-    t0 = lerp(m, g, s0, s1)
-    t1 = (v * s2) + ((g * s3) * g)
-    return tl.div_rn(t0, (tl.sqrt_rn(t1) * s4) + s5), t0, t1
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    t1 = (v * s[2]) + ((g * s[3]) * g)
+    return tl.div_rn(t0, (tl.sqrt_rn(t1) * s[4]) + s[5]), t0, t1
 
 
 @triton.jit
 def adam_scalars(h, step, rate, s, live):
-    s0 = h.weight_decay
-    s1 = f64(1.0) - h.beta1
-    s2 = h.beta1
-    s3 = h.beta2
-    s4 = f64(1.0) - h.beta2
-    s5 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
-    s6 = h.eps
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-    tl.store(s + 4, s4.to(tl.float32), mask=live)
-    tl.store(s + 5, s5.to(tl.float32), mask=live)
-    tl.store(s + 6, s6.to(tl.float32), mask=live)
+    put(h.weight_decay, s + 0, live)
+    put(f64(1.0) - h.beta1, s + 1, live)
+    put(h.beta1, s + 2, live)
+    put(h.beta2, s + 3, live)
+    put(f64(1.0) - h.beta2, s + 4, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 5, live)
+    put(h.eps, s + 6, live)
 
 
 @triton.jit
 def adam(row, g, p, m, v):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    s4 = row.s[4]
-    s5 = row.s[5]
-    s6 = row.s[6]
-    t0 = add_weighted(g, s0, p)
-    t1 = lerp(m, t0, s1, s2)
-    t2 = (v * s3) + ((t0 * s4) * t0)
-    return tl.div_rn(t1, (tl.sqrt_rn(t2) * s5) + s6), t1, t2
+    s = row.s
+    t0 = add_weighted(g, s[0], p)
+    t1 = lerp(m, t0, s[1], s[2])
+    t2 = (v * s[3]) + ((t0 * s[4]) * t0)
+    return tl.div_rn(t1, (tl.sqrt_rn(t2) * s[5]) + s[6]), t1, t2
 
 
 @triton.jit
@@ -124,179 +105,112 @@ def ademamix_scalars(h, step, rate, s, live):
     e0 = log(h.beta1)
     e1 = log(h.beta3)
     e2 = exp((e0 * e1) / (e1 + ((e0 - e1) * (step / h.t_beta3))))
-    s0 = f64(1.0) - h.beta1
-    s1 = h.beta1
-    s2 = f64(1.0) / (f64(1.0) - power(h.beta1, step))
-    s3 = f64(1.0) - tl.where(step <= h.t_beta3, e2, h.beta3)
-    s4 = tl.where(step <= h.t_beta3, e2, h.beta3)
-    s5 = h.alpha * tl.where(step <= h.t_alpha, step / h.t_alpha, f64(1.0))
-    s6 = h.beta2
-    s7 = f64(1.0) - h.beta2
-    s8 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
-    s9 = h.eps
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-    tl.store(s + 4, s4.to(tl.float32), mask=live)
-    tl.store(s + 5, s5.to(tl.float32), mask=live)
-    tl.store(s + 6, s6.to(tl.float32), mask=live)
-    tl.store(s + 7, s7.to(tl.float32), mask=live)
-    tl.store(s + 8, s8.to(tl.float32), mask=live)
-    tl.store(s + 9, s9.to(tl.float32), mask=live)
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(f64(1.0) / (f64(1.0) - power(h.beta1, step)), s + 2, live)
+    put(f64(1.0) - tl.where(step <= h.t_beta3, e2, h.beta3), s + 3, live)
+    put(tl.where(step <= h.t_beta3, e2, h.beta3), s + 4, live)
+    put(h.alpha * tl.where(step <= h.t_alpha, step / h.t_alpha, f64(1.0)), s + 5, live)
+    put(h.beta2, s + 6, live)
+    put(f64(1.0) - h.beta2, s + 7, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 8, live)
+    put(h.eps, s + 9, live)
 
 
 @triton.jit
 def ademamix(row, g, p, m, slow, v):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    s4 = row.s[4]
-    s5 = row.s[5]
-    s6 = row.s[6]
-    s7 = row.s[7]
-    s8 = row.s[8]
-    s9 = row.s[9]
-    t0 = lerp(m, g, s0, s1)
-    t1 = lerp(slow, g, s3, s4)
-    t2 = (v * s6) + ((g * s7) * g)
-    return tl.div_rn((t0 * s2) + (t1 * s5), (tl.sqrt_rn(t2) * s8) + s9), t0, t1, t2
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    t1 = lerp(slow, g, s[3], s[4])
+    t2 = (v * s[6]) + ((g * s[7]) * g)
+    return tl.div_rn((t0 * s[2]) + (t1 * s[5]), (tl.sqrt_rn(t2) * s[8]) + s[9]), t0, t1, t2
 
 
 @triton.jit
 def lion_scalars(h, step, rate, s, live):
-    s0 = f64(1.0) - h.beta1
-    s1 = h.beta1
-    s2 = f64(1.0) - h.beta2
-    s3 = h.beta2
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(f64(1.0) - h.beta2, s + 2, live)
+    put(h.beta2, s + 3, live)
 
 
 @triton.jit
 def lion(row, g, p, m):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    return sign(lerp(m, g, s0, s1)), lerp(m, g, s2, s3)
+    s = row.s
+    return sign(lerp(m, g, s[0], s[1])), lerp(m, g, s[2], s[3])
 
 
 @triton.jit
 def muon_scalars(h, step, rate, s, live):
-    s0 = f64(1.0) - h.momentum
-    s1 = h.momentum
-    s2 = f64(1.0) - tl.where(h.nesterov != 0, h.momentum, f64(1.0))
-    s3 = tl.where(h.nesterov != 0, h.momentum, f64(1.0))
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    put(f64(1.0) - h.momentum, s + 0, live)
+    put(h.momentum, s + 1, live)
+    put(f64(1.0) - tl.where(h.nesterov != 0, h.momentum, f64(1.0)), s + 2, live)
+    put(tl.where(h.nesterov != 0, h.momentum, f64(1.0)), s + 3, live)
 
 
 @triton.jit
 def muon(row, g, p, m):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    t0 = lerp(m, g, s0, s1)
-    return lerp(t0, g, s2, s3), t0
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    return lerp(t0, g, s[2], s[3]), t0
 
 
 @triton.jit
 def nadamw_scalars(h, step, rate, s, live):
-    s0 = f64(1.0) - h.beta1
-    s1 = h.beta1
-    s2 = h.beta2
-    s3 = f64(1.0) - h.beta2
-    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
-    s5 = h.eps
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-    tl.store(s + 4, s4.to(tl.float32), mask=live)
-    tl.store(s + 5, s5.to(tl.float32), mask=live)
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(h.beta2, s + 2, live)
+    put(f64(1.0) - h.beta2, s + 3, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 4, live)
+    put(h.eps, s + 5, live)
 
 
 @triton.jit
 def nadamw(row, g, p, m, v):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    s4 = row.s[4]
-    s5 = row.s[5]
-    t0 = lerp(m, g, s0, s1)
-    t1 = (v * s2) + ((g * s3) * g)
-    return tl.div_rn(lerp(t0, g, s0, s1), (tl.sqrt_rn(t1) * s4) + s5), t0, t1
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    t1 = (v * s[2]) + ((g * s[3]) * g)
+    return tl.div_rn(lerp(t0, g, s[0], s[1]), (tl.sqrt_rn(t1) * s[4]) + s[5]), t0, t1
 
 
 @triton.jit
 def schedule_free_adamw_scalars(h, step, rate, s, live):
-    s0 = f64(1.0) - (f64(1.0) - h.average)
-    s1 = f64(1.0) - h.average
-    s2 = h.beta2
-    s3 = f64(1.0) - h.beta2
-    s4 = f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step))
-    s5 = h.eps
-    s6 = h.weight_decay
-    s7 = rate * ((h.beta1 * (f64(1.0) - h.average)) - f64(1.0))
-    s8 = rate
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
-    tl.store(s + 4, s4.to(tl.float32), mask=live)
-    tl.store(s + 5, s5.to(tl.float32), mask=live)
-    tl.store(s + 6, s6.to(tl.float32), mask=live)
-    tl.store(s + 7, s7.to(tl.float32), mask=live)
-    tl.store(s + 8, s8.to(tl.float32), mask=live)
+    put(f64(1.0) - (f64(1.0) - h.average), s + 0, live)
+    put(f64(1.0) - h.average, s + 1, live)
+    put(h.beta2, s + 2, live)
+    put(f64(1.0) - h.beta2, s + 3, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 4, live)
+    put(h.eps, s + 5, live)
+    put(h.weight_decay, s + 6, live)
+    put(rate * ((h.beta1 * (f64(1.0) - h.average)) - f64(1.0)), s + 7, live)
+    put(rate, s + 8, live)
 
 
 @triton.jit
 def schedule_free_adamw(row, g, p, v, z):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    s4 = row.s[4]
-    s5 = row.s[5]
-    s6 = row.s[6]
-    s7 = row.s[7]
-    s8 = row.s[8]
-    t0 = (v * s2) + ((g * s3) * g)
-    t1 = add_weighted(tl.div_rn(g, (tl.sqrt_rn(t0) * s4) + s5), s6, p)
-    return lerp(p, z, s0, s1) + (t1 * s7), t0, z - (t1 * s8)
+    s = row.s
+    t0 = (v * s[2]) + ((g * s[3]) * g)
+    t1 = add_weighted(tl.div_rn(g, (tl.sqrt_rn(t0) * s[4]) + s[5]), s[6], p)
+    return lerp(p, z, s[0], s[1]) + (t1 * s[7]), t0, z - (t1 * s[8])
 
 
 @triton.jit
 def sgd_scalars(h, step, rate, s, live):
-    s0 = h.nesterov
-    s1 = h.weight_decay
-    s2 = tl.where(
+    put(h.nesterov, s + 0, live)
+    put(h.weight_decay, s + 1, live)
+    x = tl.where(
         step <= f64(1.0), f64(1.0), tl.where(h.momentum != 0, f64(1.0) - h.dampening, f64(1.0))
     )
-    s3 = h.momentum
-    tl.store(s + 0, s0.to(tl.float32), mask=live)
-    tl.store(s + 1, s1.to(tl.float32), mask=live)
-    tl.store(s + 2, s2.to(tl.float32), mask=live)
-    tl.store(s + 3, s3.to(tl.float32), mask=live)
+    put(x, s + 2, live)
+    put(h.momentum, s + 3, live)
 
 
 @triton.jit
 def sgd(row, g, p, m):
-    s0 = row.s[0]
-    s1 = row.s[1]
-    s2 = row.s[2]
-    s3 = row.s[3]
-    t0 = add_weighted(g, s1, p)
-    t1 = add_weighted(t0 * s2, s3, m)
-    return tl.where(s0 != 0, t0 + (t1 * s3), t1), t1
+    s = row.s
+    t0 = add_weighted(g, s[1], p)
+    t1 = add_weighted(t0 * s[2], s[3], m)
+    return tl.where(s[0] != 0, t0 + (t1 * s[3]), t1), t1
 
 
 @triton.jit
