@@ -54,7 +54,8 @@ class NativeStepPlan(TableStepPlan):
     def _take_options(self, options: StepOptions) -> None:
         plan = self.plan
         plan.zero_gradients = int(options.zero_gradients)
-        plan.partials = 0 if options.max_norm == 0 else self.partials.data_ptr()
+        self._takes_norm = options.max_norm != 0
+        plan.partials = self.partials.data_ptr() if self._takes_norm else 0
         plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
         plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
         super()._take_options(options)
@@ -63,8 +64,9 @@ class NativeStepPlan(TableStepPlan):
     def _run(self, carried: Tensor | None = None) -> None:
         plan = self.plan
         plan.num_carried = 0 if carried is None else len(carried)
-        plan.carried = 0 if carried is None else carried.data_ptr()
-        self.memory.call("step", plan, norm=plan.partials != 0)
+        if carried is not None:
+            plan.carried = carried.data_ptr()
+        self.memory.call("step", plan, norm=self._takes_norm)
 
 
 def _chunks(
