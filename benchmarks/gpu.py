@@ -107,7 +107,7 @@ def run_bounded(command: Sequence[str], log: IO[bytes], seconds: float, **enviro
         stderr=subprocess.STDOUT,
         start_new_session=True,
         # a run that was started in the background ignores interrupts, and so would its children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
     try:

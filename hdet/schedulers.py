@@ -118,9 +118,10 @@ class OneCycleAutoLR(OneCycleLR):
             replicas = _resolve_replicas(replicas, rank, world_size)
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None)
+            strategy: Any = anneal_strategy
             super().__init__(
                 optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start,
-                anneal_strategy, cycle_momentum, base_momentum, max_momentum,  # type: ignore[arg-type]
+                strategy, cycle_momentum, base_momentum, max_momentum,
                 div_factor, final_div_factor, three_phase, last_epoch,
             )  # fmt: skip
             groups = _groups_of_knobs(optimizer, controller)

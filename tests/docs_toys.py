@@ -156,7 +156,7 @@ def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
         names["folder"] = shared[0]
     os.chdir(shared[0])
     try:
-        exec(compile(source, where, "exec"), names)  # noqa: S102 - running the documents is the point
+        exec(compile(source, where, "exec"), names)  # noqa: S102 - it runs the documents
     finally:
         os.chdir(before[0])
         os.environ.clear()

@@ -203,7 +203,7 @@ def report() -> dict[str, str]:
     for start, name in STARTS.items():
         kinds[name] = that(lambda line, s=start: line["exponent"] == s, long)  # type: ignore[misc]
     for steps in OTHER:
-        kinds[f"{spaced(steps)} steps"] = that(lambda line, s=steps: line["steps"] == s, fresh)  # type: ignore[misc]
+        kinds[f"{spaced(steps)} steps"] = that(lambda line, s=steps: line["steps"] == s, fresh)
     fields = {
         field: [run for run in long if WORKLOADS[run.record["workload"]].field == field]
         for field in FIELDS

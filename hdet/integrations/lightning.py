@@ -124,7 +124,8 @@ class HdetCallback(Adapter, _Callback):
         """Stand in for their schedulers, and take the groups that somebody adds."""
         for number, ensemble in enumerate(self.ensembles):
             # The Ensemble refuses groups by this name, and takes it back when it is closed.
-            ensemble.optimizer.add_param_group = partial(self._add_group, number)  # type: ignore[method-assign]
+            optimizer: Any = ensemble.optimizer
+            optimizer.add_param_group = partial(self._add_group, number)
             configs = self.trainer.lr_scheduler_configs
             configs = [of for of in configs if of.scheduler.optimizer is ensemble.optimizer]
             for config in configs:

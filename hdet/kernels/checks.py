@@ -385,8 +385,9 @@ def check_group(
 def check_scalar(tensor: object, name: str, device: torch.device) -> None:
     """Accepts one float32 number on the device."""
     check_tensor(tensor, name, device, (torch.float32,))
-    if tensor.numel() != 1:  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must hold one number, got the shape {tuple(tensor.shape)}")  # type: ignore[attr-defined]
+    shape = tuple(tensor.shape)  # type: ignore[attr-defined]
+    if math.prod(shape) != 1:
+        raise ValueError(f"{name} must hold one number, got the shape {shape}")
 
 
 def check_options(options: StepOptions, tensors: StepTensors) -> None:

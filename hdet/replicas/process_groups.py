@@ -47,7 +47,7 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
     try:
         call, own_data = ask()
         text = f"{name}{call}"
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting
+    except Exception as error:  # noqa: BLE001 - the other ranks must not be left waiting
         refusal, own_data = error, None
         text = f"{name} refused with {type(error).__name__}: {error}"
     answers: list[Any] = [None] * dist.get_world_size()

@@ -177,7 +177,8 @@ class FullSums:
         self._together: dict[tuple[Any, ...], list[int]] = {}
         for i, tensor in enumerate(tensors):
             if dims := sharding_dims(tensor, f"tensor {i}"):
-                self._together.setdefault((tensor.device_mesh, *dims), []).append(i)  # type: ignore[attr-defined]
+                mesh = tensor.device_mesh  # type: ignore[attr-defined]
+                self._together.setdefault((mesh, *dims), []).append(i)
         self._places: list[Tensor] = []
 
     def __call__(self, values: Tensor) -> Tensor:

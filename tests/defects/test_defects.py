@@ -1,20 +1,31 @@
 """The 24 defects of the published code that are behaviour: each fails a test, here or beside what
 it is about.
 
-| | defect | its test |
-|---|---|---|
-| 1, 3 | the spread scaled a list that nobody read; without the controller neither spread nor average | `reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory` |
-| 4, 7 | `get_last_lr` did not exist with default arguments; a length by epochs | `schedulers/test_same_as_torch.py::test_bitwise_the_same_run` |
-| 5 | gamma was negative | here, and `reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory` |
-| 6 | runs shorter than the default warm-up | `schedulers/test_published_loop.py::test_missing_total_is_refused_only_when_a_controller_acts` |
-| 10 | ranks that disagree | here, and `ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged` |
-| 11 | the state held one rank's multiplier | `checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities` |
-| 12 | a step without a loss, a loss that is a number | `faults/test_survived.py::test_one_replica_under_ddp`, `schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent` |
-| 15 | averages over the whole world, whatever the layout | `replicas/test_groups.py::test_from_layout_and_from_megatron`, `replicas/test_refusals.py::test_one_dimensional_fsdp_is_one_replica` |
-| 16 | a collective for each tensor | here, and `converge/test_buckets.py::test_collectives_and_extra_memory_are_bounded` |
-| 21 | neutral losses moved the rate | `schedulers/test_any_scheduler.py::test_neutral_controller_leaves_the_schedulers_own_values`, `reference/test_ensemble.py` |
-| others | | here, by their numbers |
-"""  # noqa: E501
+- 1, 3: the spread scaled a list that nobody read; without the controller neither spread nor
+  average; reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory
+- 4, 7: get_last_lr did not exist with default arguments; a length by epochs;
+  schedulers/test_same_as_torch.py::test_bitwise_the_same_run
+- 5: gamma was negative; here,
+  reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory
+- 6: runs shorter than the default warm-up;
+  schedulers/test_published_loop.py::test_missing_total_is_refused_only_when_a_controller_acts
+- 10: ranks that disagree; here,
+  ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged
+- 11: the state held one rank's multiplier;
+  checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_...
+- 12: a step without a loss, a loss that is a number;
+  faults/test_survived.py::test_one_replica_under_ddp,
+  schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent
+- 15: averages over the whole world, whatever the layout;
+  replicas/test_groups.py::test_from_layout_and_from_megatron,
+  replicas/test_refusals.py::test_one_dimensional_fsdp_is_one_replica
+- 16: a collective for each tensor; here,
+  converge/test_buckets.py::test_collectives_and_extra_memory_are_bounded
+- 21: neutral losses moved the rate;
+  schedulers/test_any_scheduler.py::test_neutral_controller_leaves_the_schedulers_own_values,
+  reference/test_ensemble.py
+- others: here, by their numbers
+"""
 
 import inspect
 import math

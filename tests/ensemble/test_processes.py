@@ -162,9 +162,7 @@ def warm_restarts(rank: int, world: int) -> Any:
     return seen
 
 
-def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> (  # noqa: E501
-    None
-):
+def test_in_sync_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests() -> None:
     ranks = run_ranks(warm_restarts, 2)
     assert 0 < sum(rho == 1.0 for _, _, rho in ranks[0]) < 24, "the case should have both"
     assert all(converged == equal for seen in ranks for converged, equal, _ in seen)

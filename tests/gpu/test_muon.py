@@ -152,7 +152,7 @@ def test_a_captured_step_has_the_bits_of_others(options: dict[str, Any], device:
             optimizer.param_groups[0].update(lr=0.02 / turn, momentum=0.5 + 0.1 * turn)
             optimizer.param_groups[0]["weight_decay"] = 0.1 * turn
             for param in params:
-                param.grad.copy_(torch.randn(param.shape, generator=generator))  # type: ignore[union-attr]
+                param.grad.copy_(torch.randn(param.shape, generator=generator))
             if graph is None:
                 optimizer.step()
             else:

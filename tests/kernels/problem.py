@@ -227,7 +227,7 @@ class Problem:
         for j, (name, signed) in enumerate(self.signed.items()):
             pairs = zip(copies[name], copies[f"scales {j}"], strict=True)
             copies[f"value of {name}"] = [
-                codes if scales is None else reference.decoded(codes, scales, signed)  # type: ignore[arg-type]
+                codes if scales is None else reference.decoded(codes, scales, signed)
                 for codes, scales in pairs
             ]
         return copies
@@ -326,7 +326,7 @@ class _Comparison:
         gradient = self.gradients[i].double()  # type: ignore[union-attr]
         kept = (self.before[f"value of {name}"][i] for name in self.problem.signed)
         moments = [torch.zeros_like(gradient) if m is None else m.double() for m in kept]
-        return reference.step(self.case.rule, s, t, gradient, self.factor, old, moments)  # type: ignore[arg-type]
+        return reference.step(self.case.rule, s, t, gradient, self.factor, old, moments)
 
     def _before(self, name: str, i: int) -> Tensor:
         tensor = self.before[name][i]

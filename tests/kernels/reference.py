@@ -220,7 +220,7 @@ def evaluate(
     results = (traced.direction, *traced.moments)
     for node in (node for result in results for node in walk(result)):
         if node not in known:
-            known[node] = _TENSORS[node.op](*(known[arg] for arg in node.args))  # type: ignore[index]
+            known[node] = _TENSORS[node.op](*(known[arg] for arg in node.args))
     u, *moments = (known[result] for result in results)
     divisor = _scalar(traced.divisor, h, t)
     return Bounded(u.value / divisor, u.error / divisor), moments

@@ -125,7 +125,7 @@ def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensor
     params = [t.to(BF16).to(dtype) for t in columns[0]]
     moments = [[t.abs() for t in column] for column in columns[1:]]
     steps = [torch.zeros((), device=device_of(backend)) for _ in SIZES]
-    return StepTensors("adamw", [params], [0] * len(SIZES), steps, moments, **more)  # type: ignore[arg-type]
+    return StepTensors("adamw", [params], [0] * len(SIZES), steps, moments, **more)
 
 
 @with_exchange

@@ -152,7 +152,7 @@ def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
 def test_philox_gives_the_published_numbers(
     seed: int, counter: list[int], expected: list[int]
 ) -> None:
-    words = numbers.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
+    words = numbers.philox(seed, tuple(torch.tensor([c]) for c in counter))
     assert [int(word) for word in words] == expected
 
 

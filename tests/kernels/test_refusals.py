@@ -209,7 +209,7 @@ def test_hyperparameters(backend: str, name: str, value: float) -> None:
     ],
 )
 def test_settings(backend: str, case: Case, changes: dict[str, Any], message: str) -> None:
-    refused(Problem(case, "cpu"), backend, (ValueError, TypeError), message, **changes)  # type: ignore[arg-type]
+    refused(Problem(case, "cpu"), backend, (ValueError, TypeError), message, **changes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -234,7 +234,7 @@ def test_number_of_settings(backend: str) -> None:
 )
 def test_options(backend: str, options: dict[str, Any], message: str) -> None:
     problem = Problem(Case("", replicas=2), "cpu")
-    refused(problem, backend, (ValueError, TypeError), message, options=StepOptions(**options))  # type: ignore[arg-type]
+    refused(problem, backend, (ValueError, TypeError), message, options=StepOptions(**options))
 
 
 X, Y = torch.zeros(10), torch.zeros(6)

@@ -104,7 +104,7 @@ class Loop(Optimizer):
 def _peer_of(rule: facts.Rule) -> type[Optimizer]:
     if rule.name in PEERS:
         return type(f"Loop{rule.optimizer}", (Loop,), {"rule": rule})
-    return getattr(torch.optim, rule.takes or f"there is no @peer {rule.name}")  # type: ignore[no-any-return]
+    return getattr(torch.optim, rule.takes or f"there is no @peer {rule.name}")
 
 
 @dataclass(frozen=True)

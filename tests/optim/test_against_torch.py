@@ -156,7 +156,7 @@ def test_decay_at_the_base_rate(backend: str) -> None:
 def test_cautious_decay(name: str, backend: str) -> None:
     """Beside the same optimizer without decay, whose step tells the direction's sign."""
     ours, theirs, cls = parameters(), parameters(), BY_NAME[name].fused
-    a: Any = cls(ours, lr=0.1, weight_decay=0.5, cautious_decay=True, backend=backend)  # type: ignore[call-arg]
+    a: Any = cls(ours, lr=0.1, weight_decay=0.5, cautious_decay=True, backend=backend)
     b: Any = cls(theirs, lr=0.1, weight_decay=0.0, backend=backend)  # type: ignore[call-arg]
     for step in range(5):
         before = [p.detach().clone() for p in ours]

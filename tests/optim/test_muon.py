@@ -395,7 +395,7 @@ def test_what_is_written_to_a_matrix_is_taken_over_into_its_master(asked: bool) 
         theirs[0].mul_(2)
         pair[1].state[theirs[0]]["master_param"].copy_(theirs[0])
     if asked:
-        assert torch.equal(pair[0].masters(ours)[0], pair[1].masters(theirs)[0])  # type: ignore[arg-type]
+        assert torch.equal(pair[0].masters(ours)[0], pair[1].masters(theirs)[0])
     run(pair[0], ours, range(2, 3))
     run(pair[1], theirs, range(2, 3))
     assert_equal(ours, theirs)
@@ -669,7 +669,7 @@ def test_a_step_is_what_a_graph_captures(options: dict[str, Any], count: int) ->
     captured, plain = (make(params, **options) for params in both)
     for params, optimizer in zip(both, (captured, plain), strict=True):
         optimizer.set_replicas(count, copies(count))
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
         run(optimizer, params, range(2))
         optimizer.param_groups[0].update(lr=0.5, momentum=0.5, weight_decay=0.3)
         optimizer.param_groups[1]["lr"] = 0.1
@@ -913,7 +913,7 @@ def test_what_is_refused_when_it_is_made() -> None:
             "float64",
             lambda: FusedMuon([("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]),
         ),
-        (TypeError, "unexpected keyword", lambda: FusedMuon(named, betas=(0.9, 0.99))),  # type: ignore[call-arg]
+        (TypeError, "unexpected keyword", lambda: FusedMuon(named, betas=(0.9, 0.99))),
         (
             ValueError,
             "use_muon of parameter group 2 is None",
@@ -1062,7 +1062,7 @@ def test_a_gradient_of_matrices_alone_is_refused_before_anything_is_changed() ->
     for step in range(2):
         for param, gradient in zip(params, gradients(step), strict=False):
             param.grad = gradient
-        good, params[1].grad = params[1].grad, params[1].grad.to_sparse()  # type: ignore[union-attr]
+        good, params[1].grad = params[1].grad, params[1].grad.to_sparse()
         before = copy.deepcopy([params, [optimizer.state.get(param) for param in params]])
         refused(TypeError, "the gradient of parameter 1 has the layout", optimizer.step)
         assert_equal(params, before[0])

@@ -122,7 +122,7 @@ def as_the_plain_ones(
         if options:
             torch.testing.assert_close(twins.a.grad_norm, twins.b.grad_norm)
             torch.testing.assert_close(twins.a.gradient_norms(), twins.b.gradient_norms())
-            assert not any(param.grad.to_local().any() for param in twins.laid)  # type: ignore[union-attr]
+            assert not any(param.grad.to_local().any() for param in twins.laid)
     twins = Twins(sizes, placements, torch.bfloat16, master_weights="fp32")
     for optimizer in (twins.a, twins.b):
         optimizer.set_replicas(2, copies(2))
@@ -131,7 +131,7 @@ def as_the_plain_ones(
     for param, other in zip(twins.laid, twins.plain, strict=True):
         for k in range(2):
             one, two = twins.a.masters([param], k)[0], twins.b.masters([other], k)[0]
-            torch.testing.assert_close(full(shards.like(one, param)), two, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+            torch.testing.assert_close(full(shards.like(one, param)), two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

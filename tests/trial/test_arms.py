@@ -75,7 +75,7 @@ def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str, clip: float) -> No
 def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: str) -> None:
     """As if it took the sum of 32 losses, or clipped gradients."""
     run = auto_run(RATE, optimizer=sgd)
-    between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)  # type: ignore[union-attr]
+    between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)
     assert run.controller.done and run.ensemble.corrections == {"lr": 1.0}
     says = f"stays .the trial was given up: .* a copy's first step was {factor} times as long"
     assert re.search(says, run.ensemble.report())

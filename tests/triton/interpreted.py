@@ -61,7 +61,7 @@ class Twin:
             name: [clones(column) for column in getattr(tensors, name) or []] or None
             for name in ("params", "masters", "moments", "scales")
         }
-        self.copies = replace(tensors, steps=clones(tensors.steps), **copied)  # type: ignore[arg-type]
+        self.copies = replace(tensors, steps=clones(tensors.steps), **copied)
         self.native = kernels.step_plan(self.copies, "cpu")
         self.norm, self.skipped = self.plan.norm, self.plan.skipped
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,8 @@ def _program(rule: str) -> Program:
     results = (traced.direction, *traced.moments)
     for node in (node for result in results for node in walk(result)):
         if node not in places:
-            operations.append((_OPERATIONS[node.op], [places[arg] for arg in node.args]))  # type: ignore[index]
+            args = [places[arg] for arg in node.args]  # type: ignore[index]
+            operations.append((_OPERATIONS[node.op], args))
             places[node] = len(places)
     return operations, [places[result] for result in results]
 
@@ -129,7 +131,8 @@ def direction(rule: str, scalars: Sequence[Number], inputs: Sequence[Many]) -> l
 def in_double(scalar: Scalar, settings: Mapping[str, Tensor], step: Tensor) -> Tensor:
     """`step`: of each tensor, wide. What depends on it has a number for each, all else is 0-d."""
     if scalar.op == "number":
-        return torch.full((), scalar.args[0], dtype=step.dtype, device=step.device)  # type: ignore[arg-type]
+        number: Any = scalar.args[0]
+        return torch.full((), number, dtype=step.dtype, device=step.device)
     if scalar.op == "setting":
         return settings[scalar.args[0]]  # type: ignore[index]
     if scalar.op == "rate":

@@ -58,12 +58,12 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 tables._on = _on
-tables._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
+tables._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)
 tables._capturing = lambda device: state.capturing  # type: ignore[misc]
 tables._multiprocessors = lambda device: state.multiprocessors  # type: ignore[misc]
 tables._placed = lambda table, device: table.clone()  # type: ignore[misc]
 tables._copy_without_waiting = _copy
-tables._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
+tables._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))
 
 _select = kernels.select
 
