@@ -4,7 +4,7 @@ moments."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,7 +191,7 @@ class CoresidentReplicas(Replicas):
     def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all
         lists."""
-        sets: Mapping[torch.Tensor, Any] = self._sets
+        sets: Any = self._sets
         return [[sets[t][k] if t in sets else t for t in tensors] for k in self.local]
 
     def sum_rows(self, *rows: torch.Tensor) -> torch.Tensor:
