@@ -267,6 +267,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
 // others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  if (kMany && Rule::kMoments > 2) return 3;
+#endif
   if (kMany || kKnown == Known::none) return 4;
   if (Rule::kMoments > 2) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
