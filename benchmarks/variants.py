@@ -43,7 +43,7 @@ HINTS: list[Edit] = [
     ),
 ]
 DIVISION: Edit = (CODED, "share_of(shares, x[i])", "x[i] / scale")
-ANY_FORMAT: Edit = (CODED, "switch (plan.known) {", "switch (Known::none) {")
+ANY_FORMAT: Edit = (CODED, "with_known(plan.known,", "with_known(Known::none,")
 
 
 def coded_blocks(count: int) -> Edit:

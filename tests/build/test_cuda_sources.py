@@ -86,14 +86,16 @@ def test_no_kernel_spills_or_has_a_stack() -> None:
     """Of the module that has been built, on every architecture.
 
     The registers leave enough threads to keep the memory busy: 512 of them have 50 KiB in flight.
+    A T4's multiprocessor (7.5) has a third of an H100's bandwidth, and 384 do.
     """
     for arch in _C.cuda_archs.split():
+        threads = 384 if arch.startswith("75") else 512
         used = compiled.resources(arch)
         assert len(used) == sum(KERNELS.values())
         assert not {
             name: one
             for name, one in used.items()
-            if one.stack or one.local or one.registers > compiled.REGISTERS // 512
+            if one.stack or one.local or one.registers > compiled.REGISTERS // threads
         }
 
 
