@@ -24,7 +24,7 @@ struct alignas(16) HyperRow {
   uint32_t step;         // from 1; part of the key of random numbers
   float s[10];           // what the rule's elements meet, as its derive() says
 };
-static_assert(sizeof(HyperRow) == 48);
+static_assert(sizeof(HyperRow) == 48);  // as hdet/kernels/step.py has it, like those below
 
 // What each replica of a tensor has for itself.
 struct alignas(8) ReplicaRow {

@@ -18,14 +18,13 @@ from .fused import FusedOptimizer
 from .masters import kept_masters
 from .step_plans import Hyper, add_entries
 
-_COUNTED: dict[str, Any] = {
+COUNTED: dict[str, Any] = {
     "k": 0,
-    "train_mode": True,
     "weight_sum": 0.0,
     "lr_max": -1.0,
     "scheduled_lr": 0.0,
 }
-"""what a group keeps, by schedulefree's names"""
+"""what a group counts from step to step, by schedulefree's names"""
 
 
 class ScheduleFree(FusedOptimizer):
@@ -33,7 +32,7 @@ class ScheduleFree(FusedOptimizer):
     _step_supports_amp_scaling = False
 
     def _carried(self) -> dict[str, Any]:
-        return {**super()._carried(), **_COUNTED}
+        return {**super()._carried(), **COUNTED, "train_mode": True}
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         if isinstance(group["lr"], Tensor) and not group["lr"].is_cpu:

@@ -19,6 +19,7 @@ from ..converge.sync import Sync
 from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine
+from ..optim.schedule_free import COUNTED
 from ..replicas import Replicas
 from ..replicas.agreement import compare, digest
 from ..schedule import Schedule
@@ -29,8 +30,6 @@ __all__ = ["Agreement"]
 _OF_SYNC = ("every", "converge", "gradients", "moments", "bucket_bytes")
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group, what changes nothing in its results, or is compared by itself."""
-_COUNTED = ("k", "weight_sum", "lr_max", "scheduled_lr")
-"""By a schedule-free optimizer, whose first step a scaler may have skipped on some ranks."""
 _USUAL = (
     "lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay",
     "maximize",
@@ -151,7 +150,8 @@ class Agreement:
                 **{
                     key: value
                     for key, value in group.items()
-                    if key not in (*_OF_THE_MACHINE, *_COUNTED) and (known or key in _USUAL)
+                    # a scaler may have skipped the first step of a schedule-free one on some ranks
+                    if key not in (*_OF_THE_MACHINE, *COUNTED) and (known or key in _USUAL)
                 },
             }
             for group in optimizer.param_groups

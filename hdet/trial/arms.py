@@ -64,8 +64,8 @@ class Arms:
                 self.run.forget_gathered()
 
     @property
-    def may_skip(self) -> bool:
-        """May the loop's scaler have left out its step?"""
+    def has_scaler(self) -> bool:
+        """Then the loop's step may have been skipped."""
         return self._scaler is not None
 
     def begin(self) -> Snapshot:

@@ -38,8 +38,8 @@ INFINITE = 1e30
 """In the place of a loss that is not finite, so that ranks can add up losses."""
 
 OTHER_NUMBERS = 8.0
-"""Factor between the mean of a closure's table and the loop's loss that says that it holds no
-losses."""
+"""If the mean of what the closure returned differs from the loop's loss by this factor, it is no
+table of losses."""
 
 Loss = torch.Tensor | None
 """Of one batch. None: this rank saw none."""
@@ -288,7 +288,7 @@ class TrialSteps:
             ratios = {name: ratio * (part / arm_factor(1)) for name, ratio in found.items()}
         run, arm = (moved or 0.0 for moved in medians(self._replicas, own, ratios))
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
-        if is_loop and run == 0 < arm and not self._arms.may_skip:
+        if is_loop and run == 0 < arm and not self._arms.has_scaler:
             self._given_up = (
                 "the trial was given up: the loop's first step moved no weight, and a copy's did. "
                 "Does zero_grad() come before optimizer.step()?"
