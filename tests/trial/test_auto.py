@@ -184,6 +184,11 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: Any, message: str)
         hdet.AutoLR(model(), **arguments)
 
 
+def test_a_length_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="total_steps must be a whole number of steps >= 1"):
+        auto_run(total_steps="1000")
+
+
 def test_the_report_says_what_was_measured() -> None:
     run = auto_run(1e-3)
     to, good, losses, cost = run.steps(ALL).ensemble.report().splitlines()[:4]

@@ -71,6 +71,12 @@ def test_an_optimizer_that_an_ensemble_drives_is_refused() -> None:
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
 
 
+def test_model_and_optimizer_in_the_other_order_are_refused() -> None:
+    run = Run(lr=1e-3, controller=None)
+    with pytest.raises(TypeError, match=r"find_rate\(model, optimizer, ...\): got AdamW and Seq"):
+        hdet.find_rate(run.optimizer, run.net, losses_of, BATCHES, total_steps=1500)
+
+
 def of_ranks(rank: int, world: int) -> RateInterval:
     net = DistributedDataParallel(model())
     return found(1e-4, net=net, batches=[taught(100 * number + rank) for number in range(ALL)])
