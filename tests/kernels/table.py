@@ -158,9 +158,10 @@ MOMENTS: dict[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
 }
 # One row for each kind. Those of one kind differ in arithmetic alone, which meets every special
 # value below; what a step does around it meets every format, size and option with one of each kind.
-KINDS = {
-    name: RULES[name] for name in {str(_kind(name)): name for name in reversed(RULES)}.values()
-}
+KINDS: dict[str, dict[str, Any]] = {}
+for _name, _row in RULES.items():
+    if _kind(_name) not in map(_kind, KINDS):
+        KINDS[_name] = _row
 FACTORS: dict[str, tuple[Any, ...]] = {
     "rule": tuple(KINDS),
     "storage": tuple(STORAGE),

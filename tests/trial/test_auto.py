@@ -185,8 +185,9 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: Any, message: str)
 
 
 def test_a_length_that_is_no_number_is_refused() -> None:
+    net: Any = model()
     with pytest.raises(ValueError, match="total_steps must be a whole number of steps >= 1"):
-        auto_run(total_steps="1000")
+        hdet.Ensemble(sgd(net.parameters(), 0.1), total_steps="1000", controller=hdet.AutoLR(net))
 
 
 def test_the_report_says_what_was_measured() -> None:
