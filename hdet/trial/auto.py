@@ -279,6 +279,8 @@ class AutoLR(Controller):
                 measured = f", {self.seconds:.1f} s, {self.num_bytes / 1e6:.1f} MB of copies"
                 spent = self._budget.cost(self.cost)
                 lines.append(f"cost: {spent}{measured if self.seconds else ''}")
+            elif not (self.interval.trial.first_losses or self.interval.trial.given_up):
+                lines += self._budget.missed()
         elif self.done:
             lines = ["no search: the run was resumed after its first steps",
                      "a move made before is in ensemble.state_dict(): load it"]  # fmt: skip

@@ -53,7 +53,17 @@ class Budget:
             return looks
         if self.total_steps is None:
             return f"{looks}: a trial needs Ensemble(total_steps=...)"
+        few, remedy = self._too_few()
+        return f"{few}, so {looks}. {remedy}"
+
+    def missed(self) -> list[str]:
+        """Why there was no trial, and what makes one, in words."""
+        if self.allows_trial:
+            return ["a trial needs one loss for each example: ensemble.step(loss, closure=...)"]
+        return [". ".join(self._too_few())] if self.is_too_small else []
+
+    def _too_few(self) -> tuple[str, str]:
         remedy = "hdet.find_rate"
-        if self.total_steps > MOST:
+        if self.total_steps is not None and self.total_steps > MOST:
             remedy = f"budget={math.ceil(100 * MOST / self.total_steps) / 100:g}, or {remedy}"
-        return f"{self.total_steps} steps are too few for a trial, so {looks}. Use {remedy}"
+        return f"{self.total_steps} steps are too few for a trial", f"Use {remedy}"

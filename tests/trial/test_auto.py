@@ -100,6 +100,14 @@ def test_a_trial_is_made_where_it_is_within_the_budget(
     if plan.startswith(TRIED) or FEW in plan:
         trial = run.steps(ALL).controller.interval.trial
         assert bool(trial.first_losses) == plan.startswith(TRIED)
+    if FEW in plan:  # said again beside what was found without a trial
+        assert plan.replace(LOOKS, ". ") in run.ensemble.report().splitlines()[-1]
+
+
+def test_a_report_without_a_trial_says_what_it_lacked() -> None:
+    run = auto_run(closure=False).steps(ALL)
+    assert run.ensemble.report().endswith("for each example: ensemble.step(loss, closure=...)")
+    assert "closure" not in auto_run(closure=False, of={"budget": 0}).steps(ALL).ensemble.report()
 
 
 @pytest.mark.parametrize("index", [1, STEPS + 5])
