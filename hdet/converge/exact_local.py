@@ -10,6 +10,7 @@ import torch
 
 from ..core.validate import whole
 from ..optim.fused import FusedOptimizer
+from ..optim.snapshot import is_schedule_free
 from ..rules import COUPLED
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task
@@ -70,6 +71,8 @@ def _why_no_build(task: Task) -> str | None:
     if not isinstance(optimizer, FusedOptimizer):
         kind = type(optimizer).__name__
         return f"{kind} does not step the mean: use a fused optimizer of hdet"
+    if is_schedule_free(optimizer):
+        return "the mean of schedule-free replicas would need a z of its own: use FusedAdamW"
     if optimizer.num_replicas != 1:
         return f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
     if strange is not None:

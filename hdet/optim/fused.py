@@ -25,9 +25,17 @@ from . import group_checks as groups
 from . import lists
 from . import step_plans as plans
 from .finish import Averaging, check_copies
-from .masters import REPLICA_KEYS, Watch, kept_masters, like_first, reset_master, state_sets
+from .masters import (
+    REPLICA_KEYS,
+    Watch,
+    kept_masters,
+    kept_z,
+    like_first,
+    reset_master,
+    state_sets,
+)
 from .moment_storage import Dtype, are_coded, dtype_for
-from .state import Layout, replicas_for
+from .state import Layout, of_each, replicas_for
 from .step_plans import Hyper, Member, Norms, Part, Planned
 
 # What a copy or a pickle keeps beside torch's parts.
@@ -389,6 +397,10 @@ class FusedOptimizer(Optimizer):
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
+        return [self._part(device, members)]
+
+    def _part(self, device: torch.device, members: list[Member], replica: int = 0) -> Part:
+        """One plan for them. `replica`: the number of their first set."""
         kernels.select(self.backend, device)
         groups_of = sorted({member.group for member in members})
         rule = RULES[self.rule]
@@ -399,10 +411,10 @@ class FusedOptimizer(Optimizer):
             [groups_of.index(member.group) for member in members],
             rule.moments,
             stochastic=self.seed if self.stochastic_rounding or draws else None,
-            first_replica=self.first_replica,
+            first_replica=self.first_replica + replica,
         )
         plan = kernels.step_plan(tensors, self.backend)
-        return [Part(plan, [member.place for member in members], groups_of, device)]
+        return Part(plan, [member.place for member in members], groups_of, device)
 
     # -- what a step can do beside stepping --------------------------------------------------------
 
@@ -522,6 +534,8 @@ class FusedOptimizer(Optimizer):
                 first, master = shards.local(param), shards.local(masters[0])
                 made = [like_first(shards.local(copy), first, master) for copy in others]
                 state["replica_masters"] = [shards.like(one, param) for one in made]
+            if z := kept_z(state):
+                state["replica_z"] = of_each(z, count)[1:]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
 
@@ -553,6 +567,9 @@ class FusedOptimizer(Optimizer):
             sets = list(map(list, zip(*map(self._replicas_of, chosen), strict=True)))
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
+            zs = list(filter(None, map(kept_z, states)))
+            sets = [[*column, *(z[k] for z in zs)] for k, column in enumerate(sets)]
+            masters = masters and [[*column, *([None] * len(zs))] for column in masters]
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()

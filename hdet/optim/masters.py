@@ -14,7 +14,7 @@ from hdet.tensors import dtensor as shards
 
 from . import lists
 
-REPLICA_KEYS = ("replica_params", "replica_masters")
+REPLICA_KEYS = ("replica_params", "replica_masters", "replica_z")
 MASTER_KEYS = ("master_param", "remainder")
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
 """what a state has of the parameters themselves"""
@@ -31,6 +31,12 @@ def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
     """The masters of all replicas, as far as there are any."""
     first = next((state[name] for name in MASTER_KEYS if state.get(name) is not None), None)
     return [] if first is None else [first, *(state.get("replica_masters") or ())]
+
+
+def kept_z(state: Mapping[str, Any]) -> list[Tensor]:
+    """Schedule-free's z of all replicas, as far as there are any."""
+    first = state.get("z")
+    return [] if first is None else [first, *(state.get("replica_z") or ())]
 
 
 def own_master(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,19 +4,23 @@ average."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import numbers
+from hdet.kernels import StepOptions, StepPlan, StepSettings, numbers
+from hdet.kernels.checks import check_apart
+from hdet.kernels.interface import PLAIN, Column
 from hdet.rules import Facts
 from hdet.tensors import dtensor as shards
 
 from .fused import FusedOptimizer
-from .masters import kept_masters
-from .step_plans import Hyper, add_entries
+from .masters import MASTER_KEYS, kept_masters, kept_z, state_sets
+from .moment_storage import scale_key
+from .step_plans import Hyper, Member, Part, add_entries
 
 COUNTED: dict[str, Any] = {
     "k": 0,
@@ -82,13 +86,26 @@ class ScheduleFree(FusedOptimizer):
             "in the average, which is computed on the host"
         )
 
-    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
-        if count > 1:
-            raise ValueError(
-                f"{type(self).__name__} steps one replica: each would need a z of its own. Use "
-                "FusedAdamW"
-            )
-        super().set_replicas(count, copies)
+    def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
+        if self.num_replicas == 1:
+            return super()._parts(device, members)
+        check_apart((f"parameter {m.place}", tensor) for m in members for tensor in m.sets)
+        # The first replica moves what all share, the others move a copy of it: each has the bits of
+        # an optimizer of its own.
+        copies = [
+            {key: torch.empty_like(kept) for key, kept in _shared(m).items()} for m in members
+        ]
+        pairs = list(zip(members, copies, strict=True))
+        parts = [
+            self._part(device, [_of_replica(m, k, own if k else {}) for m, own in pairs], k)
+            for k in range(self.num_replicas)
+        ]
+        plan = _InTurn(
+            [part.plan for part in parts],
+            [kept for m in members for kept in _shared(m).values()],
+            [copy for own in copies for copy in own.values()],
+        )
+        return [replace(parts[0], plan=plan)]
 
     @torch.no_grad()
     def beside(self, params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -98,7 +115,7 @@ class ScheduleFree(FusedOptimizer):
         same ones to average."""
         listed = set(self._listed())
         made = {
-            param: self._layout(param).missing(state, [param], True)
+            param: self._layout(param).missing(state, self._replicas_of(param), True)
             for param in params
             if param in listed and param.requires_grad and "z" not in (state := self.state[param])
         }
@@ -123,10 +140,50 @@ class ScheduleFree(FusedOptimizer):
             weight = 1 - beta1 if train else 1 - 1 / beta1
             for param in group["params"]:
                 state = shards.local_state(self.state.get(param, {}), param)
-                if "z" in state:
-                    own, master = shards.local(param), next(iter(kept_masters(state)), None)
+                sets, all_z = state_sets(state, shards.local(param)), kept_z(state)
+                masters: Sequence[Tensor | None] = kept_masters(state) or [None] * len(sets)
+                for own, master, z in zip(sets, masters, all_z, strict=False):
                     value = numbers.value_of(own, master)
-                    numbers.store(value + weight * (state["z"] - value), own, master)
+                    numbers.store(value + weight * (z - value), own, master)
             group["train_mode"] = train
         if self._planned is not None:
             self._planned.watch.refresh()
+
+
+class _InTurn:
+    """Steps replicas one after the other, because each moves a z of its own, the first one last."""
+
+    def __init__(
+        self, plans: Sequence[StepPlan], shared: list[Tensor], copies: list[Tensor]
+    ) -> None:
+        """`plans`: of each replica, of which all but the first work on `copies` of `shared`."""
+        self._plans, self._shared, self._copies = plans, shared, copies
+        self.norm, self.skipped = plans[0].norm, plans[0].skipped
+        self.gradient_norms = plans[0].gradient_norms
+        self.upload = plans[0].upload  # never called: no graph has such a step
+
+    def step(
+        self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
+    ) -> None:
+        """See kernels.StepPlan.step."""
+        early = replace(options, zero_gradients=False)
+        for k, plan in reversed(list(enumerate(self._plans))):
+            if k > 0:
+                torch._foreach_copy_(self._copies, self._shared)
+            own = [s._replace(multipliers=(s.multipliers[k],)) for s in settings]
+            plan.step(gradients, own, options if k == 0 else early)
+
+
+def _shared(member: Member) -> dict[str, Tensor]:
+    """What the replicas of a parameter have in common."""
+    keys = ("step", "exp_avg_sq", scale_key("exp_avg_sq"))
+    return {key: member.state[key] for key in keys if key in member.state}
+
+
+def _of_replica(member: Member, k: int, other: Mapping[str, Tensor]) -> Member:
+    """As if there were no other replica, and with some `other` entries in its state."""
+    state = {**member.state, **other, "z": kept_z(member.state)[k]}
+    for key in MASTER_KEYS:
+        if key in state:
+            state[key] = kept_masters(member.state)[k]
+    return member._replace(sets=[member.sets[k]], state=state)

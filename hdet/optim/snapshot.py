@@ -177,12 +177,12 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
     """The state as it is in ``kept``, by key of `owners_in`.
 
     What has been made since goes. ``weights``: those of `weight_keys` too. A schedule-free state
-    that has none of them yet is made again, of the weights that the model has by then.
+    that has no z yet is made again, of the weights that the model has by then.
     """
     inner, state = inner_optimizer(optimizer), optimizer.state
     for key, owner in owners_in(optimizer):
         before = kept.get(key)
-        begins = before is None and weights and isinstance(inner, ScheduleFree)
+        begins = weights and isinstance(inner, ScheduleFree) and "z" not in (before or {})
         if owner in state and isinstance(inner, FusedOptimizer) and not begins:
             _renew(state[owner], owner, before or {}, weights, weight_keys(inner))
         elif before is not None:

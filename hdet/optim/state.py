@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from hdet.tensors import strides
 
 from . import lists
 from . import moment_storage as stored
-from .masters import MASTER_KEYS, REPLICA_KEYS, kept_masters, like_first, make_master, regain
+from .masters import (
+    MASTER_KEYS,
+    REPLICA_KEYS,
+    kept_masters,
+    kept_z,
+    like_first,
+    make_master,
+    regain,
+)
 
 _RELAY = (
     "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays "
@@ -62,7 +71,7 @@ class Layout:
         if shards.is_sharded(param):
             _check_layouts(state, param)
         kept, own = shards.local_state(state, param), shards.locals_of(sets)
-        made = self._moments(kept, own[0]) if moments else {}
+        made = self._moments(kept, own) if moments else {}
         made |= self._counter(kept, own[0], moments)
         made |= self._masters(kept, own)
         entries = shards.state_like(made, param)
@@ -70,15 +79,14 @@ class Layout:
             entries["replica_params"] = list(sets[1:])
         return entries
 
-    def _moments(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    def _moments(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
+        param = sets[0]
         for name, dtype in self.dtypes().items():
-            if state.get(name) is None:
-                if name in self.rule.weights:
-                    master = next(iter(kept_masters(state)), None)
-                    entries[name] = numbers.value_of(param.detach(), master).clone()
-                else:
-                    entries |= stored.zeros(name, param, dtype)
+            if name in self.rule.weights:
+                entries |= _z(state, sets)
+            elif state.get(name) is None:
+                entries |= stored.zeros(name, param, dtype)
             elif not stored.fits(name, state, param, dtype):
                 signed = is_signed(name)
                 values = stored.values_of(name, state, signed).detach().to(param.device)
@@ -137,6 +145,7 @@ class Layout:
             "remainder": torch.int16,
             "replica_params": param.dtype,
             "replica_masters": torch.float32 if halves is None else torch.int16,
+            "replica_z": torch.float32,
         }
         placed: dict[str, Any] = {}
         for key, value in values.items():
@@ -199,31 +208,56 @@ def _seen_as(value: Any, dtype: torch.dtype) -> Any:
     return shards.like(shards.local(value).view(dtype), value)
 
 
+def _z(state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
+    """Each replica has a z: it begins as the first one's, and that as the parameter."""
+    kept = kept_z(state)
+    if len(kept) == len(sets) and all(map(_fits, kept, sets, [torch.float32] * len(sets))):
+        return {}
+    if kept:
+        made = of_each(kept, len(sets))
+    else:
+        pairs = zip_longest(sets, kept_masters(state)[: len(sets)])
+        made = [numbers.value_of(param.detach(), master).clone() for param, master in pairs]
+    made = [
+        strides.like(z.detach().to(param.device, torch.float32), param)
+        for z, param in zip(made, sets, strict=True)
+    ]
+    return {"z": made[0], **({"replica_z": made[1:]} if len(made) > 1 else {})}
+
+
+def of_each(kept: Sequence[Tensor], count: int) -> list[Tensor]:
+    """One for each replica: of another number of them the first one, which counts for all."""
+    if len(kept) == count:
+        return list(kept)
+    return [kept[0], *(kept[0].clone() for _ in range(count - 1))]
+
+
 def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor]) -> list[Tensor]:
     """Fits the loaded entries of a parameter to its further replicas `ours`.
 
     Returns what is to be copied into these; empty: nothing.
     """
-    masters, theirs = kept_masters(entries), entries.pop("replica_params", [])
+    masters, z, theirs = kept_masters(entries), kept_z(entries), entries.pop("replica_params", [])
     entries.pop("replica_masters", None)
+    entries.pop("replica_z", None)
     if not ours:
         return []
     if theirs and len(theirs) != len(ours):
         # The first replica is in the model's state, which may be loaded later: it is asked only
         # where nothing else can tell.
         alone = len(theirs) == 1 and len(masters) < 2
-        if not (_same_bits([*theirs, *([param] if alone else [])]) and _same_bits(masters)):
+        first = [param] if alone else []
+        if not all(map(_same_bits, ([*theirs, *first], masters, z))):
             raise ValueError(
                 f"the loaded state has {len(theirs) + 1} replicas that are not equal, this "
                 f"optimizer {len(ours) + 1}: construct as many, or call ensemble.converge() before "
                 f"saving{' and load the model before the optimizer' if alone else ''}"
             )
-        theirs, masters = theirs[:1] * len(ours), masters[:1]
+        theirs, masters, z = theirs[:1] * len(ours), masters[:1], z[:1]
     entries["replica_params"] = list(ours)
-    if masters:  # a single one counts for all replicas
-        entries["replica_masters"] = (
-            masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
-        )
+    for key, kept in (("replica_masters", masters), ("replica_z", z)):
+        if kept:
+            entries[key] = of_each(kept, 1 + len(ours))[1:]
     return theirs
 
 

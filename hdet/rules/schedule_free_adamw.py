@@ -51,11 +51,13 @@ def schedule_free_adamw(
     lowered, later steps count as much in x as earlier ones.
 
     In an Ensemble z is averaged with the parameters. Multipliers move r, and not w, so that all
-    replicas average alike and the mean of their x is that of the mean z.
+    replicas average alike and the mean of their x is that of the mean z. K replicas share
+    exp_avg_sq, have a z each (`replica_z` in a state, K - 1 tensors), and are stepped one after
+    the other: K times the traffic of one, and one more exp_avg_sq in memory.
 
     Raises ValueError or TypeError as FusedAdamW; RuntimeError for a step in eval mode, and where a
-    CUDA graph is captured: c is computed on the host in each step. Refused: `set_replicas`, a rate
-    in a tensor on a GPU, decay_at and cautious_decay.
+    CUDA graph is captured: c is computed on the host in each step. Refused: a rate in a tensor on a
+    GPU, decay_at and cautious_decay.
 
     >>> model = torch.nn.Linear(8, 1)
     >>> optimizer = hdet.FusedScheduleFreeAdamW(model.parameters(), lr=0.0025, warmup_steps=10)

@@ -82,11 +82,6 @@ def check_arguments(
             f"gradients is {sync.gradients!r} and converge {sync.converge!r}, but co-resident "
             "replicas share one gradient, and their optimizer averages them: leave both out"
         )
-    if len(replicas.local) > 1 and is_schedule_free(optimizer):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}, of which each co-resident replica would "
-            "need a z of its own: use FusedAdamW, or a process for each replica"
-        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -19,6 +19,7 @@ from .helpers import MASTERS, SPLIT, same
 
 BF16, SOFTMAX = torch.bfloat16, hdet.SoftmaxController(1e-3, decay=None)
 SGD = partial(hdet.FusedSGD, momentum=0.9)
+FREE = partial(hdet.FusedScheduleFreeAdamW, betas=(0.8, 0.99), master_weights="split")
 STOCHASTIC = partial(hdet.FusedAdamW, stochastic_rounding=True, moment_dtype=BF16)
 
 
@@ -43,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": SGD, "lr": 1e-3},
     "Lion": {"optimizer": hdet.FusedLion, "lr": 1e-4},
     "clipped": {"optimizer": partial(hdet.FusedAdamW, max_grad_norm=0.5)},
+    "schedule-free": {"optimizer": hdet.FusedScheduleFreeAdamW, "weight_decay": 0.1},
+    "schedule-free, split": {"dtype": BF16, "optimizer": FREE, "scheduler": None},
     "bfloat16": {"dtype": BF16},
     "bfloat16, float32 masters": {"dtype": BF16, "optimizer": MASTERS, "lr": 1e-4},
     "bfloat16, split": {"dtype": BF16, "optimizer": SPLIT, "controller": "probe"},

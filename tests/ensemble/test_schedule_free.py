@@ -308,6 +308,21 @@ def test_a_cycle_that_is_taken_back() -> None:
     assert same([*x_and_z(run)], [*begun[0]]) and numbers_of(run)[:3] == begun[1]
 
 
+@pytest.mark.parametrize("optimizer", [free, MASTERS])
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_first_cycle_that_is_taken_back_is_a_new_run(together: int, optimizer: Any) -> None:
+    dtype = torch.float32 if optimizer is free else torch.bfloat16
+    settings = {"together": together, "optimizer": optimizer, "dtype": dtype, "spread": 0.0}
+    run = run_of(divergence=hdet.Divergence(rollback="device"), **settings)
+    for _ in range(4):
+        run.step(report=math.nan if together == 1 else dict.fromkeys(range(together), math.nan))
+    new = run_of(**{**settings, "lr": run.rate})
+    new.index = run.index
+    assert run.history["rolled_back"]
+    assert same(run.steps(3).all_weights(), new.steps(3).all_weights())
+    assert same([*x_and_z(run)], [*x_and_z(new)])
+
+
 def test_a_snapshot_has_the_mode_of_its_parameters() -> None:
     run = run_of(spread=0.0).steps(2)
     snapshot = Snapshot(list(run.net.parameters()), run.optimizer, "device")
@@ -349,6 +364,24 @@ def test_a_resume_is_exact(mode: str, tmp_path: Path) -> None:
     run.steps(2)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_checkpoint_of_co_resident_replicas_is_that_of_any_number(
+    mode: str, count: int, tmp_path: Path
+) -> None:
+    run = run_of(together=2).steps(6)
+    run.ensemble.converge()
+    getattr(run.optimizer, mode)()
+    checkpoint.save(tmp_path / "run", checkpoint.RunState(run.net, run.ensemble))
+    other = run_of(together=count).steps(2)
+    checkpoint.load(tmp_path / "run", checkpoint.RunState(other.net, other.ensemble))
+    assert same(other.all_weights(), [run.weights()] * count)
+    assert same([*x_and_z(other)], [*x_and_z(run)])
+    other.optimizer.train()
+    assert same(other.all_weights(), other.all_weights()[:1] * count)
+    other.steps(2)
+
+
 def test_eval_between_steps() -> None:
     run = run_of(spread=0.0).steps(2)
     run.backward()
@@ -377,8 +410,7 @@ OUTER = {**LOCAL, "converge": converge.Outer()}
     ("said", "act"),
     [
         ("Outer would move the average", lambda: ensemble(**OUTER)),
-        ("steps one replica", lambda: ensemble(converge=converge.ExactLocal())),
-        ("would need a z of its own", lambda: run_of(together=2)),
+        ("would need a z of its own", lambda: ensemble(converge=converge.ExactLocal())),
         ("'beta1' says how", lambda: ensemble(knobs=[hdet.Betas(which=[0])], moments="average")),
         ("'weight_lr_power' says", lambda: ensemble(knobs=[hdet.GroupValue("weight_lr_power")])),
         ("takes no schedule", lambda: hdet.OneCycleAutoLR(free([nn.Parameter(torch.ones(2))]), 1)),

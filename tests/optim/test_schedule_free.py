@@ -16,8 +16,10 @@ from torch.nn import Parameter
 import hdet
 from hdet.kernels import numbers
 from hdet.optim import FusedScheduleFreeAdamW
+from hdet.optim.masters import kept_z
 
 from .common import BACKENDS, SHAPES
+from .common import assert_equal as equal
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -193,6 +195,114 @@ def test_a_scaler_leaves_a_step_out() -> None:
     assert optimizer.param_groups[0]["k"] == 1
 
 
+# -- replicas --------------------------------------------------------------------------------------
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "clipped": {"max_grad_norm": 0.5, "zero_gradients": True, "weight_decay": 0.1},
+    "fp32": {"dtype": torch.bfloat16, "master_weights": "fp32"},
+    "split, 8 bits": {"dtype": torch.bfloat16, "master_weights": "split", "moment_dtype": "8bit"},
+    "stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
+}
+RHOS = [0.5, 1.0, 1.75]
+
+
+def several(count: int = 3, **options: Any) -> tuple[list[Parameter], FusedScheduleFreeAdamW]:
+    """Of which the last one is large enough for codes."""
+    params = [*parameters(), Parameter(torch.arange(-2050.0, 2050) / 500)]
+    params = [Parameter(p.detach().to(options.get("dtype"))) for p in params]
+    given = {"lr": 0.02, "warmup_steps": 3, **options}
+    given.pop("dtype", None)
+    optimizer = FusedScheduleFreeAdamW(params, **given)
+    optimizer.set_replicas(count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))])
+    optimizer.multipliers = [[rho] for rho in RHOS[:count]]
+    return params, optimizer
+
+
+def weights(optimizer: FusedScheduleFreeAdamW, k: int = 0) -> list[Tensor]:
+    """Parameters, masters and z of a replica, without copies."""
+    first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
+    z = [kept_z(optimizer.state[param])[k] for param in first]
+    return [*own, *z, *(m for m in optimizer.masters(first, k) if m is not None)]
+
+
+def shared(optimizer: FusedScheduleFreeAdamW) -> list[Tensor]:
+    states = [optimizer.state[param] for param in optimizer.replica_parameters(0)]
+    return [state[key] for state in states for key in ("step", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_replicas_are_separate_optimizers(options: dict[str, Any], backend: str) -> None:
+    """Bitwise, also where they have become x and y again, or gone through a copy and a state."""
+    params: Any
+    params, together = several(**options, backend=backend)
+    alone = []
+    for k, rho in enumerate(RHOS):
+        own, one = several(1, **options, backend=backend)
+        one.multipliers, one.first_replica = [[rho]], k
+        alone.append((own, one))
+    modes = [FusedScheduleFreeAdamW.eval, FusedScheduleFreeAdamW.train]
+    for step in range(5):
+        for own, one in ((params, together), *alone):
+            run(one, own if step else own[1:], range(step, step + 1))
+        for change in modes if step else ():
+            for _, one in ((params, together), *alone):
+                change(one)
+            for k, (_, one) in enumerate(alone):
+                equal(weights(together, k), weights(one))
+                equal(shared(together), shared(one))
+        if step == 3:
+            together = copy.deepcopy(together)
+            params = together.replica_parameters(0)
+            together.load_state_dict(copy.deepcopy(together.state_dict()))
+    if options.get("zero_gradients"):
+        assert not any(p.grad.any() for p in params)
+        equal(list(together.gradient_norms().values()), list(one.gradient_norms().values()))
+
+
+def test_replicas_are_averaged_with_their_z() -> None:
+    params, optimizer = several(dtype=torch.bfloat16, master_weights="split")
+    run(optimizer, params, range(3))
+    exact = [
+        [numbers.value_of(p.detach(), m) for p, m in zip(own, masters, strict=True)]
+        for k in range(3)
+        for own, masters in [(optimizer.replica_parameters(k), optimizer.masters(params, k))]
+    ]
+    of_z = [[kept_z(optimizer.state[p])[k].clone() for p in params] for k in range(3)]
+    optimizer.average_replicas([0.2, 0.5, 0.3])
+    for k in range(3):
+        equal(weights(optimizer, k), weights(optimizer))
+    found = map(numbers.value_of, [p.detach() for p in params], optimizer.masters(params))
+    for mean, sets in ((found, exact), ((optimizer.state[p]["z"] for p in params), of_z)):
+        for one, tensors in zip(mean, zip(*sets, strict=True), strict=True):
+            expected = sum(w * t for w, t in zip((0.2, 0.5, 0.3), tensors, strict=True))
+            torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_states_of_another_number_of_replicas() -> None:
+    params, three = several()
+    run(three, params, range(3))
+    _, two = several(2)
+    with pytest.raises(ValueError, match="3 replicas that are not equal, this optimizer 2"):
+        two.load_state_dict(copy.deepcopy(three.state_dict()))
+    three.average_replicas([1.0, 1.0, 1.0])
+    apart = copy.deepcopy(three.state_dict())
+    apart["state"][0]["replica_z"][1][0] += 1  # equal parameters are not enough
+    with pytest.raises(ValueError, match="3 replicas that are not equal"):
+        two.load_state_dict(apart)
+    two.load_state_dict(copy.deepcopy(three.state_dict()))
+    _, one = several(1)
+    one.load_state_dict(copy.deepcopy(three.state_dict()))
+    _, grown = several()
+    grown.load_state_dict(copy.deepcopy(one.state_dict()))
+    one.set_replicas(2, lambda p: [p, p.detach().clone()])
+    for optimizer in (two, one, grown):
+        for state, param in zip(optimizer.state.values(), params, strict=True):
+            z = kept_z(state)
+            assert len(z) == optimizer.num_replicas
+            equal(z, [three.state[param]["z"]] * len(z))
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -204,11 +314,6 @@ def test_a_scaler_leaves_a_step_out() -> None:
         (TypeError, "takes no cautious_decay", lambda: made(cautious_decay=True)),
         (TypeError, "unexpected keyword", lambda: made(amsgrad=True)),
         (RuntimeError, "CUDA graph cannot replay", lambda: made()[1].write_hyperparameters()),
-        (
-            ValueError,
-            "FusedScheduleFreeAdamW steps one replica",
-            lambda: made()[1].set_replicas(2, lambda p: [p, p.detach().clone()]),
-        ),
     ],
 )
 def test_refusals(error: type[Exception], message: str, call: Any) -> None:
