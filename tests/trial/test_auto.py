@@ -30,34 +30,31 @@ def not_numbers(key: int) -> Any:
     return x, y * math.nan
 
 
-@pytest.mark.parametrize("settings", [{}, WITHOUT, {"of": {"budget": 0}}, {"total": 60}])
-@pytest.mark.parametrize("lr", [1e-6, 0.03, 30.0])
+@pytest.mark.parametrize(
+    ("lr", "settings"),
+    [
+        *((lr, settings) for lr in (1e-6, 0.03, 30.0) for settings in ({}, WITHOUT)),
+        (1e-6, {"of": {"budget": 0}}),
+        (30.0, {"total": 60}),
+    ],
+)
 def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
     lr: float, settings: dict[str, Any]
 ) -> None:
-    run = searched(auto_run(lr, **settings))
+    """A lowered run begins with its first weights and moments, any other goes on."""
+    run, plain = searched(auto_run(lr, **settings)), auto_run(lr, controlled=False, **settings)
     factor, found = run.ensemble.corrections["lr"], run.controller.interval
     assert (factor > 100) if lr < 1e-4 else (factor < 0.05) if lr > 1 else factor == 1.0
     assert found.low <= lr * factor * (1 + 1e-9) and lr * factor <= found.high * (1 + 1e-9)
     assert (run.controller.cost > 0) == (settings == {})
-
-
-@pytest.mark.parametrize("settings", [{}, WITHOUT])
-@pytest.mark.parametrize("lr", [1e-6, 3.0])
-def test_a_lowered_run_begins_with_its_first_weights_and_a_raised_one_goes_on(
-    lr: float, settings: dict[str, Any]
-) -> None:
-    run, plain = searched(auto_run(lr, **settings)), auto_run(lr, controlled=False)
-    lowered = run.ensemble.corrections["lr"] < 1
-    plain.steps(0 if lowered else run.index)
-    assert lowered == (lr > 1) and torch.equal(run.weights(), plain.weights())
+    plain.steps(0 if factor < 1 else run.index)
+    assert torch.equal(run.weights(), plain.weights())
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("every", [1000, 10])
-def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights(every: int) -> None:
+def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights() -> None:
     """At once, however long a cycle is."""
-    run = searched(auto_run(1e5, optimizer=sgd, scheduler=None, every=every))
+    run = searched(auto_run(1e5, optimizer=sgd, scheduler=None, every=1000))
     trial, data = run.controller.interval.trial, taught(100 * (run.index - SCORES))
     assert trial.rate == pytest.approx(1e5 * BROKEN**3) and run.index - ALL >= 3 * 7
     with torch.no_grad():  # weights that stand still were the first ones
@@ -125,11 +122,10 @@ def of_groups(*rates: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("closure", [True, False])
 @pytest.mark.parametrize(
-    ("first", "groups", "moved"),
-    [(1e-6, None, (0, 1, 2, 3)), (1e-6, "each", (0, 1, 2, 3)), (0.0, None, (1, 2, 3)),
-     (0.0, [0, 2], (2,))],
+    ("first", "groups", "moved", "closure"),
+    [(1e-6, None, (0, 1, 2, 3), True), (1e-6, "each", (0, 1, 2, 3), False),
+     (0.0, None, (1, 2, 3), False), (0.0, [0, 2], (2,), True)],
 )  # fmt: skip
 def test_rates_of_several_groups_move_together(
     first: float, groups: Any, moved: tuple[int, ...], closure: bool
@@ -169,12 +165,6 @@ def test_bounds_of_the_knob_hold(lr: float, end: float) -> None:
     assert run.rate == pytest.approx(end) and any("held at" in note for note in run.notes())
 
 
-def test_an_object_is_for_one_run() -> None:
-    run = auto_run()
-    with pytest.raises(ValueError, match="belongs to another run: make a new one for each"):
-        Run(net=model(), controller=run.controller, total=1500)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,10 +182,12 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: Any, message: str)
         hdet.AutoLR(model(), **arguments)
 
 
-def test_a_length_that_is_no_number_is_refused() -> None:
-    net: Any = model()
+def test_a_wrong_length_and_another_run_are_refused() -> None:
+    net, run = model(), auto_run()
     with pytest.raises(ValueError, match="total_steps must be a whole number of steps >= 1"):
         hdet.Ensemble(sgd(net.parameters(), 0.1), total_steps="1000", controller=hdet.AutoLR(net))
+    with pytest.raises(ValueError, match="belongs to another run: make a new one for each"):
+        Run(net=net, controller=run.controller, total=1500)
 
 
 def test_the_report_says_what_was_measured() -> None:
@@ -224,10 +216,9 @@ def test_the_cycles_record_has_the_trial_once() -> None:
 
 
 def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> None:
-    saved = auto_run(1e-3).steps(10).saved()
     again = auto_run(1e-3)
     with pytest.warns(UserWarning, match="saved during the search, which begins again"):
-        again.loaded(saved)
+        again.loaded(auto_run(1e-3).steps(10).saved())
     assert again.steps(ALL - 1).controller.interval is None
     assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
 
@@ -238,7 +229,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> Non
 def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
     lr: float, settings: dict[str, Any]
 ) -> None:
-    run = auto_run(lr, every=1000, **settings).steps(4 * ALL)
+    run = searched(auto_run(lr, every=1000, **settings))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = auto_run(lr, every=1000, **settings).loaded(run.saved())
@@ -249,33 +240,26 @@ def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
     assert again.rate == run.rate
 
 
-@functools.cache
-def searched_state() -> str:
-    return json.dumps(auto_run(1e-3).steps(ALL).controller.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("done",), 1),
-        (("cost",), -1.0),
-        (("interval",), 3),
-        (("repeats",), 0.5),
-        (("interval", "low"), "0"),
-        (("interval", "trial", "arms"), 3),
-        (("interval", "trial", "arms", 0, "rate"), "1"),
-        (("interval", "trial", "arms", 1), {}),
-        (("interval", "trial", "first_losses"), None),
-        (("interval", "total_steps"), 0),
-    ],
-)
-def test_a_damaged_state_is_refused_and_nothing_changed(path: tuple[Any, ...], value: Any) -> None:
-    run, state = auto_run(0.03).steps(3), json.loads(searched_state())
-    functools.reduce(lambda held, key: held[key], path[:-1], state)[path[-1]] = value
+def test_a_damaged_state_is_refused_and_nothing_changed() -> None:
+    run, whole = auto_run(0.03).steps(3), searched(auto_run(1e-3)).controller.state_dict()
     before = run.controller.state_dict()
-    with pytest.raises(ValueError, match="AutoLR's"):
-        run.controller.load_state_dict(state)
-    assert run.controller.state_dict() == before and not run.controller.done
+    for path, value in {
+        ("done",): 1,
+        ("cost",): -1.0,
+        ("interval",): 3,
+        ("repeats",): 0.5,
+        ("interval", "low"): "0",
+        ("interval", "trial", "arms"): 3,
+        ("interval", "trial", "arms", 0, "rate"): "1",
+        ("interval", "trial", "arms", 1): {},
+        ("interval", "trial", "first_losses"): None,
+        ("interval", "total_steps"): 0,
+    }.items():
+        state = json.loads(json.dumps(whole))
+        functools.reduce(lambda held, key: held[key], path[:-1], state)[path[-1]] = value
+        with pytest.raises(ValueError, match="AutoLR's"):
+            run.controller.load_state_dict(state)
+        assert run.controller.state_dict() == before and not run.controller.done
     assert run.steps(ALL - 3).controller.done, "the search goes on"
 
 

@@ -30,8 +30,7 @@ def found(lr: float, optimizer: Any = torch.optim.AdamW, **settings: Any) -> Rat
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("lr", [1e-4, 0.03])
+@pytest.mark.parametrize(("lr", "name"), [(0.03, "AdamW"), *((1e-4, name) for name in OPTIMIZERS)])
 def test_it_finds_what_a_run_on_the_same_batches_finds(lr: float, name: str) -> None:
     run = auto_run(lr, optimizer=OPTIMIZERS[name], scheduler=None).steps(ALL)
     assert found(lr, OPTIMIZERS[name]) == run.controller.interval
@@ -65,16 +64,15 @@ def test_model_optimizer_and_random_states_are_as_they_were(begun: bool) -> None
     assert json.dumps(optimizer.state_dict()["param_groups"]) == groups
 
 
-def test_an_optimizer_that_an_ensemble_drives_is_refused() -> None:
+def test_what_it_cannot_be_given_is_refused() -> None:
     run = Run(lr=1e-3, controller=None)
     with pytest.raises(ValueError, match="driven by an Ensemble: call find_rate before it is made"):
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
-
-
-def test_model_and_optimizer_in_the_other_order_are_refused() -> None:
-    run = Run(lr=1e-3, controller=None)
     with pytest.raises(TypeError, match=r"find_rate\(model, optimizer, ...\): got AdamW and Seq"):
         hdet.find_rate(run.optimizer, run.net, losses_of, BATCHES, total_steps=1500)
+    for count in (0, ALL - 1):
+        with pytest.raises(ValueError, match=f"batches has {count}, and a trial takes 56"):
+            found(1e-4, batches=iter(BATCHES[:count]))
 
 
 def of_ranks(rank: int, world: int) -> RateInterval:
@@ -88,12 +86,6 @@ def test_all_ranks_find_the_same_and_each_brings_its_own_batches() -> None:
     alone = found(1e-4, batches=[tuple(map(torch.cat, pair)) for pair in pairs])
     assert one == other
     assert (one.low, one.suggestion) == pytest.approx((alone.low, alone.suggestion), rel=1e-3)
-
-
-@pytest.mark.parametrize("count", [0, ALL - 1])
-def test_too_few_batches_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"batches has {count}, and a trial takes 56"):
-        found(1e-4, batches=iter(BATCHES[:count]))
 
 
 WARMED = lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 100))

@@ -3,6 +3,7 @@ run does not feel them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.layouts.common import batch, loss_of, model
 
 from .common import ALL, training
 
-SHAPES = {"FSDP2": (4,), "HSDP": (2, 2)}
+SHAPES = {"FSDP2": (2,), "HSDP": (2, 2)}
 
 
 def trained(
@@ -54,8 +55,9 @@ def on_a_mesh(rank: int, world: int, name: str) -> tuple[RateInterval, list[int]
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_sharded_replicas_find_what_one_process_finds_and_leave_no_trace(name: str) -> None:
-    _, alone = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
-    ranks = run_ranks(on_a_mesh, 4, name)
+    world = math.prod(SHAPES[name])
+    _, alone = trained(model(), hdet.Replicas.single(), [*range(world)])
+    ranks = run_ranks(on_a_mesh, world, name)
     first, losses = ranks[0][0], [arm.loss for arm in alone.trial.arms]
     assert alone.moves and all(each == (first, []) for each in ranks)
     assert [arm.loss for arm in first.trial.arms] == pytest.approx(losses, rel=1e-9)
