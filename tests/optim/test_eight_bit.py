@@ -5,29 +5,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import numbers
 from hdet.optim import FusedAdamW, FusedMuon
 from hdet.optim.moment_storage import SMALLEST
-from tests.distributed import run_ranks
 
 from .common import RULES
 from .test_replicas import copies
@@ -325,126 +315,3 @@ def test_moments_begin_anew_in_place() -> None:
     run(other, fresh, range(2, 4))
     for p, q in zip(fresh, params, strict=True):
         assert torch.equal(p, q)
-
-
-# -- over shards -----------------------------------------------------------------------------------
-
-ROWS = 77
-"""on two ranks 39 and 38 rows of 130: blocks begin in other places than those of the whole"""
-
-
-def model_of(world_size: int) -> nn.Module:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(130, ROWS), nn.Linear(ROWS, 3))
-    return (
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))) if world_size > 1 else model
-    )
-
-
-def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, 130, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Parameters, then moments as they are saved."""
-    saved = optimizer.state_dict()["state"]
-    return [
-        full(t)
-        for t in [
-            *model.parameters(),
-            *(state[key] for state in saved.values() for key in state if key != "step"),
-        ]
-    ]
-
-
-def optimizer_of(model: nn.Module, kind: str, moment_dtype: str | None = "8bit") -> Any:
-    if kind == "adamw":
-        return FusedAdamW(model.parameters(), lr=1e-2, moment_dtype=moment_dtype, max_grad_norm=1.0)
-    return FusedMuon(
-        model.named_parameters(),
-        lr=1e-2,
-        use_muon=lambda name, p: p.ndim == 2,
-        moment_dtype=moment_dtype,
-    )
-
-
-def saved_by(
-    rank: int, world_size: int, folder: str, kind: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    model = model_of(world_size)
-    optimizer = optimizer_of(model, kind)
-    trained(model, optimizer, range(3))
-    assert torch.uint8 in {t.dtype for t in optimizer.state[next(model.parameters())].values()}
-    now = values(model, optimizer)
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
-        checkpoint_id=folder,
-    )
-    trained(model, optimizer, range(3, 5))
-    return now, values(model, optimizer)
-
-
-def loaded_by(
-    rank: int, world_size: int, folder: str, kind: str, moment_dtype: str | None = "8bit"
-) -> tuple[list[Tensor], list[Tensor]]:
-    model = model_of(world_size)
-    optimizer = optimizer_of(model, kind, moment_dtype)
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    now = values(model, optimizer)
-    trained(model, optimizer, range(3, 5))
-    return now, values(model, optimizer)
-
-
-def through_a_full_state(rank: int, world_size: int) -> None:
-    """Gathered on all ranks, and cut again: the same codes."""
-    form = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    model, other = model_of(world_size), model_of(world_size)
-    one, two = (FusedAdamW(m.parameters(), lr=1e-2, moment_dtype="8bit") for m in (model, other))
-    trained(model, one, range(3))
-    other.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(
-        other, two, get_optimizer_state_dict(model, one, options=form), options=form
-    )
-    for m, optimizer in ((model, one), (other, two)):
-        trained(m, optimizer, range(3, 5))
-    assert all(
-        torch.equal(a, b) for a, b in zip(values(model, one), values(other, two), strict=True)
-    )
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
-    """Saved by two ranks.
-
-    By two: the same run to the last bit. By one with float32 moments: the same values. In 8
-    bits: anew, in other blocks, off by what 8 bits are off."""
-    with tempfile.TemporaryDirectory() as folder:
-        (saved, went_on), *_ = run_ranks(saved_by, 2, folder, kind)
-        for resumed in run_ranks(loaded_by, 2, folder, kind):
-            for expected, found in zip((saved, went_on), resumed, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        wide, _ = loaded_by(0, 1, folder, kind, None)
-        small, after = loaded_by(0, 1, folder, kind)
-    assert all(torch.equal(a, b) for a, b in zip(saved, wide, strict=True))
-    for a, b in zip(saved[4:], small[4:], strict=True):
-        assert (a - b).norm() < 0.02 * a.norm()
-    for a, b, start in zip(went_on[:4], after, saved, strict=False):
-        # Muon lifts small singular values, of which gradients of four samples have many, and the
-        # rounding in them
-        assert (a - b).norm() <= {"adamw": 0.1, "muon": 0.5}[kind] * (a - start).norm()
-
-
-def test_shards_pass_through_a_full_state() -> None:
-    run_ranks(through_a_full_state, 2)
