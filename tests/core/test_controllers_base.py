@@ -232,17 +232,14 @@ def test_whatever_the_losses_are_values_stay_finite_and_within_the_bound(
 # -- on a loss whose best value is 1 -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [1 / 30, 1 / 3, 3.0, 30.0])
+@pytest.mark.parametrize("start", [1 / 30, 1.0, 30.0])
 @pytest.mark.parametrize("name", ALL)
-def test_it_walks_to_the_best_value_from_far_below_and_far_above(name: str, start: float) -> None:
-    assert 0.75 < end_of(bowl(ALL[name](), [start], shared=0.1))[0] < 1.35
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_it_is_harmless_at_the_best_value(name: str) -> None:
-    for seed in range(5):
-        for _, _, values in bowl(ALL[name](), shared=0.1, seed=seed):
-            assert 0.7 < values[0] < 1.4
+def test_it_walks_to_the_best_value_and_stays_there(name: str, start: float) -> None:
+    """Each knob to its own."""
+    low, high = (start, 1 / start) if name == "probe" else (start, 1.0)
+    seen = [values for *_, values in bowl(ALL[name](), [low, high], replicas=8, shared=0.1)]
+    for values in seen if start == 1 else seen[-1:]:
+        assert all(0.75 < value < 1.35 for value in values)
 
 
 def test_noise_alone_moves_it_little() -> None:
@@ -254,22 +251,12 @@ def test_noise_alone_moves_it_little() -> None:
     assert ends[4] < 0.3 and ends[-1] < 1.0
 
 
-def test_several_knobs_are_told_apart() -> None:
-    low, high = end_of(bowl(ProbeRule(), [0.1, 10.0], replicas=8))
-    assert 0.75 < low < 1.35 and 0.75 < high < 1.35
-
-
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 def test_a_replica_without_a_loss_is_left_out_and_the_others_go_on(bad: float | None) -> None:
     def spoil(cycle: int, losses: list[float | None]) -> list[float | None]:
         return [bad if r == cycle % 8 else x for r, x in enumerate(losses)]
 
     assert 0.75 < end_of(bowl(ALL["softmax"](), [0.1], replicas=8, spoil=spoil))[0] < 1.35
-
-
-def test_it_stays_within_its_bound() -> None:
-    assert end_of(bowl(ProbeRule(bound=3.0), [0.01]))[0] == pytest.approx(0.03)
-    assert end_of(bowl(ProbeRule(bound=3.0), [100.0]))[0] == pytest.approx(100 / 3)
 
 
 def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests() -> None:

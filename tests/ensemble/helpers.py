@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -97,15 +96,3 @@ def told(act: Callable[[], Any]) -> str:
     except Exception as error:  # noqa: BLE001 - the test compares what it says
         return str(error)
     return "no error"
-
-
-@contextmanager
-def all_reduces() -> Iterator[list[Any]]:
-    """Those that are asked for in Python, as they come."""
-    calls: list[Any] = []
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs))[1]
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = real

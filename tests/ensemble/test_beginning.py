@@ -16,9 +16,6 @@ from torch import nn
 
 import hdet
 from hdet.converge import Compressed, Plain, Streaming
-from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
-from hdet.run.moments import Moments
 from tests.harness import Run, losses_of, model, taught
 
 from ..checkpoint.helpers import FusedEightBit
@@ -28,7 +25,6 @@ from .helpers import (
     SPLIT,
     STOCK,
     TAKEN_BACK,
-    all_reduces,
     filled,
     flat,
     foreign,
@@ -192,7 +188,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [copy.deepcopy(dict(optimizer.state.get(p, {}))) for p in own]
 
 
-@pytest.mark.parametrize("loaded", [None, "device", "host"])
+@pytest.mark.parametrize("loaded", [None, "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_restart_begins_as_a_new_run_would(name: str, loaded: str | None) -> None:
     """With the moments that were loaded; a parameter that had none has none again."""
@@ -254,18 +250,23 @@ def replaced(rank: int, world: int, make: Callable[[], nn.Module], converge: Any
     return seen, (equal(), run.ensemble.in_sync, passed)
 
 
-@pytest.mark.parametrize(("make", "converge"), [
-    *((Normaliser, way) for way in (Plain(), Streaming(2), Compressed("bf16"))),
+REPLACED = [
+    (Normaliser, Plain()), (Normaliser, Streaming(2)), (Normaliser, Compressed("bf16")),
     (Counting, Plain()),
-])  # fmt: skip
-def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true(
-    make: Any, converge: Any
-) -> None:
+]  # fmt: skip
+
+
+def replaced_all(rank: int, world: int) -> list[Any]:
+    return [replaced(rank, world, *case) for case in REPLACED]
+
+
+def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true() -> None:
     """And buffers that it writes to."""
-    for seen, end in run_ranks(replaced, 2, make, converge):
-        if isinstance(converge, Plain):
-            assert seen == [(step % 2 == 1, step % 2 == 1, False) for step in range(4)]
-        assert end == (True, True, False)
+    for found in run_ranks(replaced_all, 2):
+        for (_, converge), (seen, end) in zip(REPLACED, found, strict=True):
+            if isinstance(converge, Plain):
+                assert seen == [(step % 2 == 1, step % 2 == 1, False) for step in range(4)]
+            assert end == (True, True, False)
 
 
 def unequal(rank: int, world: int) -> str:
@@ -319,20 +320,6 @@ def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
     assert run.weights().unique().tolist() == [0.5]
 
 
-def test_a_cycle_taken_back_lowers_rates_alone() -> None:
-    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
-    engine.roll_back(0.5)
-    assert engine.corrections == [0.5, 1.0]
-
-
-def test_counts_and_level_are_part_of_the_state() -> None:
-    run = broken(taken_back().steps(2), 2)
-    other = taken_back().loaded(run.saved()).ensemble
-    engine, level = other.engine, run.ensemble.engine.level
-    assert (engine.rollbacks, engine.rollbacks_in_row, engine.level) == (1, 1, level)
-    assert other.corrections == {"lr": 0.5}
-
-
 def test_coresident_replicas_are_taken_back_too() -> None:
     """In the first cycle, before which the other replicas' parameters did not exist."""
     run = taken_back(4, together=3)
@@ -344,28 +331,6 @@ def test_coresident_replicas_are_taken_back_too() -> None:
     assert not torch.equal(run.all_weights()[0], before[0])
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "FusedScheduleFreeAdamW"])
-def test_moments_of_any_optimizer_begin_anew(name: str) -> None:
-    def make(net: torch.nn.Module) -> Any:
-        return OPTIMIZERS[name](net.parameters(), lr=1e-2)
-
-    net, other = (model().to(dtype_of(name)) for _ in range(2))
-    optimizer = make(net)
-    moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
-    trained(net, optimizer, range(3))
-    has_masters, own = name in ("fp32", "split"), list(net.parameters())
-    masters = [x.clone() for x in optimizer.masters(own, 0)] if has_masters else []
-    moments.reset()
-    other.load_state_dict(net.state_dict())
-    if has_masters:  # which stay
-        assert len(masters) == 4 and same(list(optimizer.masters(own, 0)), masters)
-        for state in optimizer.state.values():
-            assert not any(state[key].any() for key in ("exp_avg", "exp_avg_sq", "step"))
-    else:
-        anew = trained(other, make(other), range(3))
-        assert torch.equal(trained(net, optimizer, range(3)), anew)
-
-
 AVERAGED: dict[str, dict[str, Any]] = {
     "factored": {"optimizer": torch.optim.Adafactor},
     "parameters stand still": {"lr": 0.0},
@@ -373,58 +338,46 @@ AVERAGED: dict[str, dict[str, Any]] = {
 }
 
 
-def averaged_moments(rank: int, world: int, case: str) -> Any:
-    settings = {"gradients": "local", "moments": "average", **AVERAGED[case]}
-    run = Run(rank, ddp=False, scheduler=None, every=2, **settings)
-    if case == "a gradient is missing" and rank == 1:
-        run.optimizer.register_step_pre_hook(lambda *_: setattr(run.net[0].weight, "grad", None))
-    message = told(lambda: run.steps(2).ensemble.converge())
-    states = run.optimizer.state.values()
-    return message, [{k: v for k, v in state.items() if k != "step"} for state in states]
+def averaged_moments(rank: int, world: int) -> Any:
+    found = []
+    for case, settings in AVERAGED.items():
+        settings = {"gradients": "local", "moments": "average", **settings}
+        run = Run(rank, ddp=False, scheduler=None, every=2, **settings)
+        if case == "a gradient is missing" and rank == 1:
+            drop = lambda *_, run=run: setattr(run.net[0].weight, "grad", None)
+            run.optimizer.register_step_pre_hook(drop)
+        message = told(lambda run=run: run.steps(2).ensemble.converge())
+        states = run.optimizer.state.values()
+        kept = [{k: v for k, v in state.items() if k != "step"} for state in states]
+        found.append((message, kept))
+    return found
 
 
-@pytest.mark.parametrize("case", AVERAGED)
-def test_moments_are_averaged_if_all_replicas_have_them(case: str) -> None:
-    (message, one), (other, two) = run_ranks(averaged_moments, 2, case)
-    if case == "a gradient is missing":
-        assert message == other and "moments='average' needs the same on all" in message
-    else:
+def test_moments_are_averaged_if_all_replicas_have_them() -> None:
+    (*averaged, (refused, _)), (*others, (refused_there, _)) = run_ranks(averaged_moments, 2)
+    for (message, one), (other, two) in zip(averaged, others, strict=True):
         assert message == other == "no error" and len(one) == 4 and same(one, two)
+    assert refused == refused_there and "moments='average' needs the same on all" in refused
 
 
-def undeclared(rank: int, world: int, gradients: str, closure: bool = False) -> list[str]:
-    local = gradients == "local"
-    run = Run(rank, every=2, ddp=local, gradients=gradients, moments="keep" if local else None)
-    step = (lambda: run.ensemble.step(run.optimizer.step(run.backward))) if closure else run.step
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        error = told(step)
-    return [error, *(str(w.message) for w in caught)]
+def undeclared(rank: int, world: int) -> list[list[str]]:
+    """Errors and warnings."""
+    found = []
+    for gradients, closure in (("shared", False), ("shared", True), ("local", False)):
+        local = gradients == "local"
+        run = Run(rank, every=2, ddp=local, gradients=gradients, moments="keep" if local else None)
+        through = lambda run=run: run.ensemble.step(run.optimizer.step(run.backward))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = told(through if closure else run.step)
+        found.append([error, *(str(w.message) for w in caught)])
+    return found
 
 
-@pytest.mark.parametrize("closure", [False, True])
-def test_gradients_that_differ_are_not_shared(closure: bool) -> None:
-    for messages in run_ranks(undeclared, 2, "shared", closure):
-        assert "differ between replicas (norms" in messages[0]
-
-
-def test_gradients_that_are_the_same_are_not_local() -> None:
-    for error, *messages in run_ranks(undeclared, 2, "local"):
+def test_gradients_that_are_not_what_was_said_are_noticed() -> None:
+    for *shared, (error, *messages) in run_ranks(undeclared, 2):
+        assert all("differ between replicas (norms" in said[0] for said in shared)
         assert error == "no error" and any("no_sync()" in message for message in messages)
-
-
-def phantom(rank: int, world: int) -> Any:
-    run = Run(rank, every=3).steps(3)
-    group = run.optimizer.param_groups[0]
-    with all_reduces() as calls:
-        rate, group["lr"] = group["lr"], 0.0
-        run.optimizer.step()
-        group["lr"] = rate
-    return len(calls), run.ensemble.in_sync, run.ensemble.engine.position, run.ensemble.cycle
-
-
-def test_a_step_with_rate_zero_counts_nothing_and_parts_nobody() -> None:
-    assert run_ranks(phantom, 2) == [(0, True, 0, 1)] * 2
 
 
 def test_a_tied_group_must_be_one() -> None:

@@ -95,19 +95,6 @@ def test_inside_of_use_the_model_is_that_replica_and_outside_it_is_itself(make: 
     assert torch.equal(net(data), output)
 
 
-def test_nested_uses_and_exceptions_end_at_the_model() -> None:
-    net = model()
-    weight, replicas = net[0].weight, apart(net)
-    with replicas.use(1):
-        with replicas.use(2):
-            assert replicas.index == 2
-        assert replicas.index == 1
-    with pytest.raises(ArithmeticError), replicas.use(2):
-        raise ArithmeticError
-    assert net[0].weight is weight
-    assert not replicas.in_use
-
-
 # -- gradients ---------------------------------------------------------------------------------
 
 
@@ -152,28 +139,7 @@ def test_frozen_parameters_and_buffers_are_shared() -> None:
         pass
 
 
-def test_freezing_later_holds_for_all_replicas() -> None:
-    net = model()
-    replicas = apart(net, 2)
-    net[0].requires_grad_(False)
-    with replicas.use(1):
-        assert not net[0].weight.requires_grad and net[2].weight.requires_grad
-        loss_of(net, batch(0)).backward()
-    assert net[0].weight.grad is None and net[2].weight.grad is not None
-
-
 # -- until the first step ----------------------------------------------------------------------
-
-
-def test_until_the_first_step_all_replicas_follow_the_model() -> None:
-    net = model()
-    replicas = hdet.CoresidentReplicas(net, 2)
-    with replicas.use(1):
-        net(batch(0)[0])
-    loaded = {name: value + 1 for name, value in net.state_dict().items()}
-    net.load_state_dict(loaded)
-    with replicas.use(1):
-        assert same(dict(net.named_parameters()), loaded)
 
 
 # -- compiled models ---------------------------------------------------------------------------
@@ -340,21 +306,6 @@ def test_outside_of_use_backward_is_an_error(
     said = "" if j is None else f"replica {k}'s backward .* those of replica {j}: "
     with pytest.raises(ValueError, match=said + REMEDY), use:
         loss.backward()
-
-
-@BOTH
-@pytest.mark.parametrize("state", ["never used", "driven", "closed"])
-def test_the_model_by_itself_is_replica_zero(reentrant: bool, state: str) -> None:
-    net = Blocks(reentrant, first_too=state == "closed")
-    if state == "never used":
-        apart(net)
-    else:
-        replicas = hdet.CoresidentReplicas(net, 2)
-        ensemble = hdet.Ensemble(hdet.FusedAdamW(net.parameters(), lr=1e-3), replicas=replicas)
-        if state == "closed":
-            ensemble.close()
-    loss_at(net, 0).backward()
-    assert same(gradients(net), by_hand(Blocks, 1))
 
 
 def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:

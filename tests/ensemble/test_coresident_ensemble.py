@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import Run, batch, loss_of, model, probe
+from tests.harness import Run, batch, loss_of, probe
 
 from ..distributed import run_ranks
 from .helpers import MASTERS, SPLIT, same
@@ -53,13 +53,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def steps_of(case: str) -> int:
+    return 40 if case == "probe" else 12
+
+
+def traced_all(rank: int, world: int) -> Any:
+    return {case: traced(rank, world, steps_of(case), CASES[case]) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def processes() -> list[Any]:
+    return run_ranks(traced_all, 2)
+
+
 @pytest.mark.filterwarnings("ignore:saving in the middle of a cycle")
 @pytest.mark.parametrize("case", CASES)
-def test_two_replicas_are_two_processes_to_the_bit(case: str) -> None:
+def test_two_replicas_are_two_processes_to_the_bit(case: str, processes: list[Any]) -> None:
     """Because g0 / 2 + g1 / 2 is what DDP computes for two."""
-    steps, settings = 40 if case == "probe" else 12, CASES[case]
-    ranks = run_ranks(traced, 2, steps, settings)
-    ours = traced(0, 1, steps, settings, together=2)
+    ranks, steps = [rank[case] for rank in processes], steps_of(case)
+    ours = traced(0, 1, steps, CASES[case], together=2)
     for step in range(steps):
         assert same(ours[0][step], [rank[0][step][0] for rank in ranks]), step
     assert ours[1:] == ranks[0][1:]
@@ -141,46 +153,7 @@ def test_a_state_of_other_replicas_makes_all_equal(settings: Any, order: Any) ->
     assert len({w.numpy().tobytes() for w in run.steps(2).all_weights()}) == 3
 
 
-def test_the_drop_in_takes_co_resident_replicas() -> None:
-    net = model()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
-    settings: dict[str, Any] = {
-        "total_steps": 20, "cycle_momentum": False, "ensemble_lr_spread_ratio": 0.3,
-        "model_sync_interval": 5, "auto_lr_warmup_steps": 0, "enable_auto_lr": True,
-        "replicas": hdet.CoresidentReplicas(net, 4), "loss_scale": 1e-3,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="world_size is 4"):
-        hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, world_size=4)
-    scheduler = hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, rank=0, world_size=1)
-    for step in range(20):
-        for k in range(4):
-            with scheduler.ensemble.replicas.use(k):
-                loss = loss_of(net, batch(4 * step + k))
-                scheduler.ensemble.observe(loss)
-            (loss / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    assert scheduler.ensemble.cycle == 4 and scheduler.ensemble.in_sync
-    assert scheduler.ensemble.corrections["lr"] != 1.0
-
-
 # -- the optimizer that they are given to ------------------------------------------------------
-
-
-def test_a_state_with_a_parameter_that_never_had_a_gradient_loads_into_torchs_optimizer() -> None:
-    net = torch.nn.ModuleList(torch.nn.Linear(3, 1, bias=False) for _ in range(2))
-    optimizer, resumed = hdet.FusedAdamW(net.parameters()), hdet.FusedAdamW(net.parameters())
-    hdet.CoresidentReplicas(net, 2).attach(optimizer)
-    net[0].weight.sum().backward()
-    optimizer.step()
-    other = torch.optim.AdamW(net.parameters())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    resumed.load_state_dict(optimizer.state_dict())
-    for stepped in (other, resumed, optimizer):
-        net[1].weight.grad = torch.ones(1, 3)
-        stepped.step()
-        assert [stepped.state[layer.weight]["step"].item() for layer in net] == [2, 1]
 
 
 @pytest.mark.parametrize("kind", [hdet.FusedAdamW, torch.optim.AdamW])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hdet
-from hdet.optim.snapshot import keeps_weights, reset_moments
 from hdet.run.moments import Moments
 from tests.harness import Run, TwoReplicas, model, policies
 
@@ -96,30 +95,35 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def trained(rank: int, world: int, name: str, gradients: str, moments: str | None) -> Any:
-    """(weights, state) within a cycle, at its end, within another one and after `converge`."""
-    settings: dict[str, Any] = {"gradients": gradients, "moments": moments} if moments else {}
-    settings |= {"ddp": gradients == "shared", "optimizer": OPTIMIZERS[name]}
-    run, seen = Run(rank, lr=0.1, scheduler=None, every=3, spread=0.5, **settings), []
-    for steps in (2, 1, 5, 0):
-        run.steps(steps)
-        if steps == 0:
-            run.ensemble.converge()
-        seen.append((run.weights(), flat_state(run.optimizer)))
-    return seen, run.ensemble.in_sync
+def trained(rank: int, world: int) -> Any:
+    """By optimizer and gradients: (weights, state) within a cycle, at its end, within another one
+    and after `converge`."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        for gradients in ("shared", "local"):
+            # Which schedule-free optimizers need, also with shared gradients.
+            averages = gradients == "local" or name == "AdamWScheduleFree"
+            settings = {"gradients": gradients, "moments": "average"} if averages else {}
+            settings |= {"ddp": gradients == "shared", "optimizer": make}
+            run = Run(rank, lr=0.1, scheduler=None, every=3, spread=0.5, **settings)
+            seen = found[name, gradients] = []
+            for steps in (2, 1, 5, 0):
+                run.steps(steps)
+                if steps == 0:
+                    run.ensemble.converge()
+                seen.append((run.weights(), flat_state(run.optimizer)))
+            assert run.ensemble.in_sync
+    return found
 
 
-@pytest.mark.parametrize("gradients", ["shared", "local"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_means_that_nothing_of_the_optimizer_differs(name: str, gradients: str) -> None:
+def test_in_sync_means_that_nothing_of_the_optimizer_differs() -> None:
     """Else replicas would go on with numbers of their own for good, and nobody would know."""
-    # Which schedule-free optimizers need, also with shared gradients.
-    moments = "average" if gradients == "local" or name == "AdamWScheduleFree" else None
-    (one, in_sync), (two, _) = run_ranks(trained, 2, name, gradients, moments)
-    assert in_sync
-    for equal, (weights, state), (others, theirs) in zip((0, 1, 0, 1), one, two, strict=True):
-        assert torch.equal(weights, others) == equal
-        assert (state == theirs) == equal
+    one, two = run_ranks(trained, 2)
+    for case, seen in one.items():
+        pairs = zip((0, 1, 0, 1), seen, two[case], strict=True)
+        for equal, (weights, state), (others, theirs) in pairs:
+            assert torch.equal(weights, others) == equal, case
+            assert (state == theirs) == equal, case
 
 
 class Parts(Stepping):
@@ -159,13 +163,17 @@ class Own(torch.optim.AdamW):
 
 def equal_state(rank: int, world: int) -> Any:
     runs = [Run(rank, optimizer=kind, every=3).steps(8) for kind in (torch.optim.AdamW, Own)]
-    return [(run.weights().tolist(), flat_state(run.optimizer)) for run in runs]
+    parting = Run(rank, optimizer=Uneven, scheduler=None, every=3, lr=0.1, spread=0.9).steps(2)
+    ends = [(run.weights().tolist(), flat_state(run.optimizer)) for run in runs]
+    return *ends, told(parting.step)
 
 
-def test_state_that_follows_from_gradients_alone_is_left_as_it_is() -> None:
-    """It stays each replica's own, bitwise, and nothing more than a plain average is sent."""
-    for known, own in run_ranks(equal_state, 2):
+def test_state_that_follows_from_gradients_is_left_and_codes_that_differ_are_refused() -> None:
+    """The first stays each replica's own, bitwise, and nothing more than a plain average is sent;
+    the others before anything is averaged."""
+    for known, own, message in run_ranks(equal_state, 2):
         assert known == own
+        assert "Uneven keeps 'codes' of parameter 0 in torch.int8" in message
 
 
 @pytest.mark.parametrize(
@@ -183,16 +191,6 @@ def test_state_that_would_be_averaged_in_part_is_refused(kind: Any, key: str, dt
         run(moments).step()
 
 
-def parted_codes(rank: int, world: int) -> str:
-    run = Run(rank, optimizer=Uneven, scheduler=None, every=3, lr=0.1, spread=0.9).steps(2)
-    return told(run.step)
-
-
-def test_codes_that_differ_under_shared_gradients_are_refused_before_anything_is_averaged() -> None:
-    for message in run_ranks(parted_codes, 2):
-        assert "Uneven keeps 'codes' of parameter 0 in torch.int8" in message
-
-
 def ensemble(**settings: Any) -> hdet.Ensemble:
     settings = policies(**{"replicas": TwoReplicas(), **settings})
     return hdet.Ensemble(free(model().parameters(), 1e-3), **settings)
@@ -208,47 +206,3 @@ def test_replicas_that_part_average_weights_in_a_state(gradients: str, moments: 
         ensemble(gradients=gradients, moments=moments)
     ensemble(knobs=[hdet.LearningRate(0)])  # where they cannot part nothing is asked
     ensemble(replicas=hdet.Replicas(0, 1))
-
-
-class Prepared(torch.optim.Optimizer):
-    """As accelerate wraps every optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
-
-    state = property(lambda self: self.optimizer.state)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
-def test_a_wrapper_is_what_it_wraps() -> None:
-    net = model()
-    optimizer = Prepared(hdet.FusedAdamW(net.parameters(), lr=1e-3))
-    assert not keeps_weights(optimizer) and keeps_weights(Prepared(free(net.parameters(), 1e-3)))
-    for parameter in net.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.optimizer.step()
-    moments = [state["exp_avg"] for state in optimizer.state.values()]
-    assert all(moment.any() for moment in moments)
-    reset_moments(optimizer)
-    for state, moment in zip(optimizer.state.values(), moments, strict=True):
-        assert state["exp_avg"] is moment and not moment.any(), "in place"
-
-
-def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    run = Run(rank, optimizer=free, every=4, moments="average").steps(8)
-    trained = run.weights()
-    run.optimizer.eval()
-    at = run.weights()
-    run.optimizer.train()
-    return trained, at, run.steps(2).weights()
-
-
-def test_replicas_evaluate_the_same_weights() -> None:
-    one, two = run_ranks(evaluated, 2)
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
-    assert not torch.equal(one[0], one[1]) and not torch.equal(one[2], two[2])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
@@ -81,18 +80,6 @@ def test_a_resumed_run_knows_the_peak_of_the_cycle_that_it_goes_on_with() -> Non
     with pytest.warns(UserWarning, match=PEAK):
         again.steps()
     assert spread_in(again) == [True, False]
-
-
-@pytest.mark.filterwarnings("ignore:one replica")
-def test_rates_that_are_tensors_are_seen_without_a_wait() -> None:
-    def tensors(parameters: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=torch.tensor(lr), weight_decay=0.0, foreach=False)
-
-    one = run(20, together=1, optimizer=tensors).steps(19)
-    (knob,) = one.ensemble.knobs
-    assert isinstance(knob.highest, torch.Tensor) and float(knob.highest) == pytest.approx(3e-3)
-    with pytest.warns(UserWarning, match=PEAK):
-        one.steps()
 
 
 def made(make: Callable[[Any], Any], total: int | None, **settings: Any) -> None:
@@ -171,15 +158,6 @@ def test_cycles_end_at_multiples_of_t_and_the_last_one_at_the_end(
     loop = Loop(first, theirs=theirs).steps()
     assert [record["step"] for record in loop.records] == [5, 10, 15, 20]
     assert loop.ensemble.engine.step == TOTAL
-
-
-@pytest.mark.parametrize("first", [0.0, 1.0])
-def test_a_step_by_which_a_library_makes_a_state_counts_nothing(first: float) -> None:
-    loop = Loop(first)
-    get_optimizer_state_dict(loop.net, loop.optimizer)
-    assert loop.optimizer.state and loop.ensemble.engine.step == 0
-    loop.steps(T)
-    assert (loop.ensemble.engine.step, loop.ensemble.cycle) == (T, 1)
 
 
 def on_ranks(rank: int, world: int, local: bool) -> Any:

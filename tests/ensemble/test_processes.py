@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
-from hdet.converge import average_tensors
-from hdet.run.cycle_stats import local_replicas
-from tests.harness import Run, TwoReplicas, batch, loss_of, model
+from tests.harness import Run, TwoReplicas, batch, loss_of
 
 from ..distributed import RankError, run_ranks
-from .helpers import MASTERS, all_reduces, filled, on_all_ranks, told
+from .helpers import on_all_ranks, told
 
 
 def probe_run(rank: int, world: int) -> Any:
@@ -71,37 +69,6 @@ def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
     assert torch.allclose(after, (one + two) / 2, rtol=1e-6, atol=1e-7)
 
 
-def written_and_converged(rank: int, world: int, other: float) -> Any:
-    run = Run(rank, dtype=torch.bfloat16, optimizer=MASTERS).steps(2)
-    filled(run.net, other if rank else 1.0)
-    run.ensemble.converge()
-    before = run.weights().float()
-    masters = torch.cat([state["master_param"].flatten() for state in run.optimizer.state.values()])
-    run.step()
-    return before, masters, (run.weights().float() - before).abs().max().item()
-
-
-@pytest.mark.parametrize(("other", "mean"), [(1.0, 1.0), (3.0, 2.0)])
-def test_what_was_written_to_parameters_is_averaged(other: float, mean: float) -> None:
-    for weights, masters, moved in run_ranks(written_and_converged, 2, other):
-        assert (weights == mean).all() and (masters == mean).all()
-        assert moved < 0.05  # and the next step goes on from there
-
-
-def collectives_per_step(rank: int, world: int) -> list[int]:
-    run, counts = Run(rank, controller="probe"), []
-    for _ in range(11):
-        with all_reduces() as calls:
-            run.step()
-        counts.append(len(calls))
-    return counts
-
-
-def test_only_the_end_of_a_cycle_communicates() -> None:
-    """Step 1: are gradients shared? Steps 5 and 10: slots and one bucket. DDP's are not counted."""
-    assert run_ranks(collectives_per_step, 2) == [[1, 0, 0, 0, 2, 0, 0, 0, 0, 2, 0]] * 2
-
-
 # -- moments that nobody plans for -------------------------------------------------------------
 
 
@@ -131,24 +98,6 @@ def test_a_sparse_gradient_is_refused_before_the_step() -> None:
     ensemble.close()
 
 
-def converge_after(rank: int, world: int, what: str) -> Any:
-    """(in sync, equal) before and after."""
-    run = Run(rank, spread=0.0 if what == "noise" else 0.3)
-    if what == "noise":
-        hdet.warm_noise_(run.net.parameters(), nu=0.1)
-    else:  # between the optimizer's step and the Ensemble's
-        run.steps(1).backward()
-        run.optimizer.step()
-    before = run.ensemble.in_sync, on_all_ranks(run.weights())
-    run.ensemble.converge()
-    return *before, run.ensemble.in_sync, on_all_ranks(run.weights())
-
-
-@pytest.mark.parametrize("what", ["noise", "inside a step"])
-def test_converge_sees_what_it_has_not_made(what: str) -> None:
-    assert run_ranks(converge_after, 2, what) == [(False, False, True, True)] * 2
-
-
 def warm_restarts(rank: int, world: int) -> Any:
     schedule = partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=8)
     run = Run(
@@ -166,40 +115,6 @@ def test_in_sync_is_true_exactly_when_replicas_are_equal_also_when_the_spread_re
     ranks = run_ranks(warm_restarts, 2)
     assert 0 < sum(rho == 1.0 for _, _, rho in ranks[0]) < 24, "the case should have both"
     assert all(converged == equal for seen in ranks for converged, equal, _ in seen)
-
-
-def converge_with_a_broken_replica(rank: int, world: int) -> Any:
-    run = Run(rank, every=4).steps(2)
-    if rank == 1:
-        filled(run.net, float("inf"), parameters=1)
-    with pytest.warns(UserWarning, match="replica 1 left out of the average"):
-        run.ensemble.converge()
-    return bool(run.weights().isfinite().all()), run.steps(2).history["notes"]
-
-
-def test_a_replica_left_out_by_converge_is_in_the_next_record() -> None:
-    for finite, notes in run_ranks(converge_with_a_broken_replica, 2):
-        assert finite and any("replica 1 left out of the average" in note for note in notes)
-
-
-def backward_through_averaged(rank: int, world: int) -> str:
-    weight = nn.Parameter(torch.ones(3))
-    loss = (weight * weight).sum()
-    average_tensors([weight], hdet.Replicas.from_group())
-    return told(loss.backward)
-
-
-def test_a_backward_pass_through_weights_from_before_an_average_is_an_error() -> None:
-    said = run_ranks(backward_through_averaged, 2)
-    assert all("modified by an inplace operation" in text for text in said)
-
-
-def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
-    own = list(model().parameters())
-    optimizer = torch.optim.AdamW(own)
-    optimizer.state[own[0]]["master_param"] = torch.full_like(own[0], 5.0)
-    (replica,) = local_replicas(hdet.Replicas.single(), optimizer, own)
-    assert replica.masters() == [None] * len(own)
 
 
 class Quantised(nn.Module):

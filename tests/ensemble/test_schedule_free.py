@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import hdet
 from hdet import checkpoint, converge
 from hdet.kernels import numbers
-from hdet.optim.snapshot import Snapshot
-from hdet.run.moments import Moments
 from hdet.trial.rule import STEPS
 from tests.distributed import run_ranks
 from tests.harness import Run, batch, loss_of, losses_of, model, taught
@@ -124,15 +122,6 @@ def test_replicas_average_x_and_z(way: str) -> None:
     close(end, (x + x_there) / 2)
 
 
-def test_a_fragment_has_y_and_z_of_the_same_elements() -> None:
-    """In the middle of a cycle, in which one half of them has been averaged."""
-    (one, *_), (two, *_) = run_ranks(averaged, 2, "streaming", {})
-    (x, z), (x_there, z_there) = one[1][1], two[1][1]
-    y, y_there = (BETA * x + (1 - BETA) * z), (BETA * x_there + (1 - BETA) * z_there)
-    close = [torch.isclose(a, b, rtol=0, atol=1e-9) for a, b in ((y, y_there), (z, z_there))]
-    assert torch.equal(*close) and 0.4 < close[0].double().mean() < 0.6
-
-
 @pytest.mark.parametrize("moments", ["keep", "average", "reset"])
 def test_moments_do_not_include_z(moments: str) -> None:
     """Nor the numbers of the average, which a reset would begin again."""
@@ -144,17 +133,6 @@ def test_moments_do_not_include_z(moments: str) -> None:
             mean = (before[place] + before_there[place]) / 2
             torch.testing.assert_close(after[place], mean, rtol=0, atol=2e-6)
             assert torch.equal(after[place], after_there[place])
-
-
-def test_a_reset_keeps_z_and_the_numbers_of_the_average() -> None:
-    run = run_of(spread=0.0)
-    moments = Moments("reset", run.optimizer, hdet.Replicas(0, 2), 1 << 20)
-    run.steps(3)
-    before, counted = x_and_z(run), numbers_of(run)
-    moments.reset()
-    assert same([*x_and_z(run)], [*before]) and numbers_of(run) == counted
-    for state in run.optimizer.state.values():
-        assert not state["exp_avg_sq"].any() and not state["step"]
 
 
 def parted(rank: int, world: int) -> Any:
@@ -184,24 +162,6 @@ def test_a_parameter_without_a_gradient_and_a_replica_that_breaks() -> None:
         mean = (before[place] + before_there[place]) / 2
         torch.testing.assert_close(after[place], mean, rtol=0, atol=2e-6)
         assert torch.equal(healed[1][place], broken[0][place])
-
-
-def in_two_modes(rank: int, world: int) -> Any:
-    run = run_of(rank).steps(2)
-    before = x_and_z(run)
-    if rank:
-        run.optimizer.eval()
-    run.ensemble.converge()
-    assert run.optimizer.param_groups[0]["train_mode"] == (not rank)
-    run.optimizer.train()
-    return before, x_and_z(run)
-
-
-def test_replicas_in_different_modes_average_y() -> None:
-    (one, after), (two, after_there) = run_ranks(in_two_modes, 2)
-    for a, b, found, found_there in zip(one, two, after, after_there, strict=True):
-        torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=2e-6)
-        torch.testing.assert_close(found, found_there, rtol=0, atol=2e-6)
 
 
 # -- a rate that moves -----------------------------------------------------------------------------
@@ -275,12 +235,10 @@ def trained(lr: float, **settings: Any) -> float:
     return run.validation()
 
 
-@pytest.mark.parametrize(("start", "wrong"), [(1e-3, 0.04), (1.0, 0.02)])
-def test_a_rate_30_times_off_ends_near_the_best_one(start: float, wrong: float) -> None:
-    """Which is 0.03, of 0.001 to 1, and ends at 0.0107, where the noise alone is 0.01. The loss of
-    x at the fixed rate is ``wrong``."""
-    assert trained(start, controlled=False) > wrong
-    assert trained(start) < 0.0125
+def test_a_rate_30_times_too_low_ends_near_the_best_one() -> None:
+    """Which is 0.03, and ends at 0.0107, where the noise alone is 0.01."""
+    assert trained(1e-3, controlled=False) > 0.04
+    assert trained(1e-3) < 0.0125
 
 
 def test_find_rate() -> None:
@@ -321,17 +279,6 @@ def test_a_first_cycle_that_is_taken_back_is_a_new_run(together: int, optimizer:
     assert run.history["rolled_back"]
     assert same(run.steps(3).all_weights(), new.steps(3).all_weights())
     assert same([*x_and_z(run)], [*x_and_z(new)])
-
-
-def test_a_snapshot_has_the_mode_of_its_parameters() -> None:
-    run = run_of(spread=0.0).steps(2)
-    snapshot = Snapshot(list(run.net.parameters()), run.optimizer, "device")
-    snapshot.take()
-    before = everything(run)
-    before[2] = {key: value.clone() for key, value in before[2].items()}
-    run.optimizer.eval()
-    snapshot.restore()
-    assert same(everything(run), before)
 
 
 # -- checkpoints and modes -------------------------------------------------------------------------

@@ -14,10 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.distributed import run_ranks
-from tests.harness import Run, Scripted, batch, model, probe, taught
-
-from .helpers import on_all_ranks
+from tests.harness import Run, Scripted, model, probe, taught
 
 TOTAL, EVERY, OVER = 200, 4, 20
 SOFTMAX = functools.partial(hdet.SoftmaxController, decay=None)
@@ -61,19 +58,6 @@ def test_the_other_decides_from_the_next_cycle_on() -> None:
     assert len(run.controller.first.steps) == OVER // EVERY
 
 
-def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
-    """At a rate that is far too low it votes for more, and freezes at half of the run."""
-    net = model()
-    run = chained(probe(net, freeze_after=0.5), net=net, together=4, lr=1e-4, data=batch)
-    while not run.controller.handed_over:
-        assert run.equal() and not run.ensemble.engine.explores
-        run.step()
-    assert run.index == OVER
-    assert not run.steps(3).equal() and run.ensemble.engine.explores
-    assert run.steps().equal() and run.ensemble.corrections["lr"] > 2
-    assert run.controller.then.frozen and run.controller.idle
-
-
 @pytest.mark.parametrize("after", [8, 40])
 def test_resumed_it_goes_on_where_it_was(after: int) -> None:
     first = chained(Listener()).steps(after)
@@ -108,38 +92,6 @@ def test_what_follows_asks_for_what_it_needs() -> None:
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         both = chained(SOFTMAX()).controller
     assert both.name == "first, then SoftmaxController" and both.needs_replicas and not both.idle
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_can() -> None:
-    net = nn.Sequential(nn.Dropout(0.1), model())
-
-    def build(judges: bool, held_out: bool) -> None:
-        first = First()
-        first.judges_held_out = judges
-        then, knobs = probe(net, held_out=held_out), [hdet.LearningRate(), hdet.Dropout(net)]
-        chained(then, first, net=net, knobs=knobs, gradients="local", moments="keep")
-
-    build(True, True)
-    for judges, held_out in ((False, True), (True, False)):
-        with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
-            build(judges, held_out)
-
-
-def two_processes(rank: int, world: int) -> Any:
-    """[(handed over, weights are equal on all ranks) before the end of each step], corrections."""
-    run = chained(SOFTMAX(1e-3), rank=rank)
-    seen: list[tuple[bool, bool]] = []
-    run.optimizer.register_step_post_hook(
-        lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
-    )
-    return seen, run.steps(60).ensemble.corrections
-
-
-def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
-    (seen, corrections), (others, same) = run_ranks(two_processes, 2)
-    assert seen == others and corrections == same and corrections["lr"] not in (1.0, 2.0)
-    assert seen == [(False, True)] * OVER + [(True, False)] * (60 - OVER)
 
 
 # -- copies of the parameters ------------------------------------------------------------------

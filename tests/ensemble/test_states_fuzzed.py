@@ -209,39 +209,6 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
     check(name, damaged(state, path, how, wrong))
 
 
-@quiet
-@pytest.mark.parametrize("how", ["longer", "other"])
-@pytest.mark.parametrize("name", ["probe", "softmax with a decay"])
-def test_lists_of_another_length_than_there_are_knobs_are_refused(name: str, how: str) -> None:
-    """Else what was learned would begin anew without a word."""
-    state = saved(name)["controller_state"]
-    lists = [key for key, value in state.items() if isinstance(value, list) and value]
-    for key in lists:
-        damage = damaged(saved(name), ("controller_state", key), how, [])
-        expected = "went on" if (key, how) == ("velocities", "other") else "refused"
-        assert check(name, damage) == expected, key
-    assert len(lists) >= 3
-
-
-@quiet
-def test_a_position_above_the_step_is_refused() -> None:
-    assert check("softmax", {**saved("softmax"), "position": 3, "step": 2}) == "refused"
-
-
-@quiet
-@pytest.mark.parametrize("wrong", [DEEP, object(), torch.ones(2)], ids=["deep", "object", "tensor"])
-def test_a_trial_is_refused_or_the_run_goes_on_wherever_it_is_damaged(wrong: Any) -> None:
-    for path in paths(saved("auto")["controller_state"], ("controller_state",)):
-        check("auto", damaged(saved("auto"), path, "other", wrong))
-
-
-@quiet
-@pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, DEEP])
-@pytest.mark.parametrize("name", ["softmax", "OneCycleAutoLR"])
-def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
-    assert check(name, state) == "refused"
-
-
 class Torn:
     """A scheduler that has changed when it complains."""
 
@@ -310,17 +277,3 @@ def test_a_length_that_came_back_as_a_float_is_that_length() -> None:
     run.steps(TOTAL - INTERVAL)
     with pytest.raises(ValueError, match="Tried to step 61 times"):  # torch's
         run.scheduler.step()
-
-
-class Unique(dict[str, int]):
-    def __copy__(self) -> Unique:
-        raise TypeError("there is one of these")
-
-
-def test_a_state_loads_into_a_scheduler_that_cannot_be_copied() -> None:
-    _, state = of_length(TOTAL)
-    run = Run(NONE, one_cycle)
-    run.scheduler.marks = Unique()
-    state["scheduler"]["marks"] = {}
-    run.ensemble.load_state_dict(state)
-    assert run.scheduler.last_epoch == INTERVAL

@@ -81,20 +81,6 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
     assert held.value == pytest.approx(-3.0) == run.values()["mine"]
 
 
-@pytest.mark.parametrize(
-    ("correction", "rho", "base", "used"),
-    [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)],
-)
-def test_bounds_are_hard_for_the_base_and_for_replicas(correction, rho, base, used) -> None:
-    held = Held(0.8)
-    knob = held.knob(bounds=(0.5, 1.0), spread=0.5)
-    run = ensemble(Net(), [knob], controller=given(rho), **LOCAL)
-    force(run, correction)
-    assert held.value == base
-    with run.explore():
-        assert held.value == pytest.approx(used)
-
-
 def test_the_users_setter_is_called_for_new_values_only() -> None:
     held, net = Held(4.0), Net()
     run = ensemble(net, [held.knob()], **LOCAL)

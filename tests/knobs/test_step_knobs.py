@@ -203,31 +203,6 @@ def test_clipping_inside_a_fused_step_takes_the_replicas_norm() -> None:
     assert optimizer.max_grad_norm == run.value("clip_norm") == 0.5
 
 
-@both
-@pytest.mark.parametrize("order", [("optimizer", "ensemble"), ("ensemble", "optimizer")])
-def test_states_hold_base_values_and_load(kind: Any, order: tuple[str, ...]) -> None:
-    def make() -> dict[str, Any]:
-        net = Net()
-        optimizer, knobs = adamw(net, kind), [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
-        run = ensemble(net, knobs, optimizer=optimizer, moments="average")
-        return {"optimizer": optimizer, "ensemble": run}
-
-    made, other = make(), make()
-    force(made["ensemble"], 2.0, 2.0, 0.5)
-    states = {name: part.state_dict() for name, part in made.items()}
-    scheduled = {"weight_decay": [0.1], "beta1": [0.9, 0.9], "beta2": [0.999, 0.999]}
-    assert states["ensemble"]["scheduled"] == scheduled
-    groups = states["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
-    assert groups[0]["betas"] == pytest.approx((0.95, 0.998))
-    for name in order:
-        other[name].load_state_dict(states[name])
-    assert other["ensemble"].values() == made["ensemble"].values()
-    assert settings_of(other["optimizer"]) == settings_of(made["optimizer"])
-    other["ensemble"].step()
-    assert settings_of(other["optimizer"]) == settings_of(made["optimizer"])
-
-
 def test_any_number_of_the_groups_is_a_knob() -> None:
     """A memory of 2 steps becomes one of 2.5 inside of the step; another number is multiplied."""
     net = Net()
