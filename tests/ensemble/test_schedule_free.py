@@ -187,13 +187,10 @@ def searching(lr: float, **settings: Any) -> Run:
     return auto_run(lr, optimizer=Free, scheduler=None, **settings)
 
 
-@pytest.mark.parametrize("master_weights", [None, "split"])
-def test_a_trial_that_changes_nothing_leaves_no_trace(master_weights: Any) -> None:
-    make = functools.partial(Free, master_weights=master_weights, warmup_steps=9)
-    net = model().to(torch.float32 if master_weights is None else torch.bfloat16)
-    settings = {"optimizer": make, "scheduler": None}
-    other = auto_run(0.05, net=model().to(net[0].weight.dtype), controlled=False, **settings)
-    run = auto_run(0.05, net=net, **settings)
+def test_a_trial_that_changes_nothing_leaves_no_trace() -> None:
+    make = functools.partial(Free, master_weights="split", warmup_steps=9)
+    settings = {"optimizer": make, "scheduler": None, "dtype": torch.bfloat16}
+    other, run = auto_run(0.05, controlled=False, **settings), auto_run(0.05, **settings)
     for steps in (1, 10, ALL):
         assert same(everything(run.steps(steps)), everything(other.steps(steps)))
     assert run.controller.interval.suggestion == 0.05 and run.controller.cost > 100
@@ -239,31 +236,6 @@ def test_a_rate_30_times_too_low_ends_near_the_best_one() -> None:
     """Which is 0.03, and ends at 0.0107, where the noise alone is 0.01."""
     assert trained(1e-3, controlled=False) > 0.04
     assert trained(1e-3) < 0.0125
-
-
-def test_find_rate() -> None:
-    net = model()
-    optimizer = Free(net.parameters(), lr=1e-3)
-    data = [taught(i) for i in range(ALL)]
-    before = optimizer.state_dict()
-    interval = hdet.find_rate(net, optimizer, losses_of, data, total_steps=1000)
-    assert interval.moves and interval.suggestion > 2e-3
-    assert same(optimizer.state_dict(), before)
-    optimizer.eval()
-    with pytest.raises(RuntimeError, match=r"in eval mode: call its train\(\)"):
-        hdet.find_rate(net, optimizer, losses_of, data, total_steps=1000)
-    assert same([*net.parameters()], [*model().parameters()])
-
-
-def test_a_cycle_that_is_taken_back() -> None:
-    """z and the numbers go back with the parameters."""
-    run = run_of(spread=0.0, divergence=hdet.Divergence(rollback="device"))
-    run.steps(4)
-    begun = x_and_z(run), numbers_of(run)[:3]
-    for _ in range(4):
-        run.step(report=math.nan)
-    assert run.history["rolled_back"]
-    assert same([*x_and_z(run)], [*begun[0]]) and numbers_of(run)[:3] == begun[1]
 
 
 @pytest.mark.parametrize("optimizer", [free, MASTERS])
@@ -350,6 +322,13 @@ def ensemble(**settings: Any) -> Any:
     return run_of(replicas=hdet.Replicas(0, 2, None), **settings)
 
 
+def find_rate_in_eval_mode() -> None:
+    net = model()
+    optimizer = Free(net.parameters(), lr=1e-3)
+    optimizer.eval()
+    hdet.find_rate(net, optimizer, losses_of, [taught(0)] * ALL, total_steps=1000)
+
+
 OUTER = {**LOCAL, "converge": converge.Outer()}
 
 
@@ -361,6 +340,7 @@ OUTER = {**LOCAL, "converge": converge.Outer()}
         ("'beta1' says how", lambda: ensemble(knobs=[hdet.Betas(which=[0])], moments="average")),
         ("'weight_lr_power' says", lambda: ensemble(knobs=[hdet.GroupValue("weight_lr_power")])),
         ("takes no schedule", lambda: hdet.OneCycleAutoLR(free([nn.Parameter(torch.ones(2))]), 1)),
+        ("in eval mode: call its train()", find_rate_in_eval_mode),
         ("val_batches keeps", lambda: searching(0.1, of={"val_batches": (loss_of, [batch(0)])})),
     ],
 )
