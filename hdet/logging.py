@@ -92,12 +92,14 @@ class History:
     ``validation`` (``loss``) and ``end`` (``seconds``, of training) beside it.
 
     Args:
-        path: a new file. Its folder is made. ``hdet report`` looks for ``history.jsonl``.
+        path: a new file, with a suffix. Its folder is made. ``hdet report`` looks for
+            ``history.jsonl``.
         resume_step: of the checkpoint from which the run goes on. The file is continued then, and
             what was recorded after that step is dropped.
 
     Raises:
         FileExistsError: there is a file, and no ``resume_step``.
+        ValueError: the path is that of a folder.
 
     Example::
 
@@ -108,6 +110,8 @@ class History:
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
         self.path = Path(path).absolute()
+        if not self.path.suffix or self.path.is_dir():
+            raise ValueError(f"path must be a file: pass {str(Path(path, 'history.jsonl'))!r}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
             self.path.touch(exist_ok=False)

@@ -194,7 +194,8 @@ def _is_coupled(optimizer: Optimizer, index: int) -> bool:
         return False
     if hasattr(optimizer, "rule"):
         rule = RULES[optimizer.rule]
-        return rule.coupled and rule.keeps_moments(group)
+        # schedule-free's decay is added behind the moments
+        return rule.coupled and not rule.weights and rule.keeps_moments(group)
     if isinstance(optimizer, torch.optim.SGD):
         return bool(group["momentum"] != 0)
     return isinstance(optimizer, _COUPLED)

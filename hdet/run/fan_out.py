@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..knobs import Bound
 from ..optim.snapshot import without_hooks
@@ -18,6 +19,9 @@ from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
 
 __all__ = ["FanOut"]
+
+IDLE_CALLS = 20
+"""of `Ensemble.step` without an optimizer step, and as many as with one: the loop makes too many"""
 
 
 class FanOut:
@@ -61,7 +65,8 @@ class FanOut:
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._on_cycle_start, self._skippable = on_cycle_start, skippable
         self._first = first_replica
-        self._is_told = False  # that no step has been done
+        self._steps = self._idle_calls = 0  # done, and calls of `take_stepped` without one
+        self._is_told = False  # that there are such calls
         self._is_first_step = True  # of a cycle, or after an average
         self._passes = False  # is the optimizer's step its own: within one, or `aside`?
         self._moves = False  # does any knob have another value in a step?
@@ -148,22 +153,36 @@ class FanOut:
     def take_stepped(self) -> bool:
         """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
-        if self.gradient_norm is None and not self._is_told:
-            self._is_told = True
-            # torch would warn of its schedulers, which the loop does not step.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            warnings.warn(
-                "ensemble.step() was called, but no optimizer.step() before it: the schedule "
-                "moves, and nothing is counted. Call it once after each step() of the optimizer "
-                "that the Ensemble was given. (A GradScaler may skip the first steps: then all is "
-                "well.)",
-                stacklevel=3,
-            )
+        self._steps += stepped
+        self._idle_calls += not stepped
+        if not stepped and not self._is_told:
+            self._warn_of_idle_calls()
         if not stepped and self._skippable:
             if self._is_first_step:
                 self._begin(is_ready=False)
             self.moved = True  # others may have done the step
         return stepped or self._skippable
+
+    def _warn_of_idle_calls(self) -> None:
+        if self.gradient_norm is None:
+            # torch would warn of its schedulers, which the loop does not step.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            what = "ensemble.step() was called, but no optimizer.step() before it:"
+            but = "the schedule moves, and nothing is counted"
+        elif self._idle_calls < max(IDLE_CALLS, self._steps) or not isinstance(
+            self.schedule.scheduler,
+            LRScheduler,  # OneCycleAutoLR may be stepped as torch's
+        ):
+            return
+        else:
+            what = f"ensemble.step() was called {self._steps + self._idle_calls} times,"
+            but = f"but there were {self._steps} steps of the optimizer: the schedule runs ahead"
+        self._is_told = True
+        warnings.warn(
+            f"{what} {but}. Call it once after each step() of the optimizer that the Ensemble was "
+            "given. (A GradScaler may skip the first steps: then all is well.)",
+            stacklevel=4,
+        )
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -7,13 +7,20 @@ from typing import NoReturn
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from ..core.engine import Engine
+from ..knobs.cells import close
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
 
-__all__ = ["refuse_backward", "refuse_eval_mode", "warn_of_idle_run", "warn_of_no_controller"]
+__all__ = [
+    "refuse_backward",
+    "refuse_eval_mode",
+    "warn_of_idle_run",
+    "warn_of_lost_correction",
+    "warn_of_no_controller",
+]
 
 
 def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
@@ -43,6 +50,22 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
             f"total_steps is {total_steps}, but that of the OneCycleLR is {scheduler.total_steps}: "
             "leave it out"
         )
+
+
+def warn_of_lost_correction(optimizer: Optimizer, scheduler: object) -> None:
+    """Of a run that goes on with the states of optimizer and scheduler alone. These schedulers
+    compute rates from their first ones, so the next step takes corrections of the rate back."""
+    if not isinstance(scheduler, (LambdaLR, OneCycleLR)) or scheduler.last_epoch <= 0:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for rate, own in zip(rates, scheduler.get_last_lr(), strict=False):
+        if not close(rate, own):
+            _warn(
+                f"the optimizer's learning rate is {float(rate):g}, its scheduler's {float(own):g}:"
+                " a former Ensemble has corrected it, and the scheduler's next step takes that "
+                "back. Save ensemble.state_dict() and load it too (docs/checkpoints.md)"
+            )
+            return
 
 
 def refuse_backward(loss: object) -> None:

@@ -34,7 +34,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import warn_of_idle_run
+from .mistakes import warn_of_idle_run, warn_of_lost_correction
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -88,6 +88,7 @@ class Parts:
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
+        warn_of_lost_correction(optimizer, scheduler)
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)

@@ -168,8 +168,15 @@ class Searched:
 
 
 def losses_by(closure: Closure) -> torch.Tensor | None:
-    """What it returns, as a tensor. Raises TypeError for anything else."""
-    losses = closure()
+    """What it returns, as a tensor. Raises TypeError for anything else, RuntimeError for a closure
+    that takes batches of its own until there are none."""
+    try:
+        losses = closure()
+    except StopIteration as error:
+        raise RuntimeError(
+            "the closure ran to the end of an iterator: it computes the losses of the step's own "
+            "batch again, so take the batch in the loop"
+        ) from error
     if isinstance(losses, (int, float)):
         return torch.tensor(float(losses))
     if losses is not None and not isinstance(losses, torch.Tensor):

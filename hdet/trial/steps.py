@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -118,9 +120,10 @@ class TrialSteps:
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
-        if not callable(closure):
+        if closure is None or not _takes_nothing(closure):
             raise TypeError(
-                "AutoLR's trial needs the batch's losses again in each of its steps: call "
+                "AutoLR's trial needs the batch's losses again in each of its steps, from a "
+                "function without arguments: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch))"
             )
         started = time.perf_counter()
@@ -300,6 +303,16 @@ class TrialSteps:
                 "sum of the losses (use the mean), change gradients before optimizer.step() (pass "
                 "before_step=), or take several steps before ensemble.step()?"
             )
+
+
+def _takes_nothing(closure: Closure) -> bool:
+    """Can it be called without arguments?"""
+    with suppress(ValueError):  # a builtin does not say
+        try:
+            inspect.signature(closure).bind()
+        except TypeError:
+            return False
+    return True
 
 
 def _compare_losses(closure: Closure, loss: torch.Tensor | float) -> Closure:

@@ -45,8 +45,33 @@ def never_stepped() -> None:
         ensemble.step(1.0)
 
 
+def stepped_twice() -> None:
+    loop = Loop()
+    ensemble = hdet.Ensemble(loop.optimizer, loop.scheduler, total_steps=STEPS)
+    for _ in range(30):
+        loop.model(torch.ones(4)).backward()
+        loop.optimizer.step()
+        for _ in range(2):
+            ensemble.step(1.0)
+
+
+def resumed_without_the_ensemble() -> None:
+    loops = [Loop(), Loop()]
+    for loop in loops:
+        loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0)
+    first, then = loops
+    first.train(10).set_value("lr", 0.01)
+    then.optimizer.load_state_dict(first.optimizer.state_dict())
+    then.scheduler.load_state_dict(first.scheduler.state_dict())
+    hdet.Ensemble(then.optimizer, then.scheduler, total_steps=STEPS)
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
+    "ensemble.step is called twice": (stepped_twice, "called 40 times, but there were 20 steps"),
+    "a resume leaves out the Ensemble's state": (
+        resumed_without_the_ensemble, "is 0.01, its scheduler's 0.001.*Save ensemble.state_dict",
+    ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
     ),

@@ -163,7 +163,7 @@ def test_moments_are_a_choice_only_where_they_differ() -> None:
     (partial(torch.optim.SGD, momentum=0.9), True),
     (partial(torch.optim.Adam, decoupled_weight_decay=True), False), (hdet.FusedAdam, True),
     (hdet.FusedAdamW, False), (hdet.FusedLion, False), (partial(hdet.FusedSGD, momentum=0.9), True),
-    (partial(hdet.FusedSGD, lr=0.1), False),
+    (partial(hdet.FusedSGD, lr=0.1), False), (hdet.FusedScheduleFreeAdamW, False),
 ])  # fmt: skip
 def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, coupled: bool) -> None:
     net = Net()

@@ -122,6 +122,8 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
         (lambda losses, own: own, ValueError, "the loop's own losses, whose graph is gone"),
         (lambda losses, own: 0.01 * losses().expand(8, 3), TypeError, r"mean .* no logits"),
         (lambda losses, own: -losses().expand(8, 3), TypeError, r"of shape \(8, 3\) with mean"),
+        (lambda losses, own: next(iter(())), RuntimeError, "take the batch in the loop"),
+        (len, TypeError, "a function without arguments"),
         ("no function", TypeError, r"call ensemble.step\(loss, closure=lambda: losses_of\("),
     ],
 )
@@ -134,7 +136,8 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
     run.optimizer.step()
     losses = lambda: run.losses(taught(0)).mean()
     with pytest.raises(error, match=message):
-        run.ensemble.step(own.item(), (lambda: closed(losses, own)) if callable(closed) else closed)
+        made = closed if closed in (len, "no function") else lambda: closed(losses, own)
+        run.ensemble.step(own.item(), made)
 
 
 def test_a_loop_that_trains_nothing_is_told() -> None:
