@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from .cases import (
     Toy,
     adamw,
     exact,
+    hyperparameters,
     played,
     rates,
     sgd,
@@ -364,3 +366,28 @@ def test_decisions_are_of_what_was_scheduled() -> None:
         with ensemble.rescheduling():
             scheduler.step()
     assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
+
+
+def test_a_state_comes_back_from_json() -> None:
+    """MultiStepLR's milestones are keys, and whole numbers; a beta stays below 1."""
+
+    def made() -> tuple[Toy, hdet.Ensemble]:
+        toy = Toy(adamw)
+        knobs = [hdet.LearningRate(), hdet.WeightDecay(), hdet.Betas()]
+        scheduler, controller = torchs.MultiStepLR(toy.optimizer, [2, 5]), Scripted([0.5])
+        controller.judges_held_out = True
+        settings = {"knobs": knobs, "controller": controller, "sync": hdet.Sync(2, moments="reset")}
+        return toy, hdet.Ensemble(toy.optimizer, scheduler, **settings)  # type: ignore[arg-type]
+
+    (toy, ensemble), (other, resumed) = made(), made()
+    for _ in range(3):
+        ensemble.step(toy.step())
+    resumed.load_state_dict(json.loads(json.dumps(ensemble.state_dict())))
+    other.optimizer.load_state_dict(copy.deepcopy(toy.optimizer.state_dict()))
+    other.take(toy)
+    for _ in range(4):
+        assert hyperparameters(other.optimizer) == hyperparameters(toy.optimizer)
+        ensemble.step(toy.step())
+        resumed.step(other.step())
+    assert exact(other.parameters()) == exact(toy.parameters())
+    assert set(ensemble.corrections.values()) == {0.5}
