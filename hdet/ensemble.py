@@ -75,7 +75,7 @@ class Ensemble:
         self,
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
-        *more: object,
+        *,
         knobs: Sequence[Knob] | None = None,
         controller: Controller | None = None,
         replicas: Replicas | None = None,
@@ -87,12 +87,6 @@ class Ensemble:
         seed: int = 0,
         log: Callable[[dict[str, Any], int], object] | None = None,
     ) -> None:
-        if more:
-            raise TypeError(
-                f"Ensemble takes an optimizer and a scheduler by position, got {2 + len(more)}: "
-                "name what follows them, total_steps=1000, and give the model to "
-                "controller=hdet.AutoLR(model)"
-            )
         # Everything is validated before the optimizer is touched, which `Parts.attach` does.
         parts = self._parts = Parts(
             optimizer, scheduler, knobs, controller, replicas, sync, divergence, design,
