@@ -113,7 +113,7 @@ class Batch:
         self._kinds = list(dict.fromkeys(kinds))
         every = tensors(matrices, list(map(self._kinds.index, kinds)))
         nothing = [None] * len(matrices)
-        not_theirs = list(torch.zeros(len(matrices), device=room.device).unbind())
+        not_theirs = torch.zeros(len(matrices), dtype=torch.float32, device=room.device).unbind()
         average = replace(
             every, params=[self.slots], steps=not_theirs, masters=None, stochastic=None
         )

@@ -1,5 +1,5 @@
-"""Optimizers whose moments are kept in 8 bits: what they save and load, in one process and over
-shards, and how near they stay to float32."""
+"""Optimizers whose moments are kept in 8 bits: what they save and load, and how near they stay to
+float32. Over shards: test_dtensor.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import hdet
 from hdet.kernels import numbers
 from hdet.optim import FusedAdamW, FusedMuon
 from hdet.optim.moment_storage import SMALLEST
+from hdet.optim.snapshot import reset_moments
 
-from .common import RULES
+from .common import RULES, assert_equal
 from .test_replicas import copies
 
 SHAPES = [(70, 100), (SMALLEST,), (SMALLEST - 1,), (0,), ()]
@@ -35,11 +36,8 @@ MAKERS: dict[str, Make] = {
     ),
 }
 EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+EXACT = ("step", "exp_avg_slow")
+"""what no state has in 8 bits"""
 
 
 def run(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
@@ -52,150 +50,104 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
 
 
 def made(
-    make: Make, dtype: torch.dtype = torch.float32, **options: Any
+    make: Make, dtype: torch.dtype = torch.float32, steps: int = 0, **options: Any
 ) -> tuple[list[Parameter], Any]:
-    params = parameters(dtype)
-    return params, make(params, **{"lr": 1e-3, "moment_dtype": "8bit", **options})
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    optimizer = make(params, **{"lr": 1e-3, "moment_dtype": "8bit", **options})
+    run(optimizer, params, range(steps))
+    return params, optimizer
 
 
 def assert_same_run(one: tuple[list[Parameter], Any], other: tuple[list[Parameter], Any]) -> None:
+    assert_equal(one[0], other[0])
     for p, q in zip(one[0], other[0], strict=True):
-        assert torch.equal(p, q)
         ours, theirs = one[1].state[p], other[1].state[q]
         assert ours.keys() == theirs.keys()
-        assert all(
-            torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor)
-        )
+        tensors = [key for key in ours if isinstance(ours[key], Tensor)]
+        assert all(torch.equal(ours[key], theirs[key]) for key in tensors)
 
 
 @EACH
 def test_it_stays_near_float32(make: Make) -> None:
     """Over twenty steps of noise, where steps do not add up: by a tenth of what the parameters
-    move."""
-    (ours, optimizer), (theirs, wide) = made(make), made(make, moment_dtype=None)
-    for params, stepped in ((ours, optimizer), (theirs, wide)):
-        run(stepped, params, range(20))
-    for p, q, start in zip(ours[:CODED], theirs, parameters(), strict=False):
+    move. Of a quarter of the bytes."""
+    starts, _ = made(make)
+    (ours, optimizer), (theirs, _) = made(make, steps=20), made(make, steps=20, moment_dtype=None)
+    for p, q, start in zip(ours[:CODED], theirs, starts, strict=False):
         assert 0 < (p - q).norm() < 0.1 * (q - start).norm()
-        assert all(
-            t.dtype == torch.uint8
-            for key, t in optimizer.state[p].items()
-            if key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-        )
-        exact = optimizer.state[p].get("exp_avg_slow")
-        assert exact is None or exact.dtype == torch.float32
-    for p, q in zip(ours[CODED:], theirs[CODED:], strict=True):
-        assert torch.equal(p, q), "small tensors have float32 moments"
+        state = optimizer.state[p]
+        moments = [key for key in state if key not in EXACT and not key.endswith("_scale")]
+        assert moments and all(state[key].dtype == torch.uint8 for key in moments)
+        assert {state[key].dtype for key in state if key in EXACT} == {torch.float32}
+        held = sum(state[key].nbytes + state[f"{key}_scale"].nbytes for key in moments)
+        assert held == len(moments) * (p.numel() + 4 * -(-p.numel() // 256))
+    assert_equal(ours[CODED:], theirs[CODED:])  # small tensors have float32 moments
 
 
-@EACH
-def test_bytes_of_the_state(make: Make) -> None:
-    params, optimizer = made(make)
-    run(optimizer, params, range(1))
-    state = optimizer.state[params[0]]
-    moments = [name for name in state if f"{name}_scale" in state]
-    held = sum(t.nbytes for key, t in state.items() if key not in ("step", "exp_avg_slow"))
-    assert held == len(moments) * (7000 + 4 * 28) > 0
+def loaded(make: Make, one: tuple[list[Parameter], Any], **options: Any) -> Any:
+    other = made(make, one[0][0].dtype, **options)
+    for p, q in zip(other[0], one[0], strict=True):
+        p.data.copy_(q)
+    other[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
+    return other
 
 
-@EACH
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
-    """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the
-    host's."""
-    one, other = made(make, backend=backend), made(make, backend=backend)
-    run(one[1], one[0], range(2))
-    for cached in (
-        numbers.codebook,
-        numbers._tables,
-        numbers.magnitudes,
-        numbers.thresholds,
-    ):
-        cached.cache_clear()
-    for step in range(2):
-        generator = torch.Generator().manual_seed(100 + step)
-        for i, param in enumerate(other[0]):
-            gradient = torch.randn(param.shape, generator=generator)
-            param.grad = None if (step, i) == (1, 1) else gradient
-        with torch.device("meta"):
-            other[1].step()
-            other[1].state_dict()
-    assert_same_run(one, other)
+def written(make: Make, one: tuple[list[Parameter], Any], **options: Any) -> Any:
+    """torch's ZeroRedundancyOptimizer so loads the states of its shards."""
+    other = made(make, one[0][0].dtype, **options)
+    for i, state in copy.deepcopy(one[1].state_dict())["state"].items():
+        other[0][i].data.copy_(one[0][i])
+        other[1].state[other[0][i]].update(state)
+    return other
 
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resume_is_exact(make: Make, dtype: torch.dtype) -> None:
     options = {} if dtype == torch.float32 else {"master_weights": "split"}
-    one = made(make, dtype, **options)
-    run(one[1], one[0], range(3))
-    saved = copy.deepcopy(one[1].state_dict())
-    assert all(
-        t.dtype in (torch.float32, torch.bfloat16)
-        for state in saved["state"].values()
-        for t in state.values()
-    )
-    other = made(make, dtype, **options)
-    for p, q in zip(other[0], one[0], strict=True):
-        p.data.copy_(q)
-    other[1].load_state_dict(saved)
-    assert_same_run(one, other)
-    third = copy.deepcopy(one)
-    fourth = pickle.loads(pickle.dumps(one))
-    for params, optimizer in (one, other, third, fourth):
+    one = made(make, dtype, 3, **options)
+    states = one[1].state_dict()["state"].values()
+    assert {t.dtype for state in states for t in state.values()} <= {torch.float32, torch.bfloat16}
+    resumed = loaded(make, one, **options)
+    assert_same_run(one, resumed)
+    others = [resumed, copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
+    if not options:
+        others.append(written(make, one))
+    for params, optimizer in (one, *others):
         run(optimizer, params, range(3, 6))
-    for again in (other, third, fourth):
-        assert_same_run(one, again)
+    for other in others:
+        assert_same_run(one, other)
 
 
 @EACH
 def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
-    wide, small = made(make, moment_dtype=None), made(make)
-    run(wide[1], wide[0], range(3))
-    small[1].load_state_dict(wide[1].state_dict())
+    wide = made(make, steps=3, moment_dtype=None)
+    small = loaded(make, wide)
     for p, q in zip(small[0][:CODED], wide[0], strict=False):
+        state = small[1].state[p]
         for name, moment in wide[1].state[q].items():
-            if name in ("step", "exp_avg_slow"):
-                assert torch.equal(small[1].state[p][name], moment)
-                continue
-            codes, scales = numbers.encode(moment, signed=not name.endswith("_sq"))
-            assert torch.equal(small[1].state[p][name], codes) and torch.equal(
-                small[1].state[p][f"{name}_scale"], scales
-            )
+            if name in EXACT:
+                assert torch.equal(state[name], moment)
+            else:
+                expected = numbers.encode(moment, signed=not name.endswith("_sq"))
+                assert_equal([state[name], state[f"{name}_scale"]], expected)
     run(small[1], small[0], range(3, 5))
-    back = made(make, moment_dtype=None)
-    back[1].load_state_dict(small[1].state_dict())
+    back = loaded(make, small, moment_dtype=None)
     for q, p in zip(back[0][:CODED], small[0], strict=False):
-        state = back[1].state[q]
-        assert {t.dtype for t in state.values()} == {torch.float32} and not [
-            key for key in state if key.endswith("_scale")
-        ]
+        state, held = back[1].state[q], small[1].state[p]
+        assert {t.dtype for t in state.values()} == {torch.float32}
+        assert not any(key.endswith("_scale") for key in state)
         name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
-        held = small[1].state[p]
-        assert torch.equal(
-            state[name], numbers.decode(held[name], held[f"{name}_scale"], signed=True)
-        )
+        decoded = numbers.decode(held[name], held[f"{name}_scale"], signed=True)
+        assert torch.equal(state[name], decoded)
     run(back[1], back[0], range(5, 6))
-
-
-@EACH
-def test_values_that_are_written_into_a_state_become_codes(make: Make) -> None:
-    """torch's ZeroRedundancyOptimizer so loads the states of its shards."""
-    one, other = made(make), made(make)
-    run(one[1], one[0], range(3))
-    for i, state in copy.deepcopy(one[1].state_dict())["state"].items():
-        other[0][i].data.copy_(one[0][i])
-        other[1].state[other[0][i]].update(state)
-    for params, optimizer in (one, other):
-        run(optimizer, params, range(3, 5))
-    assert_same_run(one, other)
 
 
 def test_hooks_of_state_dict_see_values() -> None:
     """Also one that numbers parameters by name, as in torch's documentation, after which nobody
     finds the codes."""
-    params, optimizer = made(FusedAdamW)
-    run(optimizer, params, range(2))
+    params, optimizer = made(FusedAdamW, steps=2)
     plain, seen = optimizer.state_dict(), []
 
     def named(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -203,20 +155,12 @@ def test_hooks_of_state_dict_see_values() -> None:
         return {**saved, "state": {f"p{i}": state for i, state in saved["state"].items()}}
 
     optimizer.register_state_dict_post_hook(named)
-    hooked = optimizer.state_dict()
+    hooked = optimizer.state_dict()["state"]
     assert seen == [{torch.float32}]
     for i, state in plain["state"].items():
-        assert state.keys() == hooked["state"][f"p{i}"].keys()
-        assert all(
-            torch.equal(value, hooked["state"][f"p{i}"][key]) for key, value in state.items()
-        )
-
-
-def test_torchs_adamw_takes_the_state() -> None:
-    params, optimizer = made(FusedAdamW)
-    run(optimizer, params, range(2))
-    theirs = torch.optim.AdamW(parameters(), lr=1e-3)
-    theirs.load_state_dict(optimizer.state_dict())
+        torch.testing.assert_close(state, hooked[f"p{i}"], rtol=0, atol=0)
+    theirs = torch.optim.AdamW([param.detach().requires_grad_() for param in params])
+    theirs.load_state_dict(plain)
     run(theirs, theirs.param_groups[0]["params"], range(2, 3))
 
 
@@ -224,70 +168,47 @@ def test_torchs_adamw_takes_the_state() -> None:
 def test_replicas_share_the_codes(make: Make) -> None:
     params, optimizer = made(make)
     optimizer.set_replicas(3, copies(3))
-    optimizer.multipliers = [
-        [0.5] * len(optimizer.param_groups),
-        [1.0] * len(optimizer.param_groups),
-        [1.5] * len(optimizer.param_groups),
-    ]
-    alone, middle = made(make)
+    optimizer.multipliers = [[rho] * len(optimizer.param_groups) for rho in (0.5, 1.0, 1.5)]
     run(optimizer, params, range(3))
-    run(middle, alone, range(3))
-    for ours, theirs in zip(optimizer.replica_parameters(1), alone, strict=True):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(
-        optimizer.state[params[0]][next(iter(middle.state[alone[0]]))],
-        next(iter(middle.state[alone[0]].values())),
-    )
+    alone, middle = made(make, steps=3)
+    assert_equal(optimizer.replica_parameters(1), alone)
+    moment = next(iter(middle.state[alone[0]]))
+    assert torch.equal(optimizer.state[params[0]][moment], middle.state[alone[0]][moment])
     optimizer.average_replicas([1.0, 1.0, 1.0])
     saved = optimizer.state_dict()["state"][0]
-    assert saved["replica_params"] and not [key for key in saved if key.endswith("_scale")]
+    assert saved["replica_params"] and not any(key.endswith("_scale") for key in saved)
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="moment_dtype='4bit' is not supported; choose .*'8bit'"):
-        FusedAdamW(parameters(), moment_dtype="4bit")
-    params, optimizer = made(FusedAdamW, decay_at="base")
-    run(optimizer, params, range(1))
-    raw = {
-        **optimizer.state_dict(),
-        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(params)},
-    }
-    with pytest.raises(
-        ValueError, match=r"exp_avg of parameter 0 is torch.uint8, codes .* save its state_dict\(\)"
-    ):
-        optimizer.load_state_dict(raw)
-    with pytest.raises(
-        ValueError, match="moments is 'average', but the optimizer keeps them in 8 bits"
-    ):
+        made(FusedAdamW, moment_dtype="4bit")
+    params, optimizer = made(FusedAdamW, steps=1, decay_at="base")
+    held = {i: dict(optimizer.state[p]) for i, p in enumerate(params)}
+    message = r"exp_avg of parameter 0 is torch.uint8, codes .* save its state_dict\(\)"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": held})
+    message = "moments is 'average', but the optimizer keeps them in 8 bits"
+    with pytest.raises(ValueError, match=message):
         hdet.Ensemble(optimizer, sync=hdet.Sync(1, gradients="local", moments="average"))
 
 
 @EACH
 def test_codes_without_their_scales_are_refused_by_name(make: Make) -> None:
-    params, optimizer = made(make)
-    run(optimizer, params, range(1))
-    moment, before = (
-        next(key for key in optimizer.state[params[0]] if key != "step"),
-        copy.deepcopy(params),
-    )
-    del optimizer.state[params[0]][f"{moment}_scale"]
-    with pytest.raises(
-        ValueError,
-        match=(
-            f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is "
-            "missing: load"
-        ),
-    ):
+    params, optimizer = made(make, steps=1)
+    state, before = optimizer.state[params[0]], copy.deepcopy(params)
+    moment = next(key for key in state if key != "step")
+    del state[f"{moment}_scale"]
+    message = f"{moment} of .* is codes of 8 bits, but its {moment}_scale is missing: load"
+    with pytest.raises(ValueError, match=message):
         run(optimizer, params, range(1, 2))
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
-    del optimizer.state[params[0]][moment]
+    assert_equal(params, before)
+    del state[moment]
     run(optimizer, params, range(1, 2))
 
 
 @EACH
 def test_a_skipped_step_changes_nothing(make: Make) -> None:
-    params, optimizer = made(make, max_grad_norm=1.0)
-    run(optimizer, params, range(2))
+    params, optimizer = made(make, steps=2, max_grad_norm=1.0)
     before = copy.deepcopy((params, optimizer))
     for param in params:
         param.grad = torch.full_like(param, float("nan"))
@@ -298,20 +219,13 @@ def test_a_skipped_step_changes_nothing(make: Make) -> None:
 
 def test_moments_begin_anew_in_place() -> None:
     """As after a cycle with moments="reset", or one that is taken back to before the first step."""
-    from hdet.optim.snapshot import reset_moments
-
-    params, optimizer = made(FusedAdamW)
-    run(optimizer, params, range(2))
+    params, optimizer = made(FusedAdamW, steps=2)
     reset_moments(optimizer)
-    assert not any(
-        moment.any()
-        for name in ("exp_avg", "exp_avg_sq")
-        for moment in [optimizer.state_dict()["state"][0][name]]
-    )
+    saved = optimizer.state_dict()["state"][0]
+    assert not saved["exp_avg"].any() and not saved["exp_avg_sq"].any()
     fresh, other = made(FusedAdamW)
     for p, q in zip(fresh, params, strict=True):
         p.data.copy_(q)
     run(optimizer, params, range(2, 4))
     run(other, fresh, range(2, 4))
-    for p, q in zip(fresh, params, strict=True):
-        assert torch.equal(p, q)
+    assert_equal(fresh, params)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,72 +57,45 @@ def test_parameters_on_two_devices(rule: Rule) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_tables_of_plans_are_the_hosts_whatever_the_default_device(
-    replicas: int, backend: str
-) -> None:
-    """torch.set_default_device("cuda"), for which "meta" stands: native code would write to
-    addresses of that device."""
-    found = []
-    for device in ("cpu", "meta"):
-        param = Parameter(torch.linspace(-1, 1, 5000))
-        optimizer = hdet.FusedAdamW(
-            [param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, backend=backend
-        )
-        if replicas > 1:
-            optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
-            optimizer.multipliers = [[0.5], [1.5]]
-        param.grad = torch.linspace(1, -2, 5000)
-        with torch.device(device):
-            for _ in range(2):
-                optimizer.step()
-            if replicas > 1:
-                optimizer.average_replicas([1.0, 1.0])
-                optimizer.step()
-            optimizer.load_state_dict(optimizer.state_dict())
-            optimizer.step()
-        found.append(param.detach())
-    assert torch.equal(*found)
+@contextmanager
+def defaults(of: str) -> Iterator[None]:
+    """torch.set_default_device("cuda"), for which "meta" stands, or torch.set_default_dtype."""
+    with torch.device("meta" if of == "meta" else "cpu"):
+        torch.set_default_dtype(getattr(torch, of, torch.float32))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("of", ["meta", "float64", "bfloat16"])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("moment_dtype", [None, "8bit"])
-def test_tables_of_plans_are_float32_whatever_the_default_dtype(
-    moment_dtype: str | None, backend: str, dtype: torch.dtype
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_tables_are_the_hosts_and_in_float32_whatever_torchs_defaults_are(
+    kind: str, moment_dtype: str | None, backend: str, of: str
 ) -> None:
-    """torch.set_default_dtype: native code reads and writes float32."""
+    """Native code would write to addresses of another device, or read other numbers."""
     found = []
-    for default in (torch.float32, dtype):
-        for cached in (numbers.codebook, numbers._tables):
-            cached.cache_clear()
-        param = Parameter(torch.linspace(-1, 1, 5000))
-        optimizer = hdet.FusedAdamW(
-            [param],
-            lr=1e-2,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    for default in ("float32", of):
+        param = Parameter(torch.linspace(-1, 1, 5000).view(50, 100))
+        options: dict[str, Any] = {"moment_dtype": moment_dtype, "backend": backend}
+        make = hdet.FusedAdamW if kind == "adamw" else hdet.FusedMuon
+        optimizer = make([param], lr=1e-2, max_grad_norm=1.0, **options)
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
         optimizer.multipliers = [[0.5], [1.5]]
-        param.grad = torch.linspace(1, -2, 5000)
-        torch.set_default_dtype(default)
-        try:
+        param.grad = torch.linspace(1, -2, 5000).view(50, 100)
+        for cached in (numbers.codebook, numbers._tables, numbers.magnitudes, numbers.thresholds):
+            cached.cache_clear()  # type: ignore[attr-defined]
+        with defaults(default):
             for _ in range(2):
                 optimizer.step()
             optimizer.average_replicas([1.0, 3.0])
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
-            assert optimizer.grad_norm is not None and optimizer.grad_norm.dtype == torch.float32
-        finally:
-            torch.set_default_dtype(torch.float32)
-            for cached in (numbers.codebook, numbers._tables):
-                cached.cache_clear()
+        assert optimizer.grad_norm is not None and optimizer.grad_norm.dtype == torch.float32
         found.append((param.detach(), optimizer.grad_norm))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("two_devices")
