@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from ..core.scale import Scale
 from ..core.spread import check_spread
 from .bound import Bound, Bounds, scale_of
 from .cells import Cell, attribute_cell, call_cell, item_cell
@@ -23,20 +24,19 @@ def _forward_knob(knob: Any, name: str, cells: Sequence[Cell], **flags: Any) -> 
 
     ``knob`` has spread and bounds, and, where it may be linear, scale and unit.
     """
-    unit = getattr(knob, "unit", None)
-    _check_unit(name, getattr(knob, "scale", "log"), unit)
-    scale = scale_of(knob.bounds, getattr(knob, "scale", "log"), 1.0 if unit is None else unit)
+    scale = _scale(name, getattr(knob, "scale", "log"), getattr(knob, "unit", None), knob.bounds)
     return Bound(name, knob.spread, cells, scale, acts="forward", **flags)
 
 
-def _check_unit(name: str, scale: str, unit: float | None) -> None:
-    if scale not in ("log", "linear"):
-        raise ValueError(f"scale must be 'log' or 'linear', got {scale!r} for {name!r}")
-    if (unit is None) == (scale == "linear"):
+def _scale(name: str, kind: str, unit: float | None, bounds: Bounds) -> Scale:
+    if kind not in ("log", "linear"):
+        raise ValueError(f"scale must be 'log' or 'linear', got {kind!r} for {name!r}")
+    if (unit is None) == (kind == "linear"):
         raise ValueError(
-            f"unit of {name!r} is {unit!r} with scale={scale!r}: the linear scale needs one (what "
+            f"unit of {name!r} is {unit!r} with scale={kind!r}: the linear scale needs one (what "
             "a factor of e amounts to, in the value's own unit), the log scale has none"
         )
+    return scale_of(bounds, kind, 1.0 if unit is None else unit)
 
 
 def _held(value: float) -> Cell:
@@ -101,8 +101,7 @@ class Scalar:
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
-        _check_unit(self.name, self.scale, self.unit)
-        scale_of(self.bounds, self.scale, 1.0 if self.unit is None else self.unit)
+        _scale(self.name, self.scale, self.unit, self.bounds)
         if len({self.get is None, self.set is None, self.value is not None}) > 1:
             raise ValueError(
                 f"{self.name!r} needs get and set, or neither of them and a value that the knob "

@@ -226,8 +226,7 @@ TestCheckpointMachine = CheckpointMachine.TestCase
 TestCheckpointMachine.settings = trial(examples=10, steps=12)
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["another step", "the same step"])
-@pytest.mark.parametrize("kill", [False, True], ids=["error", "kill"])
+@pytest.mark.parametrize(("kill", "same"), [(True, True), (True, False), (False, True)])
 def test_every_call_of_a_save(kill: bool, same: bool) -> None:
     """Beside a checkpoint or in its place: never is there none, and never half of one."""
     machine = CheckpointMachine()

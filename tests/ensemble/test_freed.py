@@ -87,8 +87,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "not closed"])
-@pytest.mark.parametrize("name", CASES)
+NOT_CLOSED = ["fused", "in a trial", "probe", "snapshots"]
+
+
+@pytest.mark.parametrize(
+    ("name", "closes"), [*((name, True) for name in CASES), *((name, False) for name in NOT_CLOSED)]
+)
 def test_a_run_is_freed(name: str, closes: bool) -> None:
     assert left_alive(lambda: train(**CASES[name], closes=closes)) == []
 
