@@ -82,9 +82,8 @@ def test_gradients_that_are_none(
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
-        o, 1e-2, total_steps=12
-    ),  # moves betas or momentum as well
+    # moves betas or momentum as well
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
@@ -96,10 +95,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("rule", [BY_NAME["adamw"], BY_NAME["sgd"]], ids=names)
 def test_torchs_schedulers(rule: Rule, name: str) -> None:
-    pair = Pair(
-        rule,
-        lambda params, cls: cls(params, lr=1e-2, **rule.keeps),
-    )
+    pair = Pair(rule, lambda params, cls: cls(params, lr=1e-2, **rule.keeps))
     both = [SCHEDULERS[name](optimizer) for optimizer in (pair.a, pair.b)]
     for _ in pair.run(10):
         for scheduler in both:
@@ -112,11 +108,8 @@ def test_torchs_schedulers(rule: Rule, name: str) -> None:
 @pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
 def test_a_tensor_as_the_rate(rule: Rule, dtype: torch.dtype, backend: str) -> None:
     def make(params: list[Parameter], cls: type) -> Optimizer:
-        return cls(
-            params,
-            lr=torch.tensor(1e-2, dtype=dtype),
-            **({"backend": backend} if cls is rule.fused else {}),
-        )
+        own = {"backend": backend} if cls is rule.fused else {}
+        return cls(params, lr=torch.tensor(1e-2, dtype=dtype), **own)
 
     pair = Pair(rule, make)
     for step in pair.run(8):

@@ -23,9 +23,8 @@ from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 @pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))
 def test_the_examples_of_the_docstrings(name: str) -> None:
     torch.manual_seed(0)
-    tests = [
-        test for test in doctest.DocTestFinder().find(getattr(hdet, name), name) if test.examples
-    ]
+    found = doctest.DocTestFinder().find(getattr(hdet, name), name)
+    tests = [test for test in found if test.examples]
     assert len(tests) == 1
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}
@@ -109,9 +108,8 @@ def test_on_two_devices_all_gradients_are_checked_before_one_is_stepped() -> Non
         pair.a.step()
     set_gradients(pair.ours, 1)
     pair.a.max_grad_norm = 1.0
-    with pytest.raises(
-        ValueError, match="max_grad_norm needs all parameters on one device, they are on cpu, cpu:0"
-    ):
+    message = "max_grad_norm needs all parameters on one device, they are on cpu, cpu:0"
+    with pytest.raises(ValueError, match=message):
         pair.a.step()
     for param, value in zip(pair.ours, before, strict=True):
         assert torch.equal(param, value)
@@ -135,9 +133,8 @@ def test_a_capture_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     set_gradients(pair.ours, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    with pytest.raises(
-        RuntimeError, match="run one step with the same parameters before capturing"
-    ):
+    message = "run one step with the same parameters before capturing"
+    with pytest.raises(RuntimeError, match=message):
         pair.a.step()
     assert not pair.a.state
 
@@ -159,18 +156,12 @@ def test_lists_are_the_same_if_their_objects_are(lists: Any) -> None:
     one, other = torch.ones(2), torch.ones(2)
     same, contents, same_contents = lists.same, lists.contents, lists.same_contents
     assert same([one, other], [one, other]) and same([], [])
-    assert (
-        not same([one, other], [one, one])
-        and not same([one], [one, other])
-        and not same([one, other], [one])
-    )
-
+    for other_list in ([one, one], [one], [other, one]):
+        assert not same([one, other], other_list)
     held = {"x": {"a": one}, "y": {}, "z": other}
     known = contents(held)
-    assert (
-        same_contents(held, known)
-        and same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known) is False
-    )
+    assert same_contents(held, known)
+    assert not same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known)
     for key, value in (("x", {"a": one}), ("z", one), ("new", {})):
         assert not same_contents({**held, key: value}, known)
     assert not same_contents({"x": held["x"], "y": held["y"]}, known)

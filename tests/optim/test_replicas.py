@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
-from hdet.kernels.numbers import join
+from hdet.kernels.numbers import value_of
 from hdet.optim import FusedAdamW, FusedOptimizer
+from hdet.optim.masters import kept_masters
 from hdet.rules import COUPLED
 
 from .common import (
@@ -63,49 +64,39 @@ def replicated(
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
 
 
+@torch.no_grad()
+def put(source: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for param, value in zip(into, source, strict=True):
+        param.copy_(value)
+
+
 def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
-    """Copies of the float32 values of replica k."""
+    """Copies of the float32 values of replica k, as the state has them."""
     found = []
-    for param, tensor in zip(
-        optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True
-    ):
-        state = optimizer.state[param]
-        masters = [
-            state.get("master_param", state.get("remainder")),
-            *state.get("replica_masters", []),
-        ]
-        if masters[0] is None:
-            found.append(tensor.detach().float().clone())
-        else:
-            found.append(
-                masters[k].clone()
-                if masters[k].dtype == torch.float32
-                else join(tensor.detach(), masters[k])
-            )
+    first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
+    for param, tensor in zip(first, own, strict=True):
+        masters = kept_masters(optimizer.state.get(param, {}))
+        found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
+STORED = pytest.mark.parametrize(
     ("dtype", "master_weights"),
     [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
 )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@STORED
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_replicas_step_as_separate_runs_would(
     rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str
 ) -> None:
-    params, optimizer, sets = replicated(
-        3, rule, dtype, master_weights=master_weights, backend=backend
-    )
+    options: dict[str, Any] = {"master_weights": master_weights, "backend": backend}
+    params, optimizer, sets = replicated(3, rule, dtype, **options)
     run(optimizer, params, range(5))
     for k, rho in enumerate(RHOS):
-        alone = parameters(dtype=dtype)
-        other = rule.fused(
-            without_coupled_decay(rule, alone),
-            lr=1e-2,
-            master_weights=master_weights,
-            backend=backend,
-        )
+        alone, other, _ = replicated(1, rule, dtype, **options)
         other.multipliers = [[rho] * 3]
         run(other, alone, range(5))
         assert_equal(sets[k], alone)
@@ -113,29 +104,21 @@ def test_replicas_step_as_separate_runs_would(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("dtype", "master_weights"),
-    [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
-)
+@STORED
 def test_average_replicas(dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
-    params, optimizer, sets = replicated(
-        3, dtype=dtype, master_weights=master_weights, backend=backend
-    )
+    options: dict[str, Any] = {"master_weights": master_weights, "backend": backend}
+    params, optimizer, sets = replicated(3, dtype=dtype, **options)
     run(optimizer, params, range(3))
     of_each = zip(*(values(optimizer, k) for k in range(3)), strict=True)
-    expected = [
-        sum(w * tensor for w, tensor in zip(WEIGHTS, tensors, strict=True)) for tensors in of_each
-    ]
-    versions = [tensor._version for tensors in sets for tensor in tensors]
+    expected = [sum(w * t for w, t in zip(WEIGHTS, row, strict=True)) for row in of_each]
+    every = [tensor for tensors in sets for tensor in tensors]
+    versions = [tensor._version for tensor in every]
     optimizer.average_replicas([10 * w for w in WEIGHTS])  # divided by their sum
     for k in range(3):
         torch.testing.assert_close(values(optimizer, k), expected, rtol=1e-6, atol=1e-7)
         assert_equal(values(optimizer, k), values(optimizer, 0))
         assert_equal(sets[k], sets[0])
-    assert all(
-        tensor._version > v
-        for tensor, v in zip([t for s in sets for t in s], versions, strict=True)
-    )
+    assert all(tensor._version > old for tensor, old in zip(every, versions, strict=True))
     before = values(optimizer, 1)
     run(optimizer, params, range(3, 4))  # and they part again, with their masters
     assert not torch.equal(sets[0][0], sets[2][0])
@@ -181,17 +164,14 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels, "step_plan", lambda *given: plans.append(make(*given)) or plans[-1]
     )
     run(optimizer, params, range(1))
-    written: list[Any] = []
-    (plan,) = plans
-    monkeypatch.setattr(
-        plan, "upload", lambda settings, options: written.append((settings, options))
-    )
+    written = mock.Mock()
+    monkeypatch.setattr(plans[0], "upload", written)
     optimizer.param_groups[1]["lr"] = 0.25
     optimizer.multipliers[1][1] = 3.0
     optimizer.max_grad_norm = 2.0
     before = [tensor.detach().clone() for tensor in sets[1]]
     optimizer.write_hyperparameters()
-    ((settings, options),) = written
+    ((settings, options),) = (call.args for call in written.call_args_list)
     assert settings[1].lr == 0.25 and settings[1].multipliers == (0.5, 3.0)
     assert options.max_norm == 2.0
     assert_equal(sets[1], before)
@@ -211,10 +191,9 @@ def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(
     optimizer.average_replicas([0.5, 0.5])
     assert_equal(values(optimizer, 0), expected)
     assert_equal(values(optimizer, 1), expected)
-    run(optimizer, params, range(3, 4))  # at equal multipliers
-    assert_equal(values(optimizer, 0), values(optimizer, 1))
-    run(optimizer, params, range(4, 5))
-    assert_equal(values(optimizer, 0), values(optimizer, 1))
+    for step in (3, 4):  # at equal multipliers
+        run(optimizer, params, range(step, step + 1))
+        assert_equal(values(optimizer, 0), values(optimizer, 1))
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["loaded", "stepped"])
@@ -250,9 +229,8 @@ def test_states_of_another_number_of_replicas() -> None:
     state = three.state_dict()
     _, two, sets = replicated(2)
     before = copy.deepcopy([tensor.detach() for tensor in sets[1]])
-    with pytest.raises(
-        ValueError, match="the loaded state has 3 replicas that are not equal, this optimizer 2"
-    ):
+    message = "the loaded state has 3 replicas that are not equal, this optimizer 2"
+    with pytest.raises(ValueError, match=message):
         two.load_state_dict(state)
     assert_equal(sets[1], before)
     alone, one, _ = replicated(1)
@@ -265,10 +243,7 @@ def test_states_of_another_number_of_replicas() -> None:
     assert all(len(values["replica_params"]) == 1 for values in state_of(two))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "master_weights"),
-    [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
-)
+@STORED
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_converged_state_is_that_of_any_number_of_replicas(
     count: int, dtype: torch.dtype, master_weights: str | None
@@ -280,16 +255,13 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(
     theirs, other, sets = replicated(count, dtype=dtype, master_weights=master_weights)
     run(other, theirs, range(7, 9))
     other.load_state_dict(state)
-    with torch.no_grad():
-        for param, value in zip(theirs, ours, strict=True):
-            param.copy_(value)
+    put(ours, theirs)
     for k in range(count):
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
     if master_weights is not None:  # equal parameters are not enough
-        state["state"][0]["replica_masters"][-1].view(-1)[0].add_(
-            2**-12 if master_weights == "fp32" else 1
-        )
+        last = state["state"][0]["replica_masters"][-1].view(-1)
+        last[0].add_(2**-12 if master_weights == "fp32" else 1)
         with pytest.raises(ValueError, match="3 replicas that are not equal"):
             other.load_state_dict(state)
 
@@ -303,15 +275,11 @@ def test_whether_two_replicas_are_equal_only_the_model_can_tell() -> None:
     with pytest.raises(ValueError, match="load the model before the optimizer"):
         three.load_state_dict(two.state_dict())
     assert_equal(sets[-1], before)
-    with torch.no_grad():
-        for param, value in zip(theirs, ours, strict=True):
-            param.copy_(value)
+    put(ours, theirs)
     three.load_state_dict(two.state_dict())
     assert_equal(sets[-1], ours)
     run(two, ours, range(3, 4))
-    with torch.no_grad():
-        for param, value in zip(theirs, ours, strict=True):
-            param.copy_(value)
+    put(ours, theirs)
     with pytest.raises(ValueError, match="2 replicas that are not equal"):
         three.load_state_dict(two.state_dict())
 
@@ -324,10 +292,8 @@ def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -
     run(one, ours, range(3))
     theirs, three, sets = replicated(3, dtype=torch.bfloat16, master_weights=master_weights)
     three.load_state_dict(copy.deepcopy(one.state_dict()))
-    with torch.no_grad():
-        for k in range(3):
-            for param, value in zip(sets[k], ours, strict=True):
-                param.copy_(value)
+    for k in range(3):
+        put(ours, sets[k])
     expected = [value.clone() for value in values(one, 0)]
     for k in range(3):
         assert_equal(values(three, k), expected)

@@ -24,30 +24,10 @@ from hdet.rules import RULES as ALL_RULES
 from .common import BACKENDS, RULES, TORCH_RULES, Rule, known
 
 LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
-SPECIAL = [
-    0.0,
-    -0.0,
-    1.0,
-    -0.3,
-    math.inf,
-    -math.inf,
-    math.nan,
-    LARGEST,
-    -LARGEST,
-    1e20,
-    -1e20,
-    1e-25,
-    NORMAL,
-    -SMALLEST,
-]
-MOMENTS = [
-    0.0,
-    1.0,
-    1e20,
-    LARGEST,
-    math.inf,
-    math.nan,
-]  # of a state that is loaded; first moments also with the other sign
+FINITE = [0.0, -0.0, 1.0, -0.3, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
+SPECIAL = [*FINITE, math.inf, -math.inf, math.nan]
+MOMENTS = [0.0, 1.0, 1e20, LARGEST, math.inf, math.nan]
+"""of a state that is loaded; first moments also with the other sign"""
 STEPS = 4
 
 

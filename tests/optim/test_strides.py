@@ -4,6 +4,7 @@ matrices."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +18,8 @@ from .common import BACKENDS, RULES, Rule, names
 
 def model(channels_last: bool = True) -> nn.Module:
     torch.manual_seed(3)
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, groups=2),
-        nn.Flatten(),
-        nn.Linear(32 * 16, 5),
-    )
+    convolutions = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=2)]
+    net = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 16, 5))
     return net.to(memory_format=torch.channels_last) if channels_last else net
 
 
@@ -64,20 +60,16 @@ def test_channels_last_is_trained_as_by_its_peer(rule: Rule, backend: str) -> No
 def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
     """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same
     that are contiguous."""
-    shapes, dtype = (
-        [(80, 60), (60, 80), (3, 50, 60), (7,)],
-        torch.bfloat16 if "master_weights" in options else torch.float32,
-    )
+    shapes = [(80, 60), (60, 80), (3, 50, 60), (7,)]
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
 
     def trained(transposed: bool) -> tuple[list[nn.Parameter], Any]:
-        def lying(x: Tensor) -> Tensor:
-            return x.mT.contiguous().mT if transposed and x.dim() > 1 else x
+        def values(shape: Sequence[int]) -> Tensor:
+            made = torch.randn(shape, generator=generator).to(dtype)
+            return made.mT.contiguous().mT if transposed and made.dim() > 1 else made
 
         generator = torch.Generator().manual_seed(0)
-        params = [
-            nn.Parameter(lying(torch.randn(shape, generator=generator).to(dtype)))
-            for shape in shapes
-        ]
+        params = [nn.Parameter(values(shape)) for shape in shapes]
         groups = [
             {"params": params[:3], "use_muon": True},
             {"params": params[3:], "use_muon": False},
@@ -87,7 +79,7 @@ def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
         optimizer.multipliers = [[0.8, 0.8], [1.2, 1.2]]
         for step in range(4):
             for param in params:
-                param.grad = lying(torch.randn(param.shape, generator=generator).to(dtype))
+                param.grad = values(param.shape)
             if step == 2:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.step()
@@ -95,14 +87,10 @@ def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
 
     (ours, a), (_, b) = trained(True), trained(False)
     assert ours[0].stride() == (1, 80) == a.state[ours[0]]["momentum_buffer"].stride()
+    coarse = dtype == torch.bfloat16 or "moment_dtype" in options
     for k in range(2):
         for one, other in zip(a.replica_parameters(k), b.replica_parameters(k), strict=True):
-            torch.testing.assert_close(
-                one,
-                other,
-                rtol=0,
-                atol=2e-2 if dtype == torch.bfloat16 or "moment_dtype" in options else 1e-5,
-            )
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-2 if coarse else 1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
@@ -137,34 +125,22 @@ def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> No
     nothing; and on both backends."""
     runs = {}
     for order, backend in (("channels_last", "cpu"), ("channels_last", "torch"), ("memory", "cpu")):
-        weight = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)).to(
-            memory_format=torch.channels_last
-        )
-        if "master_weights" in options:
-            weight = weight.bfloat16()
-        lying = weight.permute(0, 2, 3, 1)
-        param = nn.Parameter(weight if order == "channels_last" else lying.clone())
-        optimizer = hdet.FusedAdamW(
-            [param],
-            lr=1e-2,
-            weight_decay=0.1,
-            stochastic_rounding="moment_dtype" in options,
-            backend=backend,
-            **options,
-        )
+        weight = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(1))
+        weight = weight.bfloat16() if "master_weights" in options else weight
+        lying = lambda x, order=order: x if order == "memory" else x.permute(0, 3, 1, 2)
+        param = nn.Parameter(lying(weight))
+        own = {"stochastic_rounding": "moment_dtype" in options, "backend": backend, **options}
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.1, **own)
         for step in range(3):
-            gradient = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(step)).to(
-                param.dtype
-            )
-            param.grad = gradient if order == "memory" else gradient.permute(0, 3, 1, 2)
+            generator = torch.Generator().manual_seed(step)
+            param.grad = lying(torch.randn(weight.shape, generator=generator).to(param.dtype))
             optimizer.step()
         saved = copy.deepcopy(optimizer.state_dict()["state"][0])
         if "remainder" in saved:  # bits, of which some are NaN as a bfloat16
             saved["remainder"] = saved["remainder"].view(torch.int16)
         tensors = [param.detach(), *(t for t in saved.values() if t.dim() == 4)]
-        runs[order, backend] = (
-            tensors if order == "memory" else [t.permute(0, 2, 3, 1) for t in tensors]
-        )
+        in_memory = tensors if order == "memory" else [t.permute(0, 2, 3, 1) for t in tensors]
+        runs[order, backend] = in_memory
     first, *others = runs.values()
     for other in others:
         assert len(other) == len(first) >= 3 and all(map(torch.equal, first, other))
@@ -190,10 +166,9 @@ def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
             optimizer.load_state_dict(saved[1])
         train(net, optimizer, seed=10)
         losses.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    coarse = {"rtol": 0.0, "atol": 2e-2} if moment_dtype == "8bit" else {}
     for other in losses[1:]:  # blocks of codes have other members
-        torch.testing.assert_close(
-            other, losses[0], **({"rtol": 0.0, "atol": 2e-2} if moment_dtype == "8bit" else {})
-        )
+        torch.testing.assert_close(other, losses[0], **coarse)
 
 
 def test_replicas_and_their_mean() -> None:
@@ -234,9 +209,8 @@ def test_a_gradient_that_lies_otherwise_is_taken(lies: str, channels_last: bool)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for param in net.parameters():
-                values = torch.empty_like(param).copy_(
-                    torch.randn(param.shape, generator=generator)
-                )
+                values = torch.empty_like(param)
+                values.copy_(torch.randn(param.shape, generator=generator))
                 if lies == "expanded":
                     values = torch.empty_like(param).copy_(OTHERWISE[lies](values))
                 param.grad = values if change is None else change(values)
@@ -251,10 +225,8 @@ def test_copies_that_lie_otherwise_are_refused_when_they_are_given() -> None:
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
     sets = {p: [p, p.detach().contiguous().clone()] for p in net.parameters()}
-    with pytest.raises(
-        ValueError,
-        match=r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone",
-    ):
+    message = r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone"
+    with pytest.raises(ValueError, match=message):
         optimizer.set_replicas(2, lambda p: sets[p])
     assert optimizer.num_replicas == 1
 
