@@ -155,6 +155,28 @@ RULES = [
     for row in _rows(rule)
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
+MUON = Rule(
+    "muon",
+    hdet.optim.FusedMuon,
+    Optimizer,
+    [
+        {"use_muon": True, "weight_decay": 0.1},
+        {"use_muon": True, "momentum": 0.8, "nesterov": False, "maximize": True},
+        {"use_muon": False, "betas": (0.8, 0.9), "weight_decay": 0.0},
+    ],
+    ("momentum_buffer",),
+    {},
+)
+FREE = Rule(
+    "schedule-free",
+    hdet.optim.FusedScheduleFreeAdamW,
+    Optimizer,
+    [{"lr": 3e-3}, {"betas": (0.8, 0.9), "r": 1.0}, {"maximize": True, "warmup_steps": 4}],
+    ("exp_avg_sq", "z"),
+    {},
+)
+OURS = [*RULES, MUON, FREE]
+"""for promises that need no peer; these two have tests of their own beside theirs"""
 TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
 
 
@@ -169,6 +191,8 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parame
 
 def groups(params: Sequence[Parameter], rule: Rule = BY_NAME["adamw"]) -> list[dict[str, Any]]:
     cuts = [params[:2], params[2:4], params[4:]]
+    if rule is MUON:  # a matrix, a stack of them, and the rest
+        cuts = [params[:1], params[3:4], [*params[1:3], *params[4:]]]
     return [
         {"params": list(cut), **settings} for cut, settings in zip(cuts, rule.groups, strict=True)
     ]

@@ -13,10 +13,10 @@ from torch import nn
 import hdet
 
 from ..freed import left_alive, tensors_of
-from .common import BACKENDS, RULES
+from .common import BACKENDS, FREE, RULES
 
 FUSED = {
-    **{rule.name: partial(rule.fused, **rule.keeps) for rule in RULES if rule.moments},
+    **{rule.name: partial(rule.fused, **rule.keeps) for rule in [*RULES, FREE] if rule.moments},
     "muon": hdet.FusedMuon,
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from hdet.optim import FusedAdamW, FusedLion, FusedSGD
 
 from .common import (
     BACKENDS,
-    RULES,
+    OURS,
     Rule,
     assert_equal,
     groups,
@@ -49,7 +49,7 @@ def bfloat16_run(**options: Any) -> tuple[list[Parameter], FusedAdamW]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("master_weights", "dtype"), KINDS)
-@pytest.mark.parametrize("rule", RULES, ids=names)
+@pytest.mark.parametrize("rule", OURS, ids=names)
 def test_masters_step_as_float32_parameters_would(
     rule: Rule, master_weights: str, dtype: torch.dtype, backend: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_masters_step_as_float32_parameters_would(
     b = rule.fused(groups(theirs, rule), lr=1e-2, backend=backend)
     for step in range(5):
         step_both(a, ours, b, theirs, step)
-    assert_equal(values(a), theirs)
+    assert_equal(values(a), values(b))
     split = (master_weights, dtype) == ("split", torch.bfloat16)
     key = "remainder" if split else "master_param"
     assert all(state.keys() & {"remainder", "master_param"} == {key} for state in state_of(a))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -328,31 +327,6 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
 # -- replicas and masters --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "master_weights"),
-    [(torch.float32, None), (BF16, "fp32"), (BF16, "split"), (torch.float16, "split")],
-)
-def test_replicas_step_as_separate_runs_would(
-    dtype: torch.dtype, master_weights: str | None
-) -> None:
-    rhos = [[0.5, 1.0], [1.0, 0.7], [1.75, 2.0]]
-    params = parameters(dtype)
-    optimizer = make(params, master_weights=master_weights)
-    optimizer.set_replicas(3, copies(3))
-    optimizer.multipliers = copy.deepcopy(rhos)
-    run(optimizer, params, range(4))
-    for k, rho in enumerate(rhos):
-        alone = parameters(dtype)
-        other = make(alone, master_weights=master_weights)
-        other.multipliers = [rho]
-        run(other, alone, range(4))
-        assert_equal(optimizer.replica_parameters(k), alone)
-        for one, two in zip(optimizer.masters(params, k), other.masters(alone), strict=True):
-            assert (one is None) == (two is None) and (one is None or torch.equal(one, two))
-    optimizer.average_replicas([1.0, 0.0, 1.0])
-    assert_equal(optimizer.replica_parameters(0), optimizer.replica_parameters(1))
-
-
 def test_stochastic_rounding() -> None:
     """bfloat16 throughout: the mean of many seeds is where float32 masters are."""
     begun = parameters(BF16)[0].detach().double()
@@ -419,30 +393,6 @@ def test_the_norm_is_that_of_both_kinds() -> None:
     assert_close(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("where", [0, MATRICES], ids=["in a matrix", "in a bias"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_grad_norm": math.inf}, {"master_weights": "split", "stochastic_rounding": True}],
-    ids=str,
-)
-def test_a_gradient_that_is_not_finite_skips_the_step(where: int, options: dict[str, Any]) -> None:
-    params = parameters(BF16)
-    optimizer = make(params, zero_gradients=True, **options)
-    run(optimizer, params, range(2))
-    before = copy.deepcopy([params, states(optimizer, params)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    give(params, 2)
-    params[where].grad.fill_(math.inf)  # type: ignore[union-attr]
-    scaler.step(optimizer)
-    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 1
-    assert_equal(params, before[0])
-    assert_same_states(states(optimizer, params), before[1])
-    assert not any(param.grad.any() for param in params)  # type: ignore[union-attr]
-    run(optimizer, params, range(3, 4))
-    assert optimizer.step_skipped.item() == 0 and optimizer.state[params[0]]["step"].item() == 3
-
-
 def test_norm_and_skip_are_those_of_the_last_step() -> None:
     params = parameters()
     optimizer = make(params, max_grad_norm=math.inf)
@@ -476,32 +426,6 @@ def test_a_scaler_divides_the_gradients_of_matrices() -> None:
     scaler.step(a)
     assert_close(ours, theirs)
     assert_close([a.state[ours[0]]["momentum_buffer"]], [b.state[theirs[0]]["momentum_buffer"]])
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
-def test_a_copy_and_a_loaded_state_go_on_alone_to_the_bit(how: str) -> None:
-    params = parameters(BF16)
-    options: dict[str, Any] = {"ns_steps": 3, "ns_dtype": torch.float32, "master_weights": "split"}
-    optimizer = make(params, **options)
-    optimizer.multipliers = [[0.5, 2.0]]
-    run(optimizer, params, range(2))
-    if how == "state":
-        copied: list[Any] = copy.deepcopy(params)
-        other = make(copied, **options)
-        other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-        other.multipliers = [[0.5, 2.0]]
-    else:
-        through: Any = {
-            "deepcopy": copy.deepcopy,
-            "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-        }
-        other = through[how](optimizer)
-        copied = [param for group in other.param_groups for param in group["params"]]
-    before = [param.detach().clone() for param in params]
-    run(other, copied, range(2, 4))
-    assert_equal(params, before)
-    run(optimizer, params, range(2, 4))
-    assert_equal(params, copied)
 
 
 # -- what a GPU would do ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hdet.rules import COUPLED
 from .common import (
     BACKENDS,
     BY_NAME,
-    RULES,
+    OURS,
     Rule,
     assert_equal,
     groups,
@@ -61,7 +61,8 @@ def replicated(
     optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
     optimizer.set_replicas(count, copies(count))
     optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
-    return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
+    sets: Any = [optimizer.replica_parameters(k) for k in range(count)]
+    return sets[0], optimizer, sets
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ STORED = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @STORED
-@pytest.mark.parametrize("rule", RULES, ids=names)
+@pytest.mark.parametrize("rule", OURS, ids=names)
 def test_replicas_step_as_separate_runs_would(
     rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str
 ) -> None:

@@ -19,7 +19,9 @@ from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSG
 from .common import (
     BACKENDS,
     BY_NAME,
-    RULES,
+    FREE,
+    MUON,
+    OURS,
     TORCH_RULES,
     Pair,
     Rule,
@@ -69,14 +71,15 @@ def test_states_pass_both_ways_in_the_middle_of_a_run(
 
 BF16 = torch.bfloat16
 RUNS = [
-    *((rule, torch.float32, 1, {}) for rule in RULES),
-    *((rule, BF16, 1, {}) for rule in RULES),
+    *((rule, torch.float32, 1, {}) for rule in OURS),
+    *((rule, BF16, 1, {}) for rule in OURS),
     *(
         (BY_NAME["adamw"], BF16, count, {"master_weights": kind})
         for kind in ("fp32", "split")
         for count in (1, 3)
     ),
-    (BY_NAME["adamw"], torch.float32, 3, {}),
+    *((rule, torch.float32, 3, {}) for rule in (BY_NAME["adamw"], MUON, FREE)),
+    *((rule, BF16, 3, {"master_weights": "split"}) for rule in (MUON, FREE)),
 ]
 
 
