@@ -14,7 +14,7 @@ from hdet.rules import RULES
 
 from ..kernels.cases import why_not
 from ..kernels.problem import check
-from ..kernels.table import CASES, SPECIAL, Case
+from ..kernels.table import CASES, COVERING, OTHERS, VALUES, Case
 from ..kernels.test_step import assert_same_bits, final_tensors
 
 pytestmark = pytest.mark.gpu
@@ -30,22 +30,17 @@ def triton_or_skip() -> None:
         pytest.skip(reason)
 
 
-def chosen() -> list[Case]:
-    """Each format and number of replicas is compiled, so of the covering array only a part, and the
-    most replicas once."""
-    covering = CASES[: len(CASES) - len(SPECIAL)]
-    few = [case for case in covering if case.replicas <= 8]
-    many = [case for case in covering if case.replicas > 8]
-    return [*few[::8], *many[:1], *SPECIAL]
+# Each format and number of replicas is compiled, so of the covering array only a part.
+CHOSEN = [*[case for case in COVERING if case.replicas <= 8][::8], *VALUES, *OTHERS]
 
 
-@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 def test_the_table(case: Case) -> None:
     check(case, on_triton, "cuda")
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"all float {rule}" for rule in RULES), "all float lion 4 replicas", "stochastic"]
+    "name", [*(f"all float {rule}" for rule in RULES), "all float lion, 4 replicas", "stochastic"]
 )
 def test_bits_are_those_of_the_cpu(name: str) -> None:
     case = next(case for case in CASES if case.name == name)

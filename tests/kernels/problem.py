@@ -305,7 +305,7 @@ class _Comparison:
             float(s) + self._steps(i) for i, s in enumerate(self.before["steps"])
         ], "step counters"  # type: ignore[arg-type]
         count = len(self.case.sizes)
-        for i in range(0, count, 1 + count // 2500):  # of very many, some
+        for i in range(0, count, 1 + count // 250):  # of very many, some
             if self.case.sizes[i] > 0:
                 self._tensor(i)
 

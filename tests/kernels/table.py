@@ -1,8 +1,9 @@
 """The one table of cases that every backend must pass, as data: `CASES`, checked by problem.check.
 
-Most cases are a covering array: the factors of a step and their values are listed in `FACTORS`, and
-`covering` picks combinations until every two values of any two factors have met in one case, unless
-`allowed` says that they cannot. The rest, `SPECIAL`, are cases with a name of their own.
+`COVERING`: the factors of a step and their values are listed in `FACTORS`, and combinations are
+picked until every two values of any two factors have met in one case, unless `allowed` says that
+they cannot. Cases with a name of their own: `NATIVE`, formats that native kernels are compiled for;
+`VALUES`, numbers that decide branches of the arithmetic; and `OTHERS`.
 """
 
 from __future__ import annotations
@@ -99,13 +100,8 @@ def _variants(name: str) -> dict[str, StepSettings]:
         found[f"{name}, nesterov"] = SETTINGS._replace(nesterov=True)
     if "t_beta3" in rule.keys:
         found[f"{name}, warming"] = SETTINGS._replace(t_alpha=11, t_beta3=2, maximize=True)
-    # the step decays, not the rule: one for each number of moments
-    alike = [other for other in DECOUPLED if len(ALL_RULES[other].moments) == len(rule.moments)]
-    if alike[:1] == [name]:
-        found[f"{name}, cautious"] = SETTINGS._replace(
-            cautious_decay=True, maximize=len(rule.moments) == 1
-        )
-    if name == DECOUPLED[0]:
+    if name == DECOUPLED[0]:  # the step decays, not the rule
+        found[f"{name}, cautious"] = SETTINGS._replace(cautious_decay=True)
         found[f"{name}, at base"] = SETTINGS._replace(decay_at_base=True, maximize=True)
     return found
 
@@ -167,7 +163,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "storage": tuple(STORAGE),
     "gradient": tuple(GRADIENTS),
     "moments": tuple(MOMENTS),
-    "replicas": (1, 2, 3, 4, 8, 16),
+    "replicas": (1, 2, 3, 8, 9),
     "norm": (0.0, 1.0, math.inf, "with NaN"),
     "scale": (None, 1024.0),
     "found_inf": (None, (0.0,), (1.0, 0.0), (0.0, 1.0)),
@@ -187,6 +183,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
+PAIRS = list(itertools.combinations(FACTORS, 2))
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
 def allowed(choice: dict[str, Any]) -> bool:
     """What cannot meet: it would be the same case twice."""
     return not (
@@ -194,57 +194,34 @@ def allowed(choice: dict[str, Any]) -> bool:
     )
 
 
-def covering(seed: int = 0) -> list[dict[str, Any]]:
-    """Combinations of the factors in which all allowed pairs of values meet: greedy, the best of a
-    few random candidates each time."""
-    names = list(FACTORS)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i, x in enumerate(FACTORS[a])
-        for j, y in enumerate(FACTORS[b])
-        if allowed({a: x, b: y})
-    }
-    rng, chosen = random.Random(seed), []
+def covering() -> list[dict[str, Any]]:
+    """Combinations of the factors in which all allowed pairs of values meet: around pairs that are
+    missing, of some the one with most of them."""
+    rng, chosen = random.Random(0), []
+    products = (itertools.product([a], FACTORS[a], [b], FACTORS[b]) for a, b in PAIRS)
+    choices = ({a: x, b: y} for a, x, b, y in itertools.chain(*products))
+    missing = dict.fromkeys(pair for choice in choices if allowed(choice) for pair in met(choice))
+
+    def completed(pair: Pair) -> dict[str, Any]:
+        choice = dict(pair)
+        for name in rng.sample(list(FACTORS), len(FACTORS)):
+            options = [{name: x, **choice} for x in FACTORS[name] if allowed({name: x, **choice})]
+            gains = [sum(new in missing for new in met(option, name)) for option in options]
+            choice = options[max(range(len(options)), key=lambda i: (gains[i], rng.random()))]
+        return choice
+
     while missing:
-        best: tuple[int, dict[str, Any], set[Any]] = (0, {}, set())
-        in_order = sorted(missing)
-        for _ in range(20):
-            pair = rng.choice(in_order)
-            indices = dict(pair)
-            for name in rng.sample(names, len(names)):
-                if name not in indices:
-                    options = [
-                        i
-                        for i in range(len(FACTORS[name]))
-                        if allowed(_named({**indices, name: i}))
-                    ]
-                    gains = {
-                        i: sum(
-                            tuple(_ordered(names, (name, i), other)) in missing
-                            for other in indices.items()
-                        )
-                        for i in options
-                    }
-                    indices[name] = max(options, key=lambda i: (gains[i], rng.random()))
-            met = {
-                ((a, indices[a]), (b, indices[b])) for a, b in itertools.combinations(names, 2)
-            } & missing
-            if len(met) > best[0]:
-                best = (len(met), indices, met)
-        missing -= best[2]
-        chosen.append(_named(best[1]))
+        tried = [completed(rng.choice(list(missing))) for _ in range(10)]
+        chosen.append(max(tried, key=lambda choice: len(missing.keys() & met(choice))))
+        for pair in met(chosen[-1]):
+            missing.pop(pair, None)
     return chosen
 
 
-def _ordered(
-    names: list[str], one: tuple[str, int], other: tuple[str, int]
-) -> list[tuple[str, int]]:
-    return sorted((one, other), key=lambda item: names.index(item[0]))
-
-
-def _named(indices: dict[str, int]) -> dict[str, Any]:
-    return {name: FACTORS[name][i] for name, i in indices.items()}
+def met(choice: dict[str, Any], name: str = "") -> list[Pair]:
+    """All pairs of a combination, or those of that factor."""
+    found = [pair for pair in PAIRS if choice.keys() >= {*pair} and (not name or name in pair)]
+    return [((a, choice[a]), (b, choice[b])) for a, b in found]
 
 
 def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
@@ -281,15 +258,16 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         coming=choice["gradient"] == "coming",
         steps=3,
     )
-    case = replace(case, **RULES[choice["rule"]])
-    coupled = case.rule in COUPLED and replicas > 1
-    return replace(case, settings=case.settings._replace(weight_decay=0.0)) if coupled else case
+    return replace(case, **without_decay(RULES[choice["rule"]], replicas))
 
 
-def _sized(name: str) -> tuple[int, ...]:
-    return tuple(SIZES[name])
+def without_decay(row: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """A row of RULES; several replicas share moments, of which decay must not be part."""
+    coupled = row["rule"] in COUPLED and replicas > 1
+    return {**row, "settings": row["settings"]._replace(weight_decay=0.0)} if coupled else row
 
 
+BOTH = ("param", "gradient")
 _LOW = Format(BF16, None, BF16, BF16, BF16)
 _CODED = Format(exp_avg=U8, exp_avg_sq=U8)
 _UNUSUAL: dict[str, dict[str, Any]] = {
@@ -300,28 +278,25 @@ _UNUSUAL: dict[str, dict[str, Any]] = {
     "eps large": {"eps": 0.5},
     "no decay": {"weight_decay": 0.0},
 }
-SPECIAL = [
+# Those of one replica have a loop of their own on a CPU, those of several are stepped in batches;
+# bare rules have momentum in some tensors alone.
+NATIVE = [
     *(
-        Case(
-            f"all float {rule}", sizes=_sized("several chunks"), steps=3, **RULES[rule]
-        )  # the fast path of one replica
-        for rule in RULES
+        Case(f"all float {name}", sizes=(CHUNK + 2055, 3), steps=3, **choice)
+        for name, choice in RULES.items()
     ),
     *(
         Case(
-            f"all float {rule} 4 replicas",
-            sizes=_sized("chunk edges"),
-            replicas=4,
-            steps=3,
-            rule=rule,
-            settings=NO_DECAY,
+            f"all float {rule}, {k} replicas",
+            sizes=(2049, 37), replicas=k, rule=rule, settings=NO_DECAY,
         )
         for rule in ALL_RULES
+        for k in ((2, 4, 8, 11) if rule == "adamw" else (4,))
     ),
-    *(  # formats that kernels are compiled for; bare rules have momentum in some tensors alone
+    *(
         Case(
             f"{storage}, {name}, {k} replicas",
-            sizes=_sized("chunk edges") + (37,),
+            sizes=(4097, 37),
             formats=tuple(
                 Format(*STORAGE[storage][0], BF16, m)
                 for m in ((F32,) if keeps_moments(name) else (F32, None))
@@ -329,107 +304,45 @@ SPECIAL = [
             replicas=k,
             shifts=(0, 1, 4),
             stochastic=9 if k == 1 else None,
-            steps=3,
-            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)}
-            if k > 1
-            else choice,
+            **without_decay(choice, k),
         )
         for storage in ("bf16+f32", "split")
         for name, choice in KINDS.items()
-        for k in (1, 2, 5)
+        for k in (1, 5)
     ),
     *(
-        Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1)
-        for k in (5, 9)
+        Case(
+            f"bfloat16 throughout, {name}",
+            sizes=(4097, 37), formats=(_LOW,), stochastic=5, **choice,
+        )
+        for name, choice in KINDS.items()
+        if keeps_moments(name)
     ),
+]  # fmt: skip
+VALUES = [
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
         for rule in DECOUPLED
         for name, change in _UNUSUAL.items()
     ),
-    Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
-    Case("only empty, mixed", sizes=(0, 0, 0), formats=(Format(), _LOW), groups=2, stochastic=1),
-    Case("10 000 tiny", sizes=tuple(1 + i % 13 for i in range(10_000)), max_norm=2.0, steps=1),
-    Case(
-        "2 000 tiny, mixed",
-        sizes=tuple(1 + i % 5 for i in range(2_000)),
-        formats=(Format(), _LOW, Format(F16, F32, F16)),
-        groups=3,
-        steps=1,
-    ),
-    Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), groups=2),
-    Case(
-        "three groups at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), groups=3, steps=3
-    ),
-    Case(
-        "stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3
-    ),
-    Case(
-        "stochastic, large seed, 3 replicas",
-        sizes=(3, 1001),
-        formats=(_LOW,),
-        replicas=3,
-        stochastic=2**64 - 1,
-        steps=3,
+    *(
+        Case(f"special {name}", sizes=(COMBINATIONS, 5), special=BOTH, steps=3, **choice)
+        for name, choice in RULES.items()
     ),
     *(
         Case(
-            f"gradients that come and go, {name}, {k} replicas",
-            sizes=(50, 0, CHUNK + 60, 7, 8),
-            replicas=k,
-            coming=True,
-            steps=4,
-            **choice,
+            f"special {rule}, no decay",
+            rule, (COMBINATIONS, 5), special=BOTH, settings=NO_DECAY, steps=3,
         )
-        for name, choice in KINDS.items()
-        for k in (1, 2)
-        if k == 1 or choice["rule"] in DECOUPLED
-    ),
-    *(
-        Case(
-            f"8 bits {name}, {k} replicas",
-            sizes=_sized("code edges"),
-            formats=(_CODED,),
-            replicas=k,
-            shifts=(0, 4),
-            steps=3,
-            **choice,
-        )
-        for name, choice in KINDS.items()
-        for k in (1, 3)
-        if keeps_moments(name) and (k == 1 or choice["rule"] in DECOUPLED)
+        for rule in ALL_RULES
     ),
     *(
         Case(
             f"special {name}, 8 bits",
-            sizes=(COMBINATIONS, 600),
-            formats=(_CODED,),
-            special=("param", "gradient"),
-            steps=3,
-            **choice,
+            sizes=(COMBINATIONS, 600), formats=(_CODED,), special=BOTH, steps=3, **choice,
         )
         for name, choice in KINDS.items()
         if keeps_moments(name)
-    ),
-    Case("clipped by little", sizes=(50, 60), max_norm=10.6),
-    Case("not clipped", sizes=(50, 60), max_norm=1e4),
-    Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),
-    *(
-        replace(
-            Case(
-                f"special {name}{also}",
-                sizes=(COMBINATIONS, 5),
-                special=("param", "gradient"),
-                steps=3,
-                **choice,
-            ),
-            **more,
-        )
-        for name, choice in RULES.items()
-        for also, more in (
-            ("", {}),
-            (" no decay", {"settings": choice["settings"]._replace(weight_decay=0.0)}),
-        )
     ),
     *(
         Case(
@@ -439,29 +352,59 @@ SPECIAL = [
                 Format(*kinds, F32, BF16 if keeps_moments(name) else None, BF16)
                 for kinds in STORAGE["mixed"]
             ),
-            special=("param", "gradient"),
+            special=BOTH,
             replicas=k,
             stochastic=3,
             steps=3,
-            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)},
+            **without_decay(choice, 2),
         )
-        for name, choice in RULES.items()
-        for k in (1, 3)
-        if k == 1 or name in KINDS
+        for name, choice in KINDS.items()
+        # the first of three is stepped as one alone
+        for k in ((1,) if ALL_RULES[choice["rule"]].gives_parameter else (3,))
     ),
     *(
-        Case(
-            f"special parameters {name}, clipped",
-            sizes=(50, 60),
-            special=("param",),
-            max_norm=1.0,
-            rule=name,
-            settings=NO_DECAY,
-        )
+        Case(f"special parameters {name}, clipped", sizes=(50, 60), special=("param",),
+             max_norm=1.0, rule=name, settings=NO_DECAY)
         for name in ALL_RULES
     ),
-]
-CASES = [
-    *(_case(i, choice) for i, choice in enumerate(covering())),
-    *(case for case in SPECIAL if case.replicas == 1 or not ALL_RULES[case.rule].gives_parameter),
-]
+]  # fmt: skip
+OTHERS = [
+    Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
+    Case("only empty, mixed", sizes=(0, 0, 0), formats=(Format(), _LOW), groups=2, stochastic=1),
+    # more than a block of the derive phase has threads
+    Case(
+        "2 000 tiny, mixed",
+        sizes=tuple(1 + i % 5 for i in range(2_000)),
+        formats=(Format(), _LOW, Format(F16, F32, F16)),
+        groups=3, max_norm=2.0, steps=1,
+    ),
+    Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), groups=2),
+    Case(
+        "three groups at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), groups=3, steps=3
+    ),
+    Case("stochastic", "adamw", (3, CHUNK + 7, 5), (_LOW,), shifts=(0, 1), stochastic=7, steps=3),
+    Case(
+        "stochastic, large seed, 3 replicas",
+        "adamw", (3, 1001), (_LOW,), replicas=3, stochastic=2**64 - 1, steps=3,
+    ),
+    Case("gradients that come and go", sizes=(50, 0, CHUNK + 60, 7, 8), coming=True, steps=4),
+    *(
+        Case(
+            f"8 bits {name}, {k} replicas",
+            sizes=(1, 255, 256, 257, 1024, CHUNK + 300, 0, 513),
+            formats=(_CODED,), replicas=k, shifts=(0, 4), **without_decay(choice, k),
+        )
+        for name, choice in KINDS.items()
+        for k in (1, 3)
+        if keeps_moments(name)
+    ),
+    Case("clipped by little", sizes=(50, 60), max_norm=10.6),
+    Case("not clipped", sizes=(50, 60), max_norm=1e4),
+    Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),
+]  # fmt: skip
+COVERING = [_case(i, choice) for i, choice in enumerate(covering())]
+NATIVE, OTHERS = (
+    [case for case in of if case.replicas == 1 or not ALL_RULES[case.rule].gives_parameter]
+    for of in (NATIVE, OTHERS)
+)
+CASES = [*COVERING, *NATIVE, *VALUES, *OTHERS]

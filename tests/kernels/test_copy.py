@@ -12,7 +12,7 @@ from torch import Tensor
 from hdet import kernels
 
 from . import reference
-from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
+from .cases import BACKENDS, SIZES, Guarded, check_same_bits, device_of
 from .problem import assert_kept, value_of
 from .reference import Bounded, exactly
 from .table import BF16, F16, F32, I16, STORAGE
@@ -77,22 +77,20 @@ class Copy:
             guarded.assert_guards()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("destination", KINDS, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_kinds_of_sources_and_destinations(
-    backend: str, source: Kind, destination: Kind, scale: float
+    backend: str, source: Kind, destination: Kind
 ) -> None:
-    copy = Copy([5, 0, CHUNK + 9, 33, 1], [source], [destination], backend)
-    check_copy(copy, scale)
+    for scale in (1.0, 0.3):
+        check_copy(Copy([5, 0, 2057, 33, 1], [source], [destination], backend), scale)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_sets(backend: str, sizes: list[int], scale: float) -> None:
-    check_copy(Copy(sizes, SOURCES, [*KINDS, (F32, None)], backend), scale)
+def test_mixed_sets(backend: str, sizes: list[int]) -> None:
+    check_copy(Copy(sizes, SOURCES, [*KINDS, (F32, None)], backend), 0.3)
 
 
 def check_copy(copy: Copy, scale: float) -> None:
@@ -123,7 +121,7 @@ def test_all_backends_and_instruction_sets_give_the_same_bits(
     def left_by(name: str) -> list[Tensor]:
         left = []
         for source in SOURCES:
-            copy = Copy([5, 0, CHUNK + 3, 1, 17, 40], [source], [destination], name, shifts)
+            copy = Copy([5, 0, 2051, 1, 17, 40], [source], [destination], name, shifts)
             for scale in (0.3, 0.0, 1 / 7):
                 copy.plan.copy(scale)
                 left += [guarded.buffer.cpu().clone() for guarded in copy.memory]

@@ -32,10 +32,18 @@ def norm_of(gradients: list[Tensor], backend: str) -> Tensor:
     return plan.norm
 
 
+ONE = ((F32,), (BF16,), (F16,))
+
+
 @pytest.mark.parametrize(
-    "dtypes", [(F32,), (BF16,), (F16,), (F16, F32, BF16)], ids=["f32", "bf16", "f16", "mixed"]
+    ("sizes", "dtypes"),
+    [
+        *((SIZES[name], (F16, F32, BF16)) for name in SIZES),
+        *((SIZES["vector edges"] + SIZES["block edges"], dtypes) for dtypes in ONE),
+        (SIZES["chunk edges"], (F32,)),
+    ],
+    ids=[*SIZES, "f32", "bf16", "f16", "chunk edges of f32"],
 )
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_is_the_root_of_the_sum_of_squares_rounded_once(
     backend: str, sizes: list[int], dtypes: tuple[torch.dtype, ...]
@@ -111,8 +119,9 @@ def test_numbers_of_every_size_count_in_full(backend: str, exponent: int) -> Non
     assert norm_of([few.float().to(device_of(backend)) * 0], backend).item() == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(F32, math.inf), (F32, math.nan), (BF16, -math.inf), (F16, math.nan)]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_is_not_finite_where_one_element_is_not(
     backend: str, dtype: torch.dtype, bad: float
