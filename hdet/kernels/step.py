@@ -3,7 +3,6 @@ backend have alike."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,66 +30,24 @@ CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
 """of csrc/core/hyper.h: Control, HyperRow, ReplicaRow"""
 
 
-class Gradients:
-    """csrc/gradients.h in Python, for builds without it."""
+class Unread:
+    """In the place of csrc/gradients.h where there is no module: each step looks at all gradients
+    anew."""
 
     EMPTY = 64
     """where an empty gradient lies, which is there and which nobody reads"""
-    UNUSUAL, MOVED, RETYPED = -1, 1, 2
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.shapes = [param.shape for param in params]
-        self.device = params[0].get_device()
-        self.forget()
-
-    def forget(self) -> None:
-        self.addresses, self.types = [-1] * len(self.shapes), [0] * len(self.shapes)
+    UNUSUAL = -1
 
     def read(self, gradients: list[Tensor | None]) -> int:
-        changes = self._read(gradients)
-        if changes == self.UNUSUAL:
-            self.forget()
-        return changes
+        return self.UNUSUAL
 
-    def _read(self, gradients: list[Tensor | None]) -> int:
-        if len(gradients) != len(self.shapes):
-            return self.UNUSUAL
-        given = [g for g in gradients if g is not None]
-        shapes = self.shapes
-        if len(given) < len(gradients):
-            shapes = [s for s, g in zip(shapes, gradients, strict=True) if g is not None]
-        if (
-            not {type(g) for g in given} <= {Tensor}
-            or [g.shape for g in given] != shapes
-            or not {g.layout for g in given} <= {torch.strided}
-            or not {g.dtype for g in given} <= {torch.float32, torch.bfloat16, torch.float16}
-            or not {g.get_device() for g in given} <= {self.device}
-            or False in [g.is_contiguous() for g in given]
-        ):
-            return self.UNUSUAL
-        addresses = [0 if g is None else g.data_ptr() or self.EMPTY for g in gradients]
-        if self.EMPTY in addresses and not all(
-            g.numel() == 0
-            for g, address in zip(gradients, addresses, strict=True)
-            if g is not None and address == self.EMPTY
-        ):
-            return self.UNUSUAL  # without memory
-        types = [
-            old if g is None else DTYPES[g.dtype]
-            for g, old in zip(gradients, self.types, strict=True)
-        ]
-        changes = self.MOVED * (addresses != self.addresses) + self.RETYPED * (types != self.types)
-        self.addresses, self.types = addresses, types
-        return changes
-
-    def write_addresses(self, out: int) -> None:
-        count = len(self.addresses)
-        ctypes.memmove(out, (ctypes.c_int64 * count)(*self.addresses), 8 * count)
+    def forget(self) -> None:
+        """There is nothing that it knows."""
 
 
 def _reader(params: Sequence[Tensor]) -> Any:
     if native.missing is not None:
-        return Gradients(params)
+        return Unread()
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return native._C.Gradients(Tensor, exchange, list(params))
 
@@ -217,7 +174,6 @@ class TableStepPlan:
         if retyped and not unusual:
             # to ask in each step would take too long, and DLPack does not tell
             unusual = any(g is not None and g.is_neg() for g in gradients)
-        types = self.reader.types
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
             addresses = [
@@ -228,6 +184,7 @@ class TableStepPlan:
             types = [0 if g is None else DTYPES[g.dtype] for g in gradients]
         else:
             self.reader.write_addresses(self.inputs.gradients().data_ptr())
+            types = self.reader.types
         if retyped:
             self._take_types(types)
 
