@@ -312,6 +312,8 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -332,12 +334,17 @@ def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
     table.record_stream(stream)
 
 
+BLOCKS = 16
+"""of a kernel for each multiprocessor: two waves of the eight that fit at most"""
+
+
 class DeviceMemory(HostMemory):
     """The tables of one plan in the memory of a device, with copies in host memory of what has been
     copied there."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.chunks = BLOCKS * _multiprocessors(device)
         self._tables: list[Tensor] = []
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
         # tables that somebody began to bring there: an exception may have come between

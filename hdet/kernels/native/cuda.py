@@ -22,23 +22,14 @@ are the caller's to keep, as with any other captured operation.
 
 from __future__ import annotations
 
-import torch
-
 from .. import native, tables
 from .plans import Memory, NativeBackend
-
-BLOCKS = 16
-"""of a kernel for each multiprocessor: two waves of the eight that fit at most"""
 
 
 class CudaMemory(tables.DeviceMemory, Memory):
     """The tables of one plan in the memory of a CUDA device."""
 
     carries = native._C.CARRIED if native.missing is None else 0
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.chunks = BLOCKS * tables._multiprocessors(device)
 
     def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
         """Launches kernels on this device and its current stream."""
