@@ -122,9 +122,9 @@ class TrialSteps:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
         if closure is None or not _takes_nothing(closure):
             raise TypeError(
-                "AutoLR's trial needs the batch's losses again in each of its steps, from a "
-                "function without arguments: call "
-                "ensemble.step(loss, closure=lambda: losses_of(model, batch))"
+                "AutoLR's trial needs the batch's losses again in each of its steps: call "
+                "ensemble.step(loss, closure=lambda: losses_of(model, batch)), a function without "
+                "arguments"
             )
         started = time.perf_counter()
         compares = self._position == 0 and not self._arms.spread

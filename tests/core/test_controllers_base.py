@@ -259,23 +259,6 @@ def test_a_replica_without_a_loss_is_left_out_and_the_others_go_on(bad: float | 
     assert 0.75 < end_of(bowl(ALL["softmax"](), [0.1], replicas=8, spoil=spoil))[0] < 1.35
 
 
-def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests() -> None:
-    """Also after a load."""
-
-    def phase(part: float) -> float:
-        return min(1.0, part / 0.3, (1 - part) / 0.3)
-
-    history = list(bowl(ProbeRule(), [1 / 30], phase=phase))
-    moved = [outcome.decisions[0].factor != 1.0 for _, outcome, _ in history]
-    assert not any(moved[:17]) and any(moved[18:42]) and not any(moved[45:])
-    assert not history[-1][0].explores
-    assert {tuple(outcome.multipliers[0]) for _, outcome, _ in history[46:]} == {(1.0,) * 4}
-    engine, *_ = next(bowl(ProbeRule(), [1 / 30]))
-    assert engine.explores
-    engine.load_state_dict(history[-1][0].state_dict())
-    assert not engine.explores and engine.multipliers() == [[1.0] * 4]
-
-
 @pytest.mark.parametrize(
     "setting",
     [

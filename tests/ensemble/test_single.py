@@ -21,36 +21,6 @@ from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, pro
 from .helpers import same, trained, watching
 
 
-def spread_ensemble(optimizer: torch.optim.Optimizer, groups: Any = None) -> Ensemble:
-    knobs = [hdet.LearningRate(0.5, groups)]
-    return Ensemble(optimizer, knobs=knobs, replicas=TwoReplicas(), sync=hdet.Sync(1000))
-
-
-def rates_in_step(optimizer: torch.optim.Optimizer) -> list[float]:
-    seen: list[float] = []
-    hook = optimizer.register_step_pre_hook(
-        lambda opt, *_: seen.extend(group["lr"] for group in opt.param_groups)
-    )
-    optimizer.step()
-    hook.remove()
-    return seen
-
-
-def test_groups_can_be_knobs_of_their_own() -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "name": n} for n in "abc"]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    ensemble = spread_ensemble(optimizer, "each")
-    assert list(ensemble.multipliers) == ["lr/a", "lr/b", "lr/c"]
-    ensemble.close()
-    ensemble = spread_ensemble(optimizer, ["c", 0])
-    rho = ensemble.multipliers
-    assert list(rho) == ["lr/c", "lr/a"]
-    assert rates_in_step(optimizer) == [0.1 * rho["lr/a"], 0.1, 0.1 * rho["lr/c"]]
-    ensemble.close()
-    with pytest.raises(ValueError, match="'d'.*\\['a', 'b', 'c'\\]"):
-        spread_ensemble(optimizer, ["d"])
-
-
 def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
     run = Run().steps(3)
     state = run.ensemble.state_dict()

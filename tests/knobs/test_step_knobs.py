@@ -176,24 +176,6 @@ def test_betas_stay_below_one_whatever_the_correction(correction: float, beta2: 
     assert run.optimizer.param_groups[0]["betas"] == (0.9, beta2)
 
 
-def test_a_schedule_of_the_momentum_keeps_its_shape_under_a_correction() -> None:
-    """OneCycleLR writes beta1; corrected values are never shown to it."""
-    net, plain = Net(), Net()
-    optimizer, other = adamw(net), adamw(plain)
-    mine, alone = (torch.optim.lr_scheduler.OneCycleLR(o, 0.01, 20) for o in (optimizer, other))
-    knobs = [hdet.Betas(0.0, which=[0])]
-    run = hdet.Ensemble(optimizer, mine, knobs=knobs, sync=hdet.Sync(1000))
-    run.engine.corrections = [2.0]
-    for _ in range(8):
-        for one, its in ((net, optimizer), (plain, other)):
-            backward(one)
-            its.step()
-        run.step()
-        alone.step()
-        (beta1, beta2), scheduled = (o.param_groups[0]["betas"] for o in (optimizer, other))
-        assert beta1 == pytest.approx(1 - (1 - scheduled[0]) / 2) and beta2 == 0.999
-
-
 def test_clipping_inside_a_fused_step_takes_the_replicas_norm() -> None:
     net = Net()
     optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=0.5)

@@ -62,7 +62,7 @@ def trace(rank, case, build):
 def unequal(rank, world):
     return [
         case.name
-        for case in CASES[::4]
+        for case in CASES[::3]
         if trace(rank, case, OneCycleLR) != trace(rank, case, hdet.OneCycleAutoLR)
     ]
 
@@ -102,7 +102,7 @@ def test_invalid_arguments_raise_what_torch_raises(arguments, optimizer):
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4], CASES[7], CASES[11]], ids=str)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_resume_by_last_epoch(case):
     """torch's way without a scheduler state: load the optimizer, construct with last_epoch."""
     firsts, halves = both(case), []

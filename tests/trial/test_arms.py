@@ -206,12 +206,13 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
         assert arm.displacement == pytest.approx(hand.displacement, rel=1e-4)
 
 
-def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
-    """(what was found, its cost, the correction), and whether the run is the one without it."""
+def spread_arms(rank: int, world: int, lr: float, ddp: bool, moves: bool) -> Any:
+    """(what was found, its cost, the correction), and, unless it ``moves``, whether the run is the
+    one without it."""
     found, auto = [], None
     sync = hdet.Sync(100) if ddp else hdet.Sync(100, gradients="local", moments="average")
     settings = {"knobs": [hdet.LearningRate(0)], "sync": sync}
-    for controlled in (False, True):
+    for controlled in (True,) if moves else (False, True):
         net = noisy()
         wrapped = DistributedDataParallel(net) if ddp else net
         auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
@@ -220,13 +221,13 @@ def spread_arms(rank: int, world: int, lr: float, ddp: bool) -> Any:
         *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, **settings)
         found.append((net.state_dict(), torch.get_rng_state()))
     assert auto is not None
-    return (auto.interval, auto.cost, ensemble.corrections["lr"]), same(*found)
+    return (auto.interval, auto.cost, ensemble.corrections["lr"]), moves or same(*found)
 
 
 @pytest.mark.parametrize(("world", "ddp"), [(2, True), (6, False)])
 def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     """On its part of the batch; all ranks decide alike."""
-    found = [each for each, _ in run_ranks(spread_arms, world, 1e-6, ddp)]
+    found = [each for each, _ in run_ranks(spread_arms, world, 1e-6, ddp, True)]
     interval, cost, moved = found[0]
     assert all(each == found[0] for each in found) and moved > 10
     assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
@@ -235,7 +236,7 @@ def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
 
 
 def test_replicas_that_train_arms_of_their_own_leave_the_run_as_it_was() -> None:
-    for (_, _, moved), alike in run_ranks(spread_arms, 2, 0.1, False):
+    for (_, _, moved), alike in run_ranks(spread_arms, 2, 0.1, False, False):
         assert moved == 1.0 and alike
 
 
