@@ -113,8 +113,6 @@ def optimizer_of(
 class Shadow:
     """Counters, the schedule that nobody corrects, and the correction."""
 
-    PLAIN = ("step", "position", "cycle", "correction", "temperature")
-
     def __init__(self, setup: dict[str, Any], script: list[float]) -> None:
         self.setup, self.script = setup, script
         groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": RATE / 2}]
@@ -124,19 +122,6 @@ class Shadow:
         self.step = self.position = self.cycle = 0
         self.correction, self.temperature = 1.0, 2.0
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
-
-    def state(self) -> dict[str, Any]:
-        schedulers = [s and s.state_dict() for s in (self.scheduler, self.own)]
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        plain = {key: getattr(self, key) for key in self.PLAIN}
-        return copy.deepcopy({"plain": plain, "rates": rates, "schedulers": schedulers})
-
-    def load(self, state: dict[str, Any]) -> None:
-        vars(self).update(state["plain"])
-        for scheduler, saved in zip((self.scheduler, self.own), state["schedulers"], strict=True):
-            if scheduler is not None:
-                scheduler.load_state_dict(copy.deepcopy(saved))
-        self.write(state["rates"])
 
     def write(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -586,13 +571,12 @@ class EnsembleMachine(RuleBasedStateMachine):
     # -- states ------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        twins = [part.state_dict() for part in (*self.twins, *self.steppers)]
         self.saved = copy.deepcopy(
             {
                 "ensemble": json.loads(json.dumps(self.state())),
                 "optimizer": self.optimizer.state_dict(), "model": self.net.state_dict(),
-                "own": self.own and self.own.state_dict(), "shadow": self.shadow.state(),
-                "twins": twins, "number": self.number,
+                "own": self.own and self.own.state_dict(), "number": self.number,
+                "twins": (self.shadow, self.twins, self.steppers),
             }
         )  # fmt: skip
 
@@ -620,10 +604,9 @@ class EnsembleMachine(RuleBasedStateMachine):
             for load in [ensemble, *loads] if ensemble_first else [*loads, ensemble]:
                 load()
         self.optimizer.zero_grad()
-        self.shadow.load(saved["shadow"])
-        for part, state in zip((*self.twins, *self.steppers), saved["twins"], strict=True):
-            part.load_state_dict(state)
-            part.zero_grad()
+        self.shadow, self.twins, self.steppers = saved["twins"]
+        for stepper in self.steppers:
+            stepper.zero_grad()
         self.number, self.broken_losses = saved["number"], set()
         self.gradient = self.stepped = False
 
