@@ -78,8 +78,8 @@ def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     """
     if not 1 <= knobs <= count - 1:
         raise ValueError(f"{count} replicas can tell at most {count - 1} knobs apart, got {knobs}")
-    smaller = next(order for order in range(count, 0, -1) if _known(order))
-    larger = next(order for order in range(count, 4 * count) if _known(order))
+    smaller = next(order for order in range(count, 0, -1) if _factors(order))
+    larger = next(order for order in range(count, 4 * count) if _factors(order))
     if count - smaller <= larger - count and knobs < smaller:
         return tuple(
             tuple(_column(smaller, j) + _added(count - smaller, j)) for j in range(1, knobs + 1)
@@ -141,10 +141,6 @@ def _column(order: int, j: int, first: int = 0) -> list[int]:
     return [_entry(order, i, j) * _entry(order, i, 0) for i in range(first, order)]
 
 
-def _known(order: int) -> bool:
-    return order == 1 or _factors(order) is not None
-
-
 @lru_cache(maxsize=1024)
 def _factors(order: int) -> tuple[int, int] | None:
     """(0, q) of Paley's first kind, (1, q) of his second; (a, b): the Kronecker product of two;
@@ -154,12 +150,10 @@ def _factors(order: int) -> tuple[int, int] | None:
     if order % 8 == 4 and _is_prime(order // 2 - 1):
         return 1, order // 2 - 1
     parts = ((a, order // a) for a in range(2, order // 2 + 1) if order % 4 == order % a == 0)
-    return next(((a, b) for a, b in parts if _known(a) and _known(b)), None)
+    return next(((a, b) for a, b in parts if _factors(a) and _factors(b)), None)
 
 
 def _entry(order: int, i: int, j: int) -> int:
-    if order == 1:
-        return 1
     factors = _factors(order)
     assert factors is not None
     kind, q = factors

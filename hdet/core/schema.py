@@ -70,17 +70,13 @@ def optional(kind: Check) -> Check:
     return lambda value, where: None if value is None else kind(value, where)
 
 
-def list_of(kind: Check | list[Check], length: int | None = None) -> Check:
-    """Of one kind each, as many as there are or ``length``; or each of its own kind."""
-    if isinstance(kind, list):
-        length = len(kind)
+def list_of(kind: Check, length: int | None = None) -> Check:
+    """Of one kind, as many as there are or ``length``."""
 
     def check(value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
             raise _wrong(where, value, "a list" if length is None else f"a list of {length}")
-        kinds = kind if isinstance(kind, list) else [kind] * len(value)
-        pairs = enumerate(zip(kinds, value, strict=True))
-        return [of_entry(entry, f"{where}[{i}]") for i, (of_entry, entry) in pairs]
+        return [kind(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
 
     return check
 
@@ -133,8 +129,4 @@ def unchanged_on_error(thing: Any) -> Iterator[None]:
 
 
 def _wrong(where: str, value: Any, needed: str) -> ValueError:
-    try:
-        shown = reprlib.repr(value)
-    except ValueError:  # an int of thousands of digits
-        shown = f"a number of {int(value).bit_length()} bits"
-    return ValueError(f"{where} is {shown}, but {needed} is needed: it is damaged")
+    return ValueError(f"{where} is {reprlib.repr(value)}, but {needed} is needed: it is damaged")
