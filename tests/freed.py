@@ -16,7 +16,6 @@ from torch import Tensor, nn
 def _without_collector() -> Iterator[None]:
     # torch's first optimizer of a process imports torch._dynamo, which is left with a cycle
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    gc.collect()
     gc.disable()
     try:
         yield
