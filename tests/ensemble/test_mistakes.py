@@ -120,6 +120,10 @@ def test_a_loop_without_mistakes_is_warned_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Loop().train().report() == "no controller: nothing moves the values of the schedule"
+        loop = Loop()
+        loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0)
+        loop.train(9).close()
+        loop.train(9)  # goes on at the scheduler's own rate
 
 
 def test_a_trials_result_is_printed_when_it_is_decided(

@@ -57,8 +57,16 @@ def test_a_matrix_that_is_larger_than_a_sample_is_measured_at_all_of_its_ends() 
     assert found == pytest.approx(0.1 / math.sqrt(2), rel=0.1)
 
 
+class Opaque(torch.Tensor):
+    """As a tensor subclass of codes and scales."""
+
+    def flatten(self, *_: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
 def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> None:
     tensors = [*matrices((8, 8), (8,), ()), torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.int64)]
+    tensors.append(torch.ones(8, 8).as_subclass(Opaque))
 
     def move() -> None:
         tensors[0].mul_(1.125)
