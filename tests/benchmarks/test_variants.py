@@ -1,11 +1,10 @@
-"""Variants of kernels are the sources with lines replaced, which must be there; and what a profiler
-looks at takes steps in every format."""
+"""Variants of kernels are the sources with lines replaced, which must be there."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import profiled, variants
+from benchmarks import variants
 
 
 @pytest.mark.parametrize("name", variants.VARIANTS)
@@ -23,15 +22,3 @@ def test_a_variant_differs_where_it_says(name: str) -> None:
 def test_a_line_that_is_gone_is_named() -> None:
     with pytest.raises(SystemExit, match="no longer the line 'another'"):
         variants.edited([(variants.CODED, "another", "")])
-
-
-@pytest.mark.parametrize("mode", ["step", "converge"])
-def test_a_format_can_be_profiled(mode: str) -> None:
-    of = profiled.FORMATS["8 bits, split"]
-    model = profiled.blocks(16).to("cpu", of.dtype)
-    call = profiled.prepare(mode, model, 2, of.options)
-    call()
-    before = [p.detach().clone() for p in model.parameters()]
-    call()
-    moved = [bool((a != b).any()) for a, b in zip(model.parameters(), before, strict=True)]
-    assert sum(moved) > len(moved) / 2, "a step of 1e-4 rounds away beside a bfloat16 of 1"

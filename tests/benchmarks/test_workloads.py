@@ -4,12 +4,12 @@ loss for each, and weights get gradients."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from benchmarks.evidence import fixed_rates
 from benchmarks.evidence.problems import PROBLEMS
 from benchmarks.evidence.workloads import (
     CHANGING,
@@ -35,12 +35,6 @@ PACKAGES = {
 """Of workloads whose data or weights are in a package that nothing else here needs."""
 
 
-def skip_without_its_package(name: str) -> None:
-    package = PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"its data is in {package}, which is not installed")
-
-
 @pytest.fixture(autouse=True)
 def hardly_pretrained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(finetuning, "PRETRAINING", 2)
@@ -53,13 +47,13 @@ def hardly_pretrained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", dict.fromkeys([*DEVELOPMENT, *TEST, *REPEATED, *CHANGING, *MISLEADING])
 )
 def test_a_workload_can_be_trained(name: str) -> None:
-    skip_without_its_package(name)
+    if importlib.util.find_spec(PACKAGES.get(name, "torch")) is None:
+        pytest.skip(f"its data is in {PACKAGES[name]}, which is not installed")
     problem = WORKLOADS[name].problem
     batch, again, spare = problem.batch(3, 5), problem.batch(3, 5), problem.spare(3, 5, 0)
-    assert all(map(torch.equal, batch, again)) and not torch.equal(batch[0], problem.batch(3, 6)[0])
-    assert not torch.equal(batch[0], spare[0]) and not torch.equal(
-        spare[0], problem.spare(3, 5, 1)[0]
-    )
+    assert all(map(torch.equal, batch, again))
+    different = batch[0], problem.batch(3, 6)[0], spare[0], problem.spare(3, 5, 1)[0]
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(different, 2))
     assert {len(column) for column in (*batch, *spare)} == {problem.batch_size}
     model = problem.build(3)
     losses = problem.losses(model, batch)
@@ -73,17 +67,6 @@ def test_a_workload_can_be_trained(name: str) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
     # half of what begins at 0 has gradients of 0: adapters, word vectors
     assert sum(bool(gradient.any()) for gradient in gradients) >= len(trained) / 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["gru-bytes", "cnn-strokes", "gru-adding", "mlp-friedman-constant", "flow-spirals",
-     "gnn-triangles", "mlp-finetuned-clusters", "negbin-visits", "mlp-heat-rising-waves"],
-)  # fmt: skip
-def test_a_workload_is_learned(name: str) -> None:
-    skip_without_its_package(name)
-    line = fixed_rates.run(name, 0, seed=3, steps=40)
-    assert line["validation"] < line["untrained"]
 
 
 def test_groups_have_workloads_by_their_names() -> None:
