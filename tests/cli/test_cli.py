@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,7 @@ def test_no_command_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hdet {hdet.__version__}\n"
 
 
-def test_missing_extra_names_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extra_names_what_to_install(capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("hdet.cli.report", "hdet.cli.drawing"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -35,9 +34,7 @@ def test_missing_extra_names_what_to_install(
     assert "pip install hdet[report]" in message
 
 
-def test_interruption_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_is_one_line(capsys, monkeypatch) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -46,23 +43,24 @@ def test_interruption_is_one_line(
     assert capsys.readouterr().err == "hdet doctor: interrupted\n"
 
 
+def run(*words: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=HANG_S,
+        check=False,
+    )  # fmt: skip
+
+
 def test_help_answers_without_torch() -> None:
     script = "import sys\nfrom hdet.cli.main import main\nmain(['report', '--help'])\n"
     script += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--html FILE" in done.stdout
+    done = run("-c", script)
+    assert done.returncode == 0 and "--html FILE" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hdet", "report", str(write_run(tmp_path / "run"))]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False
-        )
+        done = run("-m", "hdet", "report", str(write_run(tmp_path / "run")), stdout=full)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
@@ -79,21 +77,12 @@ def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -
     assert out.splitlines()[-1].startswith("steps run on ")
 
 
-@pytest.mark.parametrize(
-    ("kind", "missing", "said"),
-    [
-        ("cpu", None, "steps run on cpu by hdet's C++ kernels"),
-        ("cpu", "no module", "steps run on cpu by the torch backend: no module"),
-        ("mps", None, "steps run on mps by the torch backend: hdet has no kernels of its own"),
-    ],
-)
-def test_doctor_ends_with_what_steps_run_on(
-    kind: str,
-    missing: str | None,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("kind", "missing", "said"), [
+    ("cpu", None, "steps run on cpu by hdet's C++ kernels"),
+    ("cpu", "no module", "steps run on cpu by the torch backend: no module"),
+    ("mps", None, "steps run on mps by the torch backend: hdet has no kernels of its own"),
+])  # fmt: skip
+def test_doctor_ends_with_what_steps_run_on(kind, missing, said, capsys, monkeypatch) -> None:
     device = torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind != "cpu")
@@ -102,9 +91,7 @@ def test_doctor_ends_with_what_steps_run_on(
     assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
-def test_doctor_survives_what_it_finds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_survives_what_it_finds(capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "hdet._C", None)  # importing it now raises ImportError
     monkeypatch.delattr(hdet, "_C", raising=False)
     monkeypatch.setattr(hdet.kernels, "available", lambda: 1 / 0)
@@ -147,10 +134,11 @@ def test_resuming_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
     hdet.logging.History(tmp_path / "absent.jsonl", resume_step=4)
 
 
-@pytest.mark.parametrize("cut", range(1, 30))
-def test_a_line_that_a_kill_has_torn_is_left_out(tmp_path: Path, cut: int) -> None:
+def test_a_line_that_a_kill_has_torn_is_left_out(tmp_path: Path) -> None:
     history = hdet.logging.History(tmp_path / "h.jsonl")
     history.write({"event": "train", "step": 1})
     history.write({"event": "train", "step": 2, "x": "\u00e4"})
-    history.path.write_bytes(history.path.read_bytes()[:-cut])
-    assert [record["step"] for _, record in read_records(history.path)] == [1]
+    whole = history.path.read_bytes()
+    for cut in range(1, 30):
+        history.path.write_bytes(whole[:-cut])
+        assert [record["step"] for _, record in read_records(history.path)] == [1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from hdet.cli.main import main
 
 from ..browser import CHROMIUM, TOO_WIDE, Browser
+from ..docs_toys import run
 from ..test_docs import COMPLETE, ROOT
 from .common import write_run
 
@@ -27,8 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
     history = f"hdet.logging.History({str(folder / 'history.jsonl')!r})"
     source = COMPLETE[0].source.replace("controller=auto)", f"controller=auto, log={history})")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", source], env=environment, timeout=60, check=True)
+    run(source, "README.md")
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 0
     return folder / "page.html"
 

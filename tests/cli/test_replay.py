@@ -56,22 +56,13 @@ def test_a_difference_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert re.match(r"cycle \d+: decisions differ: ", line)
 
 
-@pytest.mark.parametrize(
-    ("controller", "says"),
-    [
+def test_what_cannot_be_replayed_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for controller, says in (
         ("nowhere:f", "--controller is 'nowhere:f': it must be MODULE:FUNCTION"),
-        ("json", "it must be MODULE:FUNCTION"),
-        ("json:nothing", "it must be MODULE:FUNCTION"),
+        ("json", "it must be MODULE:FUNCTION"), ("json:nothing", "it must be MODULE:FUNCTION"),
         ("builtins:dict", "builtins:dict returned dict, which is no controller"),
-    ],
-)
-def test_what_makes_no_controller_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str], controller: str, says: str
-) -> None:
-    assert says in one_line(capsys, "replay", run, "--controller", controller)
-
-
-def test_what_has_no_decisions_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ):  # fmt: skip
+        assert says in one_line(capsys, "replay", run, "--controller", controller)
     rewrite(run, '"evidence": {', '"evidence": {"another": 1, ')
     assert "cannot be replayed by" in one_line(capsys, "replay", run, "--controller", NAME)
     (run / "history.jsonl").write_text("")

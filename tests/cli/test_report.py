@@ -45,12 +45,10 @@ def test_the_table_and_the_events(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed", "with"], "nothing written"
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_a_picture(tmp_path: Path, suffix: str) -> None:
-    picture = tmp_path / f"picture.{suffix}"
+def test_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
     assert main(["report", str(write_run(tmp_path / "run")), "--out", str(picture)]) == 0
-    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-    assert picture.read_bytes().startswith(starts[suffix])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_and_rates_of_cycles_stand_in_for_train_records(tmp_path: Path) -> None:

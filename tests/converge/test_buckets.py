@@ -1,13 +1,12 @@
 """Buckets: small, and few collectives; what is known of tensors before an average."""
 
 import itertools
-import types
 from typing import Any
 
 import pytest
 import torch
 
-from hdet.converge import all_finite, average_tensors, buckets, collectives, digest
+from hdet.converge import all_finite, average_tensors, collectives, digest
 from hdet.converge.buckets import Buckets, Part
 from hdet.replicas import Replicas
 
@@ -51,30 +50,6 @@ def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes
 def test_collectives_and_extra_memory_are_bounded(size, count, bucket_bytes, expected) -> None:
     for collectives_, extra in run_ranks(count_collectives, 2, size, count, bucket_bytes):
         assert collectives_ <= expected and extra <= (0 if size >= 1 << 18 else bucket_bytes)
-
-
-def test_a_filling_is_packed_while_the_one_before_is_reduced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    travelling: list[int] = []
-    most = [0]
-
-    class Work:
-        def __init__(self, flat: torch.Tensor, **_: Any) -> None:
-            self.address = flat.data_ptr()
-            assert self.address not in travelling, "packed over what is being reduced"
-            travelling.append(self.address)
-            most[0] = max(most[0], len(travelling))
-
-        def wait(self) -> None:
-            travelling.remove(self.address)
-
-    monkeypatch.setattr(buckets.dist, "all_reduce", Work)
-    tensors = [torch.full((128,), float(i)) for i in range(7)]
-    replicas: Any = types.SimpleNamespace(peer_group=object(), count=2)
-    Buckets(lambda: list(map(Part, tensors)), 1024).average(replicas)
-    assert most == [2] and travelling == []
-    assert [t.unique().tolist() for t in tensors] == [[i / 2] for i in range(7)]
 
 
 def masters_in_place(rank: int, world: int) -> list[bool]:
