@@ -290,12 +290,6 @@ def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None
 
 # -- beside Lightning's own callbacks ----------------------------------------------------------
 
-
-needs("lightning")
-import lightning.pytorch as pl
-
-from .lightning_runs import Net
-
 EPOCHS = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 3 * PARTS}
 """Of three steps."""
 

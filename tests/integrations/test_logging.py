@@ -13,17 +13,15 @@ from tests.harness import Run, TwoReplicas
 from .frameworks import Halved, needs
 
 
-def records(log: Any) -> list[dict[str, Any]]:
+def records(*logs: Any) -> list[dict[str, Any]]:
     """Two cycles, which are logged."""
-    kept: list[dict[str, Any]] = []
-    run = Run(
-        total=10,
-        controller=Halved(),
-        replicas=TwoReplicas(),
-        log=lambda record, step: (kept.append(record), log(record, step)),
-    )
+    run = Run(total=10, controller=Halved(), replicas=TwoReplicas(), log=lambda *_: None)
     run.steps()
-    return kept
+    kept = run.ensemble.history
+    for record in kept:
+        for log in logs:
+            log(record, record["step"])
+    return list(kept)
 
 
 def expected(record: dict[str, Any]) -> dict[str, float]:
@@ -39,15 +37,6 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
 
-def test_a_records_numbers_have_its_own_keys() -> None:
-    for record in records(lambda record, step: None):
-        found = hdet.logging.scalars(record)
-        assert found == expected(record) and len(found) == 16
-        assert all(isinstance(value, float) for value in found.values())
-    others = {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}
-    assert hdet.logging.scalars(others, "mine") == {"mine/probe/0": 0.5}
-
-
 class Writer:
     """TensorBoard's, or a run of W&B."""
 
@@ -58,31 +47,23 @@ class Writer:
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.items()))
 
 
-def test_a_tensorboard_writer_gets_scalars_and_notes_at_the_step() -> None:
-    writer = Writer()
-    first, second = records(hdet.logging.TensorBoard(writer))
-    scalars = [
-        ("add_scalar", name, value, step)
-        for record, step in ((first, 5), (second, 10))
-        for name, value in expected(record).items()
-    ]
-    assert sorted(call for call in writer.calls if call[0] == "add_scalar") == sorted(scalars)
-    assert [call for call in writer.calls if call[0] == "add_text"] == [
-        ("add_text", "hdet/notes", "lr: halved", 5)
-    ]
-
-
-def test_a_run_of_wandb_gets_them_on_an_axis_of_their_own() -> None:
-    run = Writer()
-    first, second = records(hdet.logging.WandB(run))
-    assert run.calls[:2] == [
+def test_scalars_and_notes_come_at_the_step_under_the_records_own_keys() -> None:
+    board, run = Writer(), Writer()
+    first, second = records(hdet.logging.TensorBoard(board), hdet.logging.WandB(run))
+    both = [(expected(first), 5), (expected(second), 10)]
+    scalars = [("add_scalar", *pair, step) for values, step in both for pair in values.items()]
+    note = "lr: halved"
+    assert sorted(board.calls) == sorted([*scalars, ("add_text", "hdet/notes", note, 5)])
+    assert run.calls == [
         ("define_metric", "hdet/step"),
         ("define_metric", "hdet/*", ("step_metric", "hdet/step")),
+        ("log", {"hdet/step": 5, **both[0][0], "hdet/notes": note}),
+        ("log", {"hdet/step": 10, **both[1][0]}),
     ]
-    assert run.calls[2:] == [
-        ("log", {"hdet/step": 5, **expected(first), "hdet/notes": "lr: halved"}),
-        ("log", {"hdet/step": 10, **expected(second)}),
-    ]
+    found = hdet.logging.scalars(first)
+    assert len(found) == 16 and all(isinstance(value, float) for value in found.values())
+    others = {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}
+    assert hdet.logging.scalars(others, "mine") == {"mine/probe/0": 0.5}
 
 
 @pytest.mark.parametrize("kind", [hdet.logging.TensorBoard, hdet.logging.WandB])
@@ -103,10 +84,8 @@ def test_the_real_tensorboard_reads_them_back(tmp_path: Path) -> None:
     found.Reload()
     assert set(found.Tags()["scalars"]) == set(expected(first))
     lines = [(line.step, line.value) for line in found.Scalars("hdet/values/lr")]
-    assert lines == [
-        (5, pytest.approx(first["values"]["lr"])),
-        (10, pytest.approx(second["values"]["lr"], abs=1e-9)),
-    ]
+    values = [(step, of["values"]["lr"]) for step, of in ((5, first), (10, second))]
+    assert lines == [(step, pytest.approx(value, abs=1e-9)) for step, value in values]
     assert [line.step for line in found.Tensors("hdet/notes/text_summary")] == [5]
 
 
@@ -120,8 +99,7 @@ def test_the_real_wandb_takes_them_offline(tmp_path: Path, monkeypatch: pytest.M
     try:
         run.log({"loss": 1.0}, step=100)  # the loop is ahead: its steps are its own
         _, second = records(hdet.logging.WandB(run))
-        assert {name: run.summary[name] for name in expected(second)} == expected(
-            second
-        ) and run.summary["hdet/step"] == 10
+        wanted = {**expected(second), "hdet/step": 10}
+        assert {name: run.summary[name] for name in wanted} == wanted
     finally:
         run.finish()

@@ -214,31 +214,30 @@ class TestContract(Contract):
     trial_settings = (("bf16", True),)
 
 
-def _embedding(folder: str) -> Any:
+def _parts(folder: str, **settings: Any) -> Any:
     parallel_state.destroy_model_parallel()
-    loop = Loop(SPREAD, pp=2, tied=True)
+    loop = Loop(SPREAD, **settings)
     for _ in range(STEPS):
         loop.step()
     chunk = loop.model[0].module
     chunk = getattr(chunk, "module", chunk)
-    return loop.seen.weights, chunk.shared_embedding_or_output_weight().detach().clone()
+    tied = "tied" in settings
+    return loop.seen.weights, tied and chunk.shared_embedding_or_output_weight().detach().clone()
 
 
-def test_embeddings_of_a_pipelines_first_and_last_stage_are_kept_equal(tmp_path: Path) -> None:
-    found = on_megatron(_embedding, 4, str(tmp_path))
-    assert equal([embedding for _, embedding in found])
-    for (one, _), (two, _) in (found[:2], found[2:]):
-        assert [step for step in one if torch.equal(one[step], two[step])] == [5, 10, 12]
-
-
-@pytest.mark.parametrize(("settings", "peers"), [({"tp": 2}, [(0, 2), (1, 3)])])
-def test_what_is_tensor_parallel_is_inside_of_a_replica(
+# Ranks 0 and 2, or 0 and 1, hold the same part; a replica is what they are parts of.
+@pytest.mark.parametrize(("settings", "peers"), [
+    ({"tp": 2}, [(0, 2), (1, 3)]), ({"pp": 2, "tied": True}, [(0, 1), (2, 3)]),
+])  # fmt: skip
+def test_a_part_of_a_model_is_averaged_with_its_own_kind(
     tmp_path: Path, settings: Any, peers: Any
 ) -> None:
-    found = on_megatron(partial(train, **settings), 4, str(tmp_path), SPREAD)
+    """Embeddings of a pipeline's first and last stage are kept equal."""
+    found = on_megatron(partial(_parts, **settings), 4, str(tmp_path))
     for a, b in peers:
-        one, two = found[a].weights, found[b].weights
+        one, two = found[a][0], found[b][0]
         assert [step for step in one if torch.equal(one[step], two[step])] == [5, 10, 12]
+    assert "tied" not in settings or equal([embedding for _, embedding in found])
 
 
 def _example(steps: int) -> str:

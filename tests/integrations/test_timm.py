@@ -1,14 +1,9 @@
-"""timm's schedulers, which are told where they are. timm itself is no part of the extra: it asks
-for torchvision, whose wheels fit one build of torch. So its schedulers are loaded by themselves
-where it is installed, and a stand-in with its interface is tested everywhere."""
+"""timm's schedulers, which are told where they are, by a stand-in with their interface: timm asks
+for torchvision, whose wheels fit one build of torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,34 +42,14 @@ class Cosine:
         pass
 
 
-def timms(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its CosineLRScheduler, without the models, for which timm needs a torchvision of the same
-    build as torch."""
-    spec = importlib.util.find_spec("timm")
-    if spec is None or spec.origin is None:
-        pytest.skip("timm is not installed: pip install --no-deps timm")
-    package = types.ModuleType("timm")
-    package.__path__ = [str(Path(spec.origin).parent)]
-    monkeypatch.setitem(sys.modules, "timm", package)
-    return importlib.import_module("timm.scheduler.cosine_lr").CosineLRScheduler
-
-
-@pytest.fixture(params=["stand-in", "timm"])
-def cosine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return Cosine if request.param == "stand-in" else timms(monkeypatch)
-
-
-def test_the_example_raises_its_rate(cosine: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    example("timm_scheduler").main(cosine)
+def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    example("timm_scheduler").main(Cosine)
     assert correction_in(capsys.readouterr().out) >= 2
 
 
-SETTINGS = {"t_initial": 20, "warmup_t": 4, "warmup_lr_init": 0.01, "t_in_epochs": False}
-
-
-def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out(cosine: Any) -> None:
+def test_one_that_is_handed_to_an_ensemble_is_refused_with_the_way_out() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     message = "scheduler is Cosine.*, whose step needs 'epoch' .*: leave scheduler out, .*reschedul"
     with pytest.raises(ValueError, match=message):
-        hdet.Ensemble(optimizer, cosine(optimizer, **SETTINGS))
+        hdet.Ensemble(optimizer, Cosine(optimizer, t_initial=20, warmup_t=4, warmup_lr_init=0.01))
     assert not hasattr(optimizer, "_hdet_fan_out")

@@ -188,20 +188,6 @@ def test_a_run_that_is_stopped_within_a_cycle_ends_with_equal_replicas_and_can_b
     assert equal(list(first)) and equal(list(again)) and not torch.equal(first[0], again[0])
 
 
-def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_it_is_saved(
-    tmp_path: Path,
-) -> None:
-    ours = train(str(tmp_path), {**SPREAD, "controller": Halved()}, save=8)
-    said = (
-        "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, "
-        "multiply your lr by it"
-    )
-    # and not once more at 12
-    assert [line for line in ours.told if "saved" in line] == [f"hdet, step 8: {said}"]
-    back = train(str(tmp_path), None, resume=8)
-    assert back.rates[8:] == train(str(tmp_path), None).rates[8:]
-
-
 def test_cycles_end_at_multiples_of_t_where_the_warm_up_begins_at_0(tmp_path: Path) -> None:
     run = train(str(tmp_path), {**SPREAD, "controller": Halved()}, warmup_steps=3)
     assert [line["hdet/cycle"] for line in run.metrics] == [0.0] * 4 + [1.0] * 5 + [2.0] * 2 + [3.0]
