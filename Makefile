@@ -42,11 +42,9 @@ demo: $(BIN)/hdet.stamp
 	    --compare --controller auto --out runs/demo --overwrite
 	$(BIN)/hdet report runs/demo --html runs/demo/report.html
 
-# Three processes, which wait for others half of the time, a file's tests in one of them; what
-# watches clocks afterwards, alone.
+# Three processes, which wait for others half of the time, a file's tests in one of them.
 test: $(BIN)/hdet.stamp
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder --ignore tests/faults
-	$(BIN)/python -m pytest -q tests/faults
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 
 # The frameworks themselves, as the extra pins them, apart from .venv: what they bring with them is
 # nobody else's business.
@@ -77,8 +75,7 @@ test-matrix:
 	             $$env/bin/python -m pip install --quiet -e '.[test]' $$packages; } >$$log 2>&1; then \
 	        echo "$$what: not made: $$(grep -v '^ *$$' $$log | tail -n 1); see $$log" \
 	            >>$$summary; bad=1; \
-	    elif ! $$env/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder \
-	            --ignore tests/faults || ! $$env/bin/python -m pytest -q tests/faults; then \
+	    elif ! $$env/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder; then \
 	        echo "$$what: failed" >>$$summary; bad=1; \
 	    else \
 	        echo "$$what: passed" >>$$summary; \

@@ -35,6 +35,7 @@ LONGEST = [
     "trial/test_arms.py",
     "examples/test_bytes.py",
     "trial/test_layouts.py",
+    "faults/test_lost.py",
     "checkpoint/test_resume.py",
     "cli/test_report.py",
 ]

@@ -12,11 +12,13 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -61,6 +63,33 @@ def run_ranks(
                 raise
             print(f"run_ranks: connecting again after {error}", file=sys.stderr)
     raise AssertionError("unreachable")
+
+
+def torchrun(function: Callable[..., Any], count: int, *args: Any, restarts: int = 0) -> None:
+    """`function(*args)` in ``count`` workers that torchrun's agent starts, all of them again where
+    one has ended badly. They come from the fork server, which has imported torch already."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    config = LaunchConfig(
+        1, 1, count, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=restarts, start_method="forkserver",
+    )  # fmt: skip
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        elastic_launch(config, _started)(function, *args)
+    finally:  # the agent's own handlers stay behind it
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def _started(function: Callable[..., Any], *args: Any) -> None:
+    import torch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    function(*args)
 
 
 # -- the workers -----------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import runpy
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +15,31 @@ from unittest import mock
 import pytest
 import torch
 
-from examples.bytes import __main__ as command
 from examples.bytes import training
 from examples.bytes.__main__ import main as train
+from examples.bytes.model import GPTConfig
 from examples.bytes.training import Run
 from hdet.cli.main import main
 
-from ..distributed import run_ranks
-from .small_bytes import SIZES
+from ..distributed import torchrun
 
+SIZES = {
+    "GPTConfig": partial(GPTConfig, context=16, width=16, layers=1, heads=2),
+    "VALIDATION_WINDOWS": 2, "VALIDATION_BATCHES": 3, "SHORT_VALIDATION": 2, "LOG_EVERY": 3,
+}  # fmt: skip
+"""A model that takes no time."""
 TIMES = {"probe_ms", "converge_ms", "seconds"}
 REPLAY = ["--controller", "examples.bytes.training:controller_of"]
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small real-looking text, the same everywhere."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = ["def ", "return ", "self.", "value", "(", ")", ":\n    ", " = ", "0", "import ", "\n"]
+    for number in range(6):
+        (folder / f"module_{number}.py").write_text("".join(draw.choices(words, k=4000)))
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -61,29 +75,34 @@ def are_same_runs(ours: Path, theirs: Path) -> bool:
     return records(ours) == records(theirs) and are_bitwise_same(*ends)
 
 
-STEPS = ["--controller", "softmax", "--steps", "200", "--sync-interval", "4", "--batch-size", "2"]
-MODULE = "tests.examples.small_bytes"
+STEPS = ["--controller", "softmax", "--steps", "100", "--sync-interval", "4", "--batch-size", "2"]
 PROCESSES = 3  # a sum of two has no order
 
 
+def trained(arguments: list[str], stops: bool = False) -> None:
+    """In a worker of torchrun."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(training, **SIZES))
+        if stops:
+            stack.enter_context(mock.patch.object(Run, "_between_cycles", stop))
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
+        train(arguments)
+
+
 @pytest.fixture(scope="module")
-def compared(
-    text_folder: Path, run_example: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
+def compared(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "compared"
-    words = [*STEPS, "--data", text_folder, "--compare", "--out", out]
-    return out, run_example(MODULE, PROCESSES, *words)
+    words = [*STEPS, "--data", str(text_folder), "--compare", "--out", str(out)]
+    torchrun(trained, PROCESSES, words)
+    return out
 
 
-def test_a_comparison(compared: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    out, said = compared
-    ends = {name: records(out / name, "validation") for name in ("fixed", "hdet")}
+def test_a_comparison(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {name: records(compared / name, "validation") for name in ("fixed", "hdet")}
     assert [r["step"] for r in ends["fixed"]] == [r["step"] for r in ends["hdet"]]
-    for name, points in ends.items():
-        assert f"{out / name}: validation loss {points[-1]['loss']:.4f} nats per byte" in said
-    assert [r["step"] for r in records(out / "hdet", "cycle")] == list(range(4, 201, 4))
-    assert not records(out / "fixed", "cycle")
-    assert main(["report", str(out)]) == 0
+    assert [r["step"] for r in records(compared / "hdet", "cycle")] == list(range(4, 101, 4))
+    assert not records(compared / "fixed", "cycle")
+    assert main(["report", str(compared)]) == 0
     assert f"{ends['hdet'][-1]['loss']:.4f}" in capsys.readouterr().out
 
 
@@ -131,28 +150,14 @@ def test_a_resumed_run_is_bitwise_the_same(
         assert "replayed, all bitwise the same" in capsys.readouterr().out
 
 
-def trained(rank: int, world: int, arguments: list[str], stops: bool) -> None:
-    """On a rank as torchrun starts it, whose group is there already."""
-    with ExitStack() as stack:
-        place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
-        stack.enter_context(mock.patch.dict(os.environ, place))
-        stack.enter_context(mock.patch.multiple(training, **SIZES))
-        stack.enter_context(mock.patch.object(command, "join_group", lambda *_: "cpu"))
-        stack.enter_context(mock.patch.object(torch.distributed, "destroy_process_group"))
-        if stops:
-            stack.enter_context(mock.patch.object(Run, "_between_cycles", stop))
-            stack.enter_context(pytest.raises(KeyboardInterrupt))
-        train(arguments)
-
-
 def test_an_interrupted_run_of_several_processes_is_resumed_bitwise(
-    text_folder: Path, tmp_path: Path, compared: tuple[Path, str]
+    text_folder: Path, tmp_path: Path, compared: Path
 ) -> None:
     arguments = [*STEPS, "--data", str(text_folder), "--out", str(tmp_path)]
-    run_ranks(trained, PROCESSES, arguments, True)
+    torchrun(trained, PROCESSES, arguments, True)
     assert not records(tmp_path, "end")
-    run_ranks(trained, PROCESSES, [*arguments, "--resume"], False)
-    assert are_same_runs(tmp_path, compared[0] / "hdet")
+    torchrun(trained, PROCESSES, [*arguments, "--resume"])
+    assert are_same_runs(tmp_path, compared / "hdet")
 
 
 def test_a_trial_raises_a_rate_that_is_far_too_low(
@@ -162,26 +167,24 @@ def test_a_trial_raises_a_rate_that_is_far_too_low(
     train([*map(str, settings), "--compare", "--out", str(tmp_path)])
     [tried] = [record for record in records(tmp_path / "hdet", "cycle") if record["trial"]]
     assert tried["step"] == 56 and tried["corrections"]["lr"] > 10
-    assert f"step    56   {tried['notes'][0]}" in capsys.readouterr().out
-    fixed, found = (
-        records(tmp_path / name, "validation")[-1]["loss"] for name in ("fixed", "hdet")
-    )
-    assert found < fixed - 0.05
+    said = capsys.readouterr().out
+    assert f"step    56   {tried['notes'][0]}" in said
+    losses = [records(tmp_path / name, "validation")[-1]["loss"] for name in ("fixed", "hdet")]
+    for name, loss in zip(("fixed", "hdet"), losses, strict=True):
+        assert f"{tmp_path / name}: validation loss {loss:.4f} nats per byte" in said
+    assert losses[1] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "holds a run: pass --overwrite, --resume"),
-        (["--resume", "--max-lr", "0.1"], "is of other settings"),
-        (["--resume", "--out", "nowhere"], "'nowhere' has no checkpoint.pt"),
-        (["--resume", "--data", "nowhere"], "'nowhere' is not a folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    ([], "holds a run: pass --overwrite, --resume"),
+    (["--resume", "--max-lr", "0.1"], "is of other settings"),
+    (["--resume", "--out", "nowhere"], "'nowhere' has no checkpoint.pt"),
+    (["--resume", "--data", "nowhere"], "'nowhere' is not a folder"),
+])  # fmt: skip
 def test_what_does_not_fit_changes_nothing(
-    compared: tuple[Path, str], text_folder: Path, arguments: list[str], says: str
+    compared: Path, text_folder: Path, arguments: list[str], says: str
 ) -> None:
-    folder = compared[0] / "fixed"
+    folder = compared / "fixed"
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises((SystemExit, ValueError), match=says):
         train(["--out", str(folder), *STEPS, "--data", str(text_folder), *arguments])

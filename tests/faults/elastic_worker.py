@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -64,15 +63,9 @@ def meet() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     (folder / "pids" / str(os.getpid())).touch()
-    torch.set_num_threads(1)
     meet()
     weights = train(folder, kill=True)
     torch.save(weights, folder / f"weights-{dist.get_rank()}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

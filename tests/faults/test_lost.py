@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 import hdet
 
 from ..alive import wait_until_gone
-from ..distributed import run_ranks
+from ..distributed import run_ranks, torchrun
 from ..limits import HANG_S
 from . import elastic_worker, scenarios
 from .elastic_worker import KILL_AT, SAVE_EVERY, STEPS
@@ -82,9 +79,6 @@ def test_a_straggler_beyond_the_timeout(ranks, local, phase, tmp_path) -> None:
 # -- restarts by torchrun ----------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def uninterrupted(rank: int, world: int, folder: str) -> list[float]:
     return elastic_worker.train(Path(folder), kill=False)
 
@@ -93,16 +87,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     (interrupted / "pids").mkdir(parents=True)
     whole.mkdir()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "--max-restarts=5", "-m", elastic_worker.__name__, str(interrupted),
-    ]  # fmt: skip
-    own = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env={**os.environ, **own}, capture_output=True, text=True, timeout=HANG_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(elastic_worker.main, 2, interrupted, restarts=5)
     assert (interrupted / "killed").exists()
     started = len(list((interrupted / "pids").iterdir()))
     # two workers, started twice; again where gloo aborts as they connect, as on a crowded machine
