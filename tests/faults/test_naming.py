@@ -60,12 +60,9 @@ OTHERS = [*map(RuntimeError, [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"), [(e, True) for e in COMMUNICATION] + [(e, False) for e in OTHERS]
-)
-def test_broken_connections_and_timeouts_are_of_communication(error, expected: bool) -> None:
-    """Memory, misuse and other people's errors are not."""
-    assert is_communication_error(error) is expected
+@pytest.mark.parametrize("error", COMMUNICATION)
+def test_broken_connections_and_timeouts_are_of_communication(error: RuntimeError) -> None:
+    assert is_communication_error(error)
 
 
 @pytest.fixture
@@ -185,11 +182,9 @@ def test_a_store_that_is_gone_takes_bounded_time(kind, agent, limit, monkeypatch
     assert error.lost == (() if agent else (0,))
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("x"), ValueError("y"), ConnectionResetError("Connection reset by peer"),
-    hdet.ReplicasDiverged("z"), KeyboardInterrupt(),
-])  # fmt: skip
+@pytest.mark.parametrize("error", [ValueError("y"), *OTHERS, KeyboardInterrupt()])
 def test_everything_else_passes_unchanged(store: Any, error: BaseException) -> None:
+    """Memory, misuse and other people's errors."""
     guard = guard_of([0], [1])
     with pytest.raises(type(error)) as raised, guard("average"):
         raise error
@@ -213,7 +208,7 @@ def test_without_a_process_group_nothing_is_caught() -> None:
 class Counting:
     """A store that counts questions, and freezes after some."""
 
-    def __init__(self, store: Any, most: float = 1e9) -> None:
+    def __init__(self, store: Any, most: float) -> None:
         self.store, self.most, self.asked = store, most, 0
 
     def check(self, keys: list[str]) -> bool:
@@ -226,22 +221,11 @@ class Counting:
         return getattr(self.store, name)
 
 
-def test_many_ranks_cost_few_messages(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is one process that all ranks ask: m of n missing are found by some m log n."""
-    counting = Counting(store)
-    be(monkeypatch, 0, counting)
+@pytest.mark.parametrize(("most", "lost"), [(100, {77, 3000}), (20, {77, 3000, 4000})])
+def test_many_ranks_cost_few_messages(store, limit, monkeypatch, most: int, lost: set[int]) -> None:
+    """The store is one process that all ranks ask: m of n missing are found by some m log n. Who
+    was not found in time counts as missing."""
     answer(store, *(rank for rank in range(4096) if rank not in (77, 3000)))
-    assert lose(guard_of(*([rank] for rank in range(4096)))).lost == (77, 3000)
-    assert counting.asked < 100
-
-
-def test_who_was_not_found_in_time_counts_as_missing(store, limit, monkeypatch) -> None:
-    answer(store, *range(1, 256), 510)
-    be(monkeypatch, 0, Counting(store, 60))  # enough for ranks 1 to 255, which have all answered
-    lost = set(lose(guard_of(*([rank] for rank in range(512)))).lost)
-    assert not lost & set(range(256)) and lost >= set(range(256, 510))
-
-
-def test_many_missing_are_counted_not_listed(store: Any) -> None:
-    text = str(lose(guard_of(*([2 * r] for r in range(1000)))))
-    assert "lost ranks 2, 4, 6, 8, 10, 12, 14, 16 and 991 more (replicas 1-999) (" in text
+    be(monkeypatch, 0, Counting(store, most))
+    found = set(lose(guard_of(*([rank] for rank in range(4096)))).lost)
+    assert found >= lost and (found == lost or most < 100)
