@@ -158,6 +158,8 @@ class FusedOptimizer(Optimizer):
     and parameters, which reads both once more. A split
     parameter is the upper half of its value: what is written there counts at once, and the lower
     half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
+    Entries of a state may be written to in place, and replaced. Do not assign to their `.data`: the
+    next step would write to the memory that they had.
 
     DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may
     be empty or move. Gradients must be laid out as their parameters; one that is still Partial is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,8 +89,23 @@ def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, An
     """
     entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params)
     if entries and not isinstance(entries[0], dict):
-        return _split({"params": entries}, 0, use_muon)
+        made = _split({"params": entries}, 0, use_muon)
+        if use_muon is None and isinstance(entries[0], tuple):
+            _warn_of_last(entries, made)
+        return made
     return [made for i, group in enumerate(entries) for made in _split(group, i, use_muon)]
+
+
+def _warn_of_last(named: Sequence[tuple[str, Tensor]], groups: Sequence[dict[str, Any]]) -> None:
+    """Of names that tell no table and no output layer, as those of nn.Sequential."""
+    matrices = [name for name, param in named if param.ndim == 2]
+    others = [one for group in groups if not group["use_muon"] for one in group["params"]]
+    if matrices and not any(param.ndim == 2 for _, param in others):
+        warnings.warn(
+            f"no parameter's name says embedding or output layer, so Muon steps {matrices[-1]!r} "
+            "too: if that is the output layer, pass use_muon=hdet.hidden_matrices(model)",
+            stacklevel=4,
+        )
 
 
 def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list[dict[str, Any]]:

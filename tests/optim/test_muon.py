@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -605,6 +606,17 @@ def test_matrices_without_names_are_what_torchs_takes(settings: dict[str, Any]) 
     for one, other in zip(ours, trained(torch.optim.Muon), strict=True):
         # updates are sums of directions, about 1 / sqrt(10) times the rate, computed in bfloat16
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0.05 * 4 * 2**-8)
+
+
+def test_names_that_do_not_tell_an_output_layer_are_warned_of() -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.warns(UserWarning, match=r"Muon steps '2.weight' too: .*hdet.hidden_matrices"):
+        FusedMuon(net.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = FusedMuon(net.named_parameters(), use_muon=hidden_matrices(net))
+        FusedMuon([("0.weight", net[0].weight), ("head.weight", net[2].weight)])
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight"]
 
 
 def test_a_group_that_is_split_gives_its_settings_to_those_that_have_them() -> None:
