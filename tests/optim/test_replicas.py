@@ -15,12 +15,13 @@ from torch.nn import Parameter
 from hdet import kernels
 from hdet.kernels.numbers import value_of
 from hdet.optim import FusedAdamW, FusedOptimizer
-from hdet.optim.masters import kept_masters
+from hdet.optim.masters import kept_masters, kept_z
 from hdet.rules import COUPLED
 
 from .common import (
     BACKENDS,
     BY_NAME,
+    FREE,
     OURS,
     Rule,
     assert_equal,
@@ -72,15 +73,19 @@ def put(source: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 
 def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
-    """Copies of the float32 values of replica k, as the state has them."""
+    """Copies of the float32 values of replica k, as the state has them, and of its z."""
     found = []
     first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
     for param, tensor in zip(first, own, strict=True):
-        masters = kept_masters(optimizer.state.get(param, {}))
+        state = optimizer.state.get(param, {})
+        masters, z = kept_masters(state), kept_z(state)
         found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
+        found += [one.clone() for one in z[k : k + 1]]
     return found
 
 
+SEVERAL = pytest.mark.parametrize("rule", [BY_NAME["adamw"], FREE], ids=names)
+"""one whose replicas share their state, and one whose replicas have a part of their own"""
 STORED = pytest.mark.parametrize(
     ("dtype", "master_weights"),
     [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
@@ -106,9 +111,12 @@ def test_replicas_step_as_separate_runs_would(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @STORED
-def test_average_replicas(dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
+@SEVERAL
+def test_average_replicas(
+    rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str
+) -> None:
     options: dict[str, Any] = {"master_weights": master_weights, "backend": backend}
-    params, optimizer, sets = replicated(3, dtype=dtype, **options)
+    params, optimizer, sets = replicated(3, rule, dtype, **options)
     run(optimizer, params, range(3))
     of_each = zip(*(values(optimizer, k) for k in range(3)), strict=True)
     expected = [sum(w * t for w, t in zip(WEIGHTS, row, strict=True)) for row in of_each]
@@ -182,10 +190,11 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
+@SEVERAL
 def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(
-    master_weights: str,
+    rule: Rule, master_weights: str
 ) -> None:
-    params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
+    params, optimizer, _ = replicated(1, rule, torch.bfloat16, master_weights=master_weights)
     run(optimizer, params, range(3))
     expected = [value.clone() for value in values(optimizer, 0)]
     optimizer.set_replicas(2, copies(2))
@@ -245,26 +254,28 @@ def test_states_of_another_number_of_replicas() -> None:
 
 
 @STORED
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@SEVERAL
 def test_a_converged_state_is_that_of_any_number_of_replicas(
-    count: int, dtype: torch.dtype, master_weights: str | None
+    rule: Rule, count: int, dtype: torch.dtype, master_weights: str | None
 ) -> None:
-    ours, three, _ = replicated(3, dtype=dtype, master_weights=master_weights)
+    ours, three, _ = replicated(3, rule, dtype, master_weights=master_weights)
     run(three, ours, range(3))
     three.average_replicas(WEIGHTS)
     state = copy.deepcopy(three.state_dict())
-    theirs, other, sets = replicated(count, dtype=dtype, master_weights=master_weights)
+    theirs, other, sets = replicated(count, rule, dtype, master_weights=master_weights)
     run(other, theirs, range(7, 9))
     other.load_state_dict(state)
     put(ours, theirs)
     for k in range(count):
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
-    if master_weights is not None:  # equal parameters are not enough
-        last = state["state"][0]["replica_masters"][-1].view(-1)
-        last[0].add_(2**-12 if master_weights == "fp32" else 1)
-        with pytest.raises(ValueError, match="3 replicas that are not equal"):
-            other.load_state_dict(state)
+    for key in ("replica_masters", "replica_z"):  # equal parameters are not enough
+        apart = copy.deepcopy(state)
+        if count > 1 and key in apart["state"][0]:
+            apart["state"][0][key][-1].view(-1).view(torch.uint8)[0] ^= 1
+            with pytest.raises(ValueError, match="3 replicas that are not equal"):
+                other.load_state_dict(apart)
 
 
 def test_whether_two_replicas_are_equal_only_the_model_can_tell() -> None:
@@ -286,12 +297,13 @@ def test_whether_two_replicas_are_equal_only_the_model_can_tell() -> None:
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
-def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -> None:
+@SEVERAL
+def test_a_state_of_one_replica_brings_its_master_for_all(rule: Rule, master_weights: str) -> None:
     """At once, in whatever order parameters and state are loaded: an average may come before the
     next step."""
-    ours, one, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
+    ours, one, _ = replicated(1, rule, torch.bfloat16, master_weights=master_weights)
     run(one, ours, range(3))
-    theirs, three, sets = replicated(3, dtype=torch.bfloat16, master_weights=master_weights)
+    theirs, three, sets = replicated(3, rule, torch.bfloat16, master_weights=master_weights)
     three.load_state_dict(copy.deepcopy(one.state_dict()))
     for k in range(3):
         put(ours, sets[k])

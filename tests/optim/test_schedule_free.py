@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import hdet
-from hdet.kernels import numbers
 from hdet.optim import FusedScheduleFreeAdamW
 from hdet.optim.masters import kept_z
 
@@ -201,49 +200,6 @@ def test_replicas_are_separate_optimizers(options: dict[str, Any], backend: str)
     if options.get("zero_gradients"):
         assert not any(p.grad.any() for p in params)
         equal(list(together.gradient_norms().values()), list(one.gradient_norms().values()))
-
-
-def test_replicas_are_averaged_with_their_z() -> None:
-    params, optimizer = several(dtype=torch.bfloat16, master_weights="split")
-    run(optimizer, params, range(3))
-    exact = [
-        [numbers.value_of(p.detach(), m) for p, m in zip(own, masters, strict=True)]
-        for k in range(3)
-        for own, masters in [(optimizer.replica_parameters(k), optimizer.masters(params, k))]
-    ]
-    of_z = [[kept_z(optimizer.state[p])[k].clone() for p in params] for k in range(3)]
-    optimizer.average_replicas([0.2, 0.5, 0.3])
-    for k in range(3):
-        equal(weights(optimizer, k), weights(optimizer))
-    found = map(numbers.value_of, [p.detach() for p in params], optimizer.masters(params))
-    for mean, sets in ((found, exact), ((optimizer.state[p]["z"] for p in params), of_z)):
-        for one, tensors in zip(mean, zip(*sets, strict=True), strict=True):
-            expected = sum(w * t for w, t in zip((0.2, 0.5, 0.3), tensors, strict=True))
-            torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_states_of_another_number_of_replicas() -> None:
-    params, three = several()
-    run(three, params, range(3))
-    _, two = several(2)
-    with pytest.raises(ValueError, match="3 replicas that are not equal, this optimizer 2"):
-        two.load_state_dict(copy.deepcopy(three.state_dict()))
-    three.average_replicas([1.0, 1.0, 1.0])
-    apart = copy.deepcopy(three.state_dict())
-    apart["state"][0]["replica_z"][1][0] += 1  # equal parameters are not enough
-    with pytest.raises(ValueError, match="3 replicas that are not equal"):
-        two.load_state_dict(apart)
-    two.load_state_dict(copy.deepcopy(three.state_dict()))
-    _, one = several(1)
-    one.load_state_dict(copy.deepcopy(three.state_dict()))
-    _, grown = several()
-    grown.load_state_dict(copy.deepcopy(one.state_dict()))
-    one.set_replicas(2, lambda p: [p, p.detach().clone()])
-    for optimizer in (two, one, grown):
-        for state, param in zip(optimizer.state.values(), params, strict=True):
-            z = kept_z(state)
-            assert len(z) == optimizer.num_replicas
-            equal(z, [three.state[param]["z"]] * len(z))
 
 
 @pytest.mark.parametrize(
