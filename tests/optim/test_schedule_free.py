@@ -14,10 +14,9 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.optim import FusedScheduleFreeAdamW
-from hdet.optim.masters import kept_z
 
-from .common import BACKENDS, SHAPES
-from .common import assert_equal as equal
+from .common import BACKENDS, assert_equal, parameters, run
+from .test_replicas import RHOS, copies, values
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -27,31 +26,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def run(optimizer: Any, params: list[Parameter], steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        optimizer.step()
-
-
 def made(**options: Any) -> tuple[list[Parameter], FusedScheduleFreeAdamW]:
-    params = parameters(options.pop("dtype", torch.float32))
+    params = parameters()
     return params, FusedScheduleFreeAdamW(params, **options)
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    (ours, a), (theirs, b) = one, other
-    for p, q in zip(ours, theirs, strict=True):
-        assert torch.equal(p, q) and a.state[p].keys() == b.state[q].keys()
-        assert all(torch.equal(a.state[p][key], b.state[q][key]) for key in a.state[p])
-    for one_group, other_group in zip(a.param_groups, b.param_groups, strict=True):
-        assert {**one_group, "params": 0} == {**other_group, "params": 0}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -146,26 +123,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "split, 8 bits": {"dtype": torch.bfloat16, "master_weights": "split", "moment_dtype": "8bit"},
     "stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
 }
-RHOS = [0.5, 1.0, 1.75]
 
 
-def several(count: int = 3, **options: Any) -> tuple[list[Parameter], FusedScheduleFreeAdamW]:
+def several(
+    count: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[Parameter], FusedScheduleFreeAdamW]:
     """Of which the last one is large enough for codes."""
-    params = [*parameters(), Parameter(torch.arange(-2050.0, 2050) / 500)]
-    params = [Parameter(p.detach().to(options.get("dtype"))) for p in params]
-    given = {"lr": 0.02, "warmup_steps": 3, **options}
-    given.pop("dtype", None)
-    optimizer = FusedScheduleFreeAdamW(params, **given)
-    optimizer.set_replicas(count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))])
+    params = [*parameters(dtype=dtype), Parameter((torch.arange(-2050, 2050) / 500).to(dtype))]
+    optimizer = FusedScheduleFreeAdamW(params, lr=0.02, warmup_steps=3, **options)
+    optimizer.set_replicas(count, copies(count))
     optimizer.multipliers = [[rho] for rho in RHOS[:count]]
     return params, optimizer
-
-
-def weights(optimizer: FusedScheduleFreeAdamW, k: int = 0) -> list[Tensor]:
-    """Parameters, masters and z of a replica, without copies."""
-    first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
-    z = [kept_z(optimizer.state[param])[k] for param in first]
-    return [*own, *z, *(m for m in optimizer.masters(first, k) if m is not None)]
 
 
 def shared(optimizer: FusedScheduleFreeAdamW) -> list[Tensor]:
@@ -178,7 +146,7 @@ def shared(optimizer: FusedScheduleFreeAdamW) -> list[Tensor]:
 def test_replicas_are_separate_optimizers(options: dict[str, Any], backend: str) -> None:
     """Bitwise, also where they have become x and y again, or gone through a copy and a state."""
     params: Any
-    params, together = several(**options, backend=backend)
+    params, together = several(3, **options, backend=backend)
     alone = []
     for k, rho in enumerate(RHOS):
         own, one = several(1, **options, backend=backend)
@@ -192,14 +160,15 @@ def test_replicas_are_separate_optimizers(options: dict[str, Any], backend: str)
             for _, one in ((params, together), *alone):
                 change(one)
             for k, (_, one) in enumerate(alone):
-                equal(weights(together, k), weights(one))
-                equal(shared(together), shared(one))
+                assert_equal(together.replica_parameters(k), one.replica_parameters(0))
+                assert_equal(values(together, k), values(one))
+                assert_equal(shared(together), shared(one))
             if step == 3:
                 together, params = copy.deepcopy((together, params))
                 together.load_state_dict(copy.deepcopy(together.state_dict()))
     if options.get("zero_gradients"):
         assert not any(p.grad.any() for p in params)
-        equal(list(together.gradient_norms().values()), list(one.gradient_norms().values()))
+        assert_equal(list(together.gradient_norms().values()), list(one.gradient_norms().values()))
 
 
 @pytest.mark.parametrize(
