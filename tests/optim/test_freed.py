@@ -15,6 +15,8 @@ import hdet
 from ..freed import left_alive, tensors_of
 from .common import BACKENDS, FREE, RULES
 
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
+
 FUSED = {
     **{rule.name: partial(rule.fused, **rule.keeps) for rule in [*RULES, FREE] if rule.moments},
     "muon": hdet.FusedMuon,

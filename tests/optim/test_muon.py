@@ -32,6 +32,8 @@ from tests.harness import Run, model
 from .common import assert_close, assert_equal, assert_norms
 from .test_replicas import copies
 
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
+
 SHAPES = [(6, 4), (4, 6), (6, 4), (3, 5, 4), (2, 9), (6,), (7, 3), ()]
 """a stack of three, one twice as long as high, and the last three by AdamW"""
 MATRICES, STACK = 5, 3
