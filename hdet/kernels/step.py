@@ -23,7 +23,6 @@ from .tables import (
     address_table,
     chunks_of,
     formats,
-    norms_of,
 )
 
 CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
@@ -31,8 +30,8 @@ CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
 
 
 class Unread:
-    """In the place of csrc/gradients.h where there is no module: each step looks at all gradients
-    anew."""
+    """In the place of csrc/gradients.h where there is no module: each step looks at all
+    gradients."""
 
     EMPTY = 64
     """where an empty gradient lies, which is there and which nobody reads"""
@@ -138,7 +137,8 @@ class TableStepPlan:
 
     def gradient_norms(self) -> Tensor:
         owners = self.placed_chunks.view(torch.int32)[:, 4]  # Chunk::tensor
-        return norms_of(self.partials, owners, self.count, self.unscaling)
+        sums = self.partials.new_zeros(self.count).index_add_(0, owners, self.partials)
+        return (sums.sqrt() * self.unscaling).float()
 
     def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         if options is not self._options:

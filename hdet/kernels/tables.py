@@ -119,13 +119,6 @@ def settings_numbers(settings: Sequence[StepSettings], options: StepOptions) -> 
     return numbers
 
 
-def norms_of(squares: Tensor, owners: Tensor, count: int, unscaling: Tensor) -> Tensor:
-    """(count,) float32: the norm of each tensor. `squares`: sums of squares by chunk; `owners`: the
-    tensor of each chunk."""
-    sums = squares.new_zeros(count).index_add_(0, owners, squares)
-    return (sums.sqrt() * unscaling).float()
-
-
 Rate = tuple[int, torch.dtype | None, torch.Size | None]
 """address, type and shape of a learning rate in device memory; address 0: it is a number of the
 table"""
