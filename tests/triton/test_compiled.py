@@ -60,7 +60,6 @@ class Stored:
     second: torch.dtype | None = F32
     replicas: int = 1
     stochastic: int | None = None
-    first_replica: int = 0
     options: StepOptions = PLAIN
 
     def moments(self) -> list[torch.dtype | None]:
@@ -107,7 +106,6 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
             [tensors(kind, sizes) or nothing for kind in kinds],
             sets(s.master, sizes, s.replicas),
             stochastic=s.stochastic,
-            first_replica=s.first_replica,
             scales=[
                 tensors(F32 if kind == U8 else None, [-(-n // 256) for n in sizes]) or nothing
                 for kind in kinds
@@ -117,20 +115,17 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
 
 
 MIXED = {"param": BF16, "gradient": BF16}
-SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
+# three moments need the most registers; of fewer two and one have one rule each, and one that gives
+# the parameter
 STEPS = {
-    **{name: Stored(name) for name in RULES},
+    **{name: Stored(name) for name in ("adamw", "ademamix", "schedule_free_adamw", "sgd")},
     "adamw, 5 replicas": Stored(replicas=5),
-    "adamw, 16 replicas": Stored(replicas=16),
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
-    "adam, bfloat16 moments": Stored("adam", first=BF16, second=BF16),
     "master": Stored(**MIXED, master=F32),
-    "master, 8 replicas": Stored(**MIXED, master=F32, replicas=8),
     "split": Stored(**MIXED, master=I16),
     "split, 16 bits throughout": Stored(**MIXED, master=I16, first=BF16, second=BF16),
     "float16": Stored(param=F16, gradient=F16),
-    "stochastic": Stored(**SMALL),
-    "stochastic, 8 replicas from 3 on": Stored(**SMALL, replicas=8, first_replica=3),
+    "stochastic": Stored(**MIXED, first=BF16, second=BF16, stochastic=7),
 }
 
 
@@ -192,20 +187,13 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
     check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5), ("adamw", 8)])
-def test_moments_in_8_bits(
-    rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("replicas", [1, 5])
+def test_moments_in_8_bits(replicas: int, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4.
 
     The largest of a block passes between threads.
     """
-    stored = Stored(
-        rule,
-        first=U8,
-        second=U8 if len(RULES[rule].moments) == 2 else None,
-        replicas=replicas,
-    )
+    stored = Stored(first=U8, second=U8, replicas=replicas)
     plan, sizes = plan_of(stored, [40000, 3, 0]), [40000, 3, 0]
     plan.step(tensors(F32, sizes), settings(replicas))
     assert [name for name, _ in launches] == ["derive", "update"]
@@ -251,7 +239,7 @@ def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Pa
     check_code(launches[0][1], tmp_path, float64=True, shared=True, fused=True)
 
 
-@pytest.mark.parametrize(("param", "master"), [(F32, None), (BF16, None), (BF16, I16), (BF16, F32)])
+@pytest.mark.parametrize(("param", "master"), [(F32, None), (BF16, I16)])
 def test_averages(
     param: torch.dtype, master: torch.dtype | None, launches: list[tuple[str, Any]], tmp_path: Path
 ) -> None:
@@ -314,7 +302,7 @@ def test_tensors_on_another_device_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("m", "length", "added", "dtype"),
-    [(768, 3072, False, BF16), (768, 768, True, BF16), (192, 100, True, F16)],
+    [(768, 3072, False, BF16), (192, 100, True, F16)],
 )
 def test_symmetric_products(
     m: int,
