@@ -15,10 +15,10 @@ from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
 
 __all__ = [
+    "lost_correction",
     "refuse_backward",
     "refuse_eval_mode",
     "warn_of_idle_run",
-    "warn_of_lost_correction",
     "warn_of_no_controller",
 ]
 
@@ -52,20 +52,21 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
         )
 
 
-def warn_of_lost_correction(optimizer: Optimizer, scheduler: object) -> None:
-    """Of a run that goes on with the states of optimizer and scheduler alone. These schedulers
-    compute rates from their first ones, so the next step takes corrections of the rate back."""
+def lost_correction(optimizer: Optimizer, scheduler: object) -> str:
+    """Says that a run goes on with the states of optimizer and scheduler alone; "" if it does not.
+    These schedulers compute rates from their first ones, so the next step takes corrections of the
+    rate back."""
     if not isinstance(scheduler, (LambdaLR, OneCycleLR)) or scheduler.last_epoch <= 0:
-        return
+        return ""
     rates = [group["lr"] for group in optimizer.param_groups]
     for rate, own in zip(rates, scheduler.get_last_lr(), strict=False):
         if not close(rate, own):
-            _warn(
-                f"the optimizer's learning rate is {float(rate):g}, its scheduler's {float(own):g}:"
-                " a former Ensemble has corrected it, and the scheduler's next step takes that "
+            return (
+                f"the optimizer's learning rate was {float(rate):g}, its scheduler's "
+                f"{float(own):g}: a former Ensemble has corrected it, and the scheduler takes that "
                 "back. Save ensemble.state_dict() and load it too (docs/checkpoints.md)"
             )
-            return
+    return ""
 
 
 def refuse_backward(loss: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import warn_of_idle_run, warn_of_lost_correction
+from .mistakes import lost_correction, warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -88,7 +89,8 @@ class Parts:
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
-        warn_of_lost_correction(optimizer, scheduler)
+        self.lost_correction = lost_correction(optimizer, scheduler)
+        """Told in the first step, unless the Ensemble's state is loaded before."""
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)
@@ -137,6 +139,9 @@ class Parts:
         with self.during("agreement"):
             self.agreement.check(self.weights.device)
         self.weights.moments.check()
+        if self.lost_correction:
+            warnings.warn(self.lost_correction, stacklevel=3)
+            self.lost_correction = ""
         self.records.tell_report()  # not earlier: the state and `tell` may change
 
     def check_gradients(self) -> None:

@@ -25,8 +25,12 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, length)
 
-    def train(self, steps: int = STEPS, total: int = STEPS, **settings: Any) -> hdet.Ensemble:
+    def train(
+        self, steps: int = STEPS, total: int = STEPS, state: Any = None, **settings: Any
+    ) -> hdet.Ensemble:
         ensemble = hdet.Ensemble(self.optimizer, self.scheduler, total_steps=total, **settings)
+        if state is not None:
+            ensemble.load_state_dict(state)
         for step in range(steps):
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
             loss = self.model(x).square().mean()
@@ -55,22 +59,24 @@ def stepped_twice() -> None:
             ensemble.step(1.0)
 
 
-def resumed_without_the_ensemble() -> None:
+def resumed(whole: bool) -> None:
+    """``whole``: with the Ensemble's state."""
     loops = [Loop(), Loop()]
     for loop in loops:
         loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0)
     first, then = loops
-    first.train(10).set_value("lr", 0.01)
+    ensemble = first.train(10)
+    ensemble.set_value("lr", 0.01)
     then.optimizer.load_state_dict(first.optimizer.state_dict())
     then.scheduler.load_state_dict(first.scheduler.state_dict())
-    hdet.Ensemble(then.optimizer, then.scheduler, total_steps=STEPS)
+    then.train(5, state=ensemble.state_dict() if whole else None)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
     "ensemble.step is called twice": (stepped_twice, "called 40 times, but there were 20 steps"),
     "a resume leaves out the Ensemble's state": (
-        resumed_without_the_ensemble, "is 0.01, its scheduler's 0.001.*Save ensemble.state_dict",
+        lambda: resumed(False), "was 0.01, its scheduler's 0.001.*Save ensemble.state_dict",
     ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
@@ -124,6 +130,7 @@ def test_a_loop_without_mistakes_is_warned_of_nothing() -> None:
         loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0)
         loop.train(9).close()
         loop.train(9)  # goes on at the scheduler's own rate
+        resumed(True)
 
 
 def test_a_trials_result_is_printed_when_it_is_decided(
