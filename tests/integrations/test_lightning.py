@@ -15,7 +15,6 @@ from .contract import Float16, Trained
 from .frameworks import (
     EVERY,
     FIRST,
-    OUTER,
     PARTS,
     SPREAD,
     STEPS,
@@ -43,24 +42,10 @@ from .lightning_runs import Batch, Gan, HdetCallback, Net, fit, losses_of
 from .lightning_runs import train as train_module
 
 
-class Alone(pl.strategies.DDPStrategy):
-    """Of ranks that share no gradients."""
-
-    def configure_ddp(self) -> None:
-        pass
-
-
-class Overflows(Net):
-    """Of the second rank alone, in the third step, where that is asked for."""
-
-    def __init__(self, alone: bool = False, **settings: Any) -> None:
+class Scaled(Net):
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.alone, self.scale, self.skipped = alone, 2.0**16, []
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(batch, batch_idx)
-        overflows = self.alone and self.global_rank == 1 and batch_idx == 2 * PARTS
-        return loss * float("inf") if overflows else loss
+        self.scale, self.skipped = 2.0**16, []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % PARTS == 0:
@@ -70,21 +55,17 @@ class Overflows(Net):
             self.scale = scale
 
 
-def train(
-    folder: str, ensemble: Any, *, float16: bool = False, alone: bool = False, **settings: Any
-) -> Trained:
+def train(folder: str, ensemble: Any, *, float16: bool = False, **settings: Any) -> Trained:
     if not float16:
         return train_module(folder, ensemble, **settings)
-    made: list[Overflows] = []
+    made: list[Scaled] = []
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
-    def module(**of: Any) -> Overflows:
-        made.append(Overflows(alone, **of))
+    def module(**of: Any) -> Scaled:
+        made.append(Scaled(**of))
         return made[0]
 
-    if alone:
-        settings["strategy"] = Alone()
     seen = train_module(folder, ensemble, module=module, plugins=[plugin], **settings)
     seen.skipped = made[0].skipped
     return seen
@@ -250,33 +231,12 @@ def test_a_scheduler_that_steps_by_a_metric_is_corrected_and_in_the_bar(tmp_path
     assert "hdet/cycle" not in trainer.progress_bar_metrics
 
 
-def test_under_float16_a_step_that_one_of_several_local_replicas_skips_counts_for_all(
-    tmp_path: Path,
-) -> None:
-    one, two = on_ranks(partial(train, float16=True, alone=True), 2, str(tmp_path), OUTER)
-    assert two.skipped[2] and not one.skipped[2] and torch.equal(one.last, two.last)
-    assert one.counted == two.counted == list(range(1, STEPS + 1))
-
-
-# -- refusals --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("case", "message"), [
-    ("manual", "optimizes by hand cannot: pass losses_of="),
-    ("several", "one optimizer, and there are 2"),
-    ("one for several", "several optimizers, each with a controller of its own: pass a function"),
-])  # fmt: skip
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, message: str) -> None:
-    module: Any = Gan() if "several" in case else Net()
-    controller = Halved() if case == "one for several" else hdet.AutoLR
-    module.automatic_optimization = module.automatic_optimization and case != "manual"
-    before = weights(module)
-    with pytest.raises(ValueError, match=message):
-        fit(str(tmp_path), {"controller": controller}, module)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
+    module = Net()
+    module.automatic_optimization, before = False, weights(module)
+    with pytest.raises(ValueError, match="optimizes by hand cannot: pass losses_of="):
+        fit(str(tmp_path), {"controller": hdet.AutoLR}, module)
     assert torch.equal(before, weights(module))
-
-
-def test_what_is_no_setting_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
         HdetCallback(controler=None)
     with pytest.raises(TypeError, match="positional argument"):

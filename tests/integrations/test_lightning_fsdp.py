@@ -12,7 +12,7 @@ import torch
 import hdet
 
 from ..distributed import RankError
-from .frameworks import EVERY, FIRST, SPREAD, TRIED, needs, on_ranks, told
+from .frameworks import SPREAD, TRIED, needs, on_ranks, told
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -83,16 +83,3 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
         on_ranks(run, 4, str(tmp_path), SPREAD)
     plain, auto = (on_ranks(run, 4, str(tmp_path), of) for of in (None, {"controller": told}))
     assert all(torch.equal(a.last, b.last) for a, b in zip(plain, auto, strict=True))
-
-
-SEARCHED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
-
-
-def test_in_hsdp_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
-    settings = {**SEARCHED, "controller": told, "replicas": replicas}
-    plain, looked = (
-        on_ranks(partial(sharded, steps=FIRST), 4, str(tmp_path), of) for of in (None, settings)
-    )
-    assert all(
-        torch.equal(a.weights[FIRST], b.weights[FIRST]) for a, b in zip(plain, looked, strict=True)
-    )

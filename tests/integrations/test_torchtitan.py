@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from .frameworks import (
     SPREAD,
     STEPS,
     STILL,
-    Halved,
     closures,
     computed_again,
     equal,
@@ -246,29 +244,26 @@ class TestContract(Contract):
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-def _losses(folder: str, parallel: dict[str, int]) -> Any:
+def _losses(folder: str, ensemble: Any, parallel: dict[str, int]) -> Any:
     records: list[Any] = []
     log = lambda record, step: records.append([x for x in record["losses"] if x is not None])
-    run = train(folder, {**STILL, "log": log}, parallel=parallel)
-    return records, sum(run.losses[:5]) / 5
+    run = train(folder, {**ensemble, "log": log}, parallel=parallel)
+    return records, sum(run.losses[:5]) / 5, run.weights
 
 
-@pytest.mark.parametrize(("world", "parallel", "replicas"), [
-    (2, SHARDED, 1), (2, TENSOR, 1), (4, HSDP, 2),
+# Of one replica, and of two, of which each is a row of the mesh.
+@pytest.mark.parametrize(("world", "parallel", "ensemble"), [
+    (2, SHARDED, STILL), (2, TENSOR, STILL), (4, HSDP, SPREAD),
 ])  # fmt: skip
 def test_a_cycles_loss_is_the_mean_of_torchtitans_in_each_layout(
-    tmp_path: Path, world: int, parallel: Any, replicas: int
+    tmp_path: Path, world: int, parallel: Any, ensemble: Any
 ) -> None:
-    (first, *_), mean = launched(_losses, world, str(tmp_path), parallel)[0]
-    assert len(first) == replicas  # which have equally many tokens
-    assert sum(first) / replicas == pytest.approx(mean, rel=1e-5)
-
-
-def test_in_hsdp_a_replica_is_a_row_of_the_mesh(tmp_path: Path) -> None:
-    ranks = launched(partial(train, parallel=HSDP), 4, str(tmp_path), SPREAD)
-    for one, two in zip(ranks[:2], ranks[2:], strict=True):
-        ends = [step for step in one.weights if torch.equal(one.weights[step], two.weights[step])]
-        assert ends == [5, 10, 12]
+    ranks = launched(_losses, world, str(tmp_path), ensemble, parallel)
+    (first, *_), mean, _ = ranks[0]
+    assert len(first) == world // 2  # which have equally many tokens
+    assert sum(first) / len(first) == pytest.approx(mean, rel=1e-5)
+    for (*_, one), (*_, two) in zip(ranks[:2], ranks[2:], strict=False):
+        assert [step for step in one if torch.equal(one[step], two[step])] == [5, 10, 12]
 
 
 # -- configurations, refusals ----------------------------------------------------------------------
@@ -300,22 +295,16 @@ def test_torchtitans_command_line_takes_it() -> None:
     assert type(made)._owner.__mro__[2] is Watched and type(before)._owner is Watched
 
 
-def _several(folder: str, controller: Any) -> Any:
+def _several(folder: str) -> Any:
     groups = [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]
-    run = train(folder, {**SPREAD, "controller": controller}, groups=groups)
+    run = train(folder, {**SPREAD, "controller": halved}, groups=groups)
     return run.last, len(run.state), sorted(key for key in run.metrics[0] if "corrections" in key)
 
 
-def test_several_optimizers_have_an_ensemble_each_and_auto_lr_refuses_them(tmp_path: Path) -> None:
-    found = launched(_several, 2, str(tmp_path / "several"), halved)
+def test_several_optimizers_have_an_ensemble_each(tmp_path: Path) -> None:
+    found = launched(_several, 2, str(tmp_path))
     names = [f"optimizer {number}/hdet/corrections/lr" for number in (0, 1)]
     assert equal([last for last, *_ in found]) and found[0][1:] == (2, names)
-    for controller, message in (
-        (trial, "AutoLR trains copies of a run with one optimizer, and there are 2: train all"),
-        (Halved(), "several optimizers, each with a controller of its own: pass a function"),
-    ):
-        with pytest.raises(RankError, match=message):
-            launched(_several, 2, str(tmp_path / "refused"), controller)
 
 
 def _graphs(folder: str) -> None:
