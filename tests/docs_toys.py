@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -130,28 +129,12 @@ TOYS: dict[str, Callable[[Names], Any]] = {
 }
 
 
-def as_torchrun() -> dist.TCPStore:
-    """The environment that torchrun gives its one worker, and the store that its agent holds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1",
-        TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-
-
-def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
+def run(source: str, where: str, **given: Any) -> Names:
     """The names of a block that has run in a folder of its own, ``given`` in the place of toys."""
     torch.manual_seed(0)
     names, before = Names(given, __name__="__main__"), (Path.cwd(), dict(os.environ))
-    store = None
-    if torchrun:
-        dist.destroy_process_group()
-        store = as_torchrun()
     shared = [tempfile.mkdtemp()]
-    if dist.is_initialized() and not torchrun:
+    if dist.is_initialized():
         dist.broadcast_object_list(shared)  # what ranks write is one folder
         names["folder"] = shared[0]
     os.chdir(shared[0])
@@ -161,11 +144,13 @@ def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
         os.chdir(before[0])
         os.environ.clear()
         os.environ.update(before[1])
-        if torchrun and not dist.is_initialized():  # the caller's to end
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        del store
     return names
 
 
-def run_on_rank(rank: int, world: int, source: str, where: str, torchrun: bool) -> None:
-    run(source, where, torchrun)
+def run_on_rank(rank: int, world: int, source: str, where: str) -> None:
+    run(source, where)
+
+
+def run_by_torchrun(source: str, where: str) -> None:
+    run(source, where)
+    dist.destroy_process_group()

@@ -5,7 +5,7 @@ A comment in front of a block says how it runs, where one process with toys (tes
 not enough:
 
     <!-- run: ranks=2 -->         on two ranks of a process group
-    <!-- run: torchrun -->        in the environment of torchrun, without a process group
+    <!-- run: torchrun -->        in a worker of torchrun, without a process group
     <!-- not run: the reason -->  not at all; the reason is printed
 """
 
@@ -27,8 +27,8 @@ import pytest
 import hdet
 from docs import prose
 
-from .distributed import run_ranks
-from .docs_toys import run, run_on_rank
+from .distributed import run_ranks, torchrun
+from .docs_toys import run, run_by_torchrun, run_on_rank
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -89,13 +89,13 @@ def test_the_block_runs_as_written(block: Block) -> None:
     if block.left_out:
         assert len(block.how.split()) > 3, "a reason, please"
         pytest.skip(block.how)
-    settings = dict(part.partition("=")[::2] for part in block.how.split())
-    assert settings.keys() <= {"ranks", "torchrun"}, settings
-    if settings:
-        ranks, torchrun = int(settings.get("ranks") or 1), "torchrun" in settings
-        run_ranks(run_on_rank, ranks, block.source, str(block), torchrun)
+    code = block.source, str(block)
+    if block.how == "torchrun":
+        torchrun(run_by_torchrun, 1, *code)
+    elif block.how:
+        run_ranks(run_on_rank, int(block.how.removeprefix("ranks=")), *code)
     else:
-        run(block.source, str(block))
+        run(*code)
 
 
 def examples(path: Path) -> list[Block]:
