@@ -147,13 +147,14 @@ def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
-def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
+@pytest.mark.parametrize("fused", [hdet.FusedAdamW, hdet.FusedScheduleFreeAdamW])
+def test_states_go_from_one_order_to_the_other(fused: Any, moment_dtype: Any) -> None:
     """A checkpoint of a contiguous model goes on in channels_last, and a model may change its order
     between two steps."""
     losses = []
     for moved in ("never", "by checkpoint", "in place"):
         net = model(channels_last=False)
-        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
+        optimizer = fused(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
         train(net, optimizer)
         if moved == "in place":
             net.to(memory_format=torch.channels_last)
@@ -161,7 +162,7 @@ def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
         elif moved == "by checkpoint":
             saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
             net = model()
-            optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
+            optimizer = fused(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
             net.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
         train(net, optimizer, seed=10)
