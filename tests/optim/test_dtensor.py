@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from hdet.optim import FusedAdamW, FusedMuon, FusedSGD
 from tests.distributed import run_ranks
 
-from .common import BY_NAME, RULES, Rule, plans_made
+from .common import BY_NAME, FREE, RULES, Rule, plans_made
 from .sharded import (
     Block,
     Twins,
@@ -342,12 +342,12 @@ def a_grad_scaler(rank: int, world_size: int) -> None:
 
 
 def replicas_and_masters_of_shards(rank: int, world_size: int) -> None:
-    for dtype, options in [
-        (torch.float32, {}),
-        (BF16, {"master_weights": "split"}),
-        (BF16, {"master_weights": "fp32"}),
+    for rule, dtype, options in [
+        (BY_NAME["adamw"], torch.float32, {}),
+        (BY_NAME["adamw"], BF16, {"master_weights": "fp32"}),
+        *((rule, BF16, {"master_weights": "split"}) for rule in (BY_NAME["adamw"], FREE)),
     ]:
-        twins = twins_of("mixed", dtype=dtype, **options)
+        twins = twins_of("mixed", rule, dtype, **options)
         twins.go(range(2))
         twins.both(lambda one: one.set_replicas(2, copies(2)))
         twins.both(lambda one: setattr(one, "multipliers", [[0.5] * 3, [1.5] * 3]))
