@@ -261,7 +261,9 @@ def test_plain_parameters_pass_through_torchs_state_dict_functions(
         assert_all_equal(optimizer.replica_parameters(k), resumed.replica_parameters(k))
 
 
-@pytest.mark.parametrize("make", [FusedAdamW, partial(FusedSGD, momentum=0.9, dampening=0.5)])
+@pytest.mark.parametrize(
+    "make", [FusedAdamW, FREE.fused, partial(FusedSGD, momentum=0.9, dampening=0.5)]
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_new_optimizer_says_what_a_checkpoint_has_to_fill(make: Any, count: int) -> None:
     """A distributed checkpoint loads what the present state has room for, and no more."""
