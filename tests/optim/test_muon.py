@@ -463,6 +463,7 @@ class OfTheHost(TorchDispatchMode):
         {"max_grad_norm": 1.0, "zero_gradients": True},
         {"master_weights": "split", "moment_dtype": "8bit", "cautious_decay": True},
         {"stochastic_rounding": True, "ns_dtype": BF16},
+        {"max_grad_norm": 1.0, "cautious_decay": True, "by": "AdamW"},
     ],
     ids=str,
 )
@@ -470,20 +471,28 @@ class OfTheHost(TorchDispatchMode):
 def test_a_step_is_what_a_graph_captures(options: dict[str, Any], count: int) -> None:
     """All that kernels read lies where it lay, and none of it is written by the host: neither
     gradients' addresses nor rates, which write_hyperparameters() brings before."""
+    options = dict(options)
+    by_adamw = options.pop("by", None) is not None
+    can_write = by_adamw or "max_grad_norm" not in options
     dtype = BF16 if "master_weights" in options else torch.float32
     both = parameters(dtype), parameters(dtype)
-    captured, plain = (make(params, **options) for params in both)
+    halves = lambda params: [{"params": params[:MATRICES]}, {"params": params[MATRICES:]}]
+    captured, plain = (
+        hdet.FusedAdamW(halves(params), **options) if by_adamw else make(params, **options)
+        for params in both
+    )
     for params, optimizer in zip(both, (captured, plain), strict=True):
         optimizer.set_replicas(count, copies(count))
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
         run(optimizer, params, range(2))
         optimizer.param_groups[0].update(lr=0.5, momentum=0.5, weight_decay=0.3)
-        optimizer.param_groups[1]["lr"] = 0.1
-        if "max_grad_norm" in options:
+        optimizer.param_groups[1].update(lr=0.1, betas=(0.5, 0.6))
+        optimizer.multipliers[-1][0] = 1.5
+        if not can_write:
             run(optimizer, params, range(2, 3))  # brings them, as they cannot be written then
         for param, gradient in zip(params, gradients(1), strict=True):
             param.grad.copy_(gradient)  # type: ignore[union-attr]
-    if "max_grad_norm" not in options:
+    if can_write:
         captured.write_hyperparameters()
     refused = mock.MagicMock(side_effect=AssertionError("written by the host"))
     with (

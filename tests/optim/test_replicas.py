@@ -163,29 +163,6 @@ def test_a_replica_of_weight_zero_is_not_read_and_frozen_parameters_are_left_alo
     assert_equal(sets[params[5]], frozen)
 
 
-def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, optimizer, sets = replicated(2)
-    with pytest.raises(RuntimeError, match="before"):
-        optimizer.write_hyperparameters()
-    plans: list[Any] = []
-    make = kernels.step_plan
-    monkeypatch.setattr(
-        kernels, "step_plan", lambda *given: plans.append(make(*given)) or plans[-1]
-    )
-    run(optimizer, params, range(1))
-    written = mock.Mock()
-    monkeypatch.setattr(plans[0], "upload", written)
-    optimizer.param_groups[1]["lr"] = 0.25
-    optimizer.multipliers[1][1] = 3.0
-    optimizer.max_grad_norm = 2.0
-    before = [tensor.detach().clone() for tensor in sets[1]]
-    optimizer.write_hyperparameters()
-    ((settings, options),) = (call.args for call in written.call_args_list)
-    assert settings[1].lr == 0.25 and settings[1].multipliers == (0.5, 3.0)
-    assert options.max_norm == 2.0
-    assert_equal(sets[1], before)
-
-
 # -- the state -------------------------------------------------------------------------------------
 
 
