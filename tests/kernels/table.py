@@ -318,6 +318,16 @@ NATIVE = [
         for name, choice in KINDS.items()
         if keeps_moments(name)
     ),
+    *(
+        Case(
+            f"8 bits {name}, {storage}",
+            sizes=(513, 7),
+            formats=(Format(*STORAGE[storage][0], BF16, U8, U8),), shifts=(0, 4), **choice,
+        )
+        for name, choice in KINDS.items()
+        for storage in ("bf16+f32", "split", "f16")
+        if keeps_moments(name)
+    ),
 ]  # fmt: skip
 VALUES = [
     *(
