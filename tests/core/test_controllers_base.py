@@ -251,14 +251,6 @@ def test_noise_alone_moves_it_little() -> None:
     assert ends[4] < 0.3 and ends[-1] < 1.0
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
-def test_a_replica_without_a_loss_is_left_out_and_the_others_go_on(bad: float | None) -> None:
-    def spoil(cycle: int, losses: list[float | None]) -> list[float | None]:
-        return [bad if r == cycle % 8 else x for r, x in enumerate(losses)]
-
-    assert 0.75 < end_of(bowl(ALL["softmax"](), [0.1], replicas=8, spoil=spoil))[0] < 1.35
-
-
 @pytest.mark.parametrize(
     "setting",
     [

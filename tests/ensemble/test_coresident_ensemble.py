@@ -126,23 +126,10 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
 
 # -- checkpoints -------------------------------------------------------------------------------
 
-IN_ANY_ORDER = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     "order", [("net", "optimizer", "ensemble"), ("ensemble", "optimizer", "net")]
 )
-
-
-@IN_ANY_ORDER
-@pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)])
-def test_a_resumed_run_is_the_same_run(at: int, controller: Any, order: Any) -> None:
-    """Saved at the end of a cycle, and in the middle of one."""
-    straight, resumed = (Run(together=3, controller=controller) for _ in range(2))
-    resumed.loaded(straight.steps(at).saved(), order)
-    straight.steps(12), resumed.steps(12)
-    assert same(straight.all_weights(), resumed.all_weights())
-    assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
-
-
-@IN_ANY_ORDER
 @pytest.mark.parametrize("settings", [{"optimizer": hdet.FusedAdamW}, {"together": 4}])
 def test_a_state_of_other_replicas_makes_all_equal(settings: Any, order: Any) -> None:
     """Of a process run, or of another number, loaded into replicas that had already parted."""

@@ -69,23 +69,6 @@ def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind,
     assert not torch.allclose(weights(net), weights(Net()), atol=1e-3)
 
 
-@both
-def test_an_error_inside_the_step_leaves_base_values(kind: Any) -> None:
-    net = Net()
-    optimizer = adamw(net, kind)
-    knobs = [hdet.WeightDecay(0.5), hdet.Betas(0.4)]
-    run = ensemble(net, knobs, optimizer=optimizer, moments="average")
-    before = settings_of(optimizer)
-
-    def closure() -> float:
-        raise MemoryError("out of memory")
-
-    with pytest.raises(MemoryError):
-        optimizer.step(closure)
-    assert settings_of(optimizer) == before
-    run.close()
-
-
 def product(kind: Any, *multipliers: float, **settings: Any) -> tuple[Net, Any, hdet.Ensemble]:
     """Under multipliers of rate and decay."""
     net = Net()

@@ -14,7 +14,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Scripted, TwoReplicas, policies
+from tests.harness import TwoReplicas, policies
 
 from . import cases
 from .cases import Toy, exact, hyperparameters, played, rates, sgd
@@ -87,16 +87,6 @@ def test_base_values_are_the_schedulers_own_times_the_correction(name, kind, rho
     # Compiled optimizers hold on to the tensor: it is written in place, never replaced.
     pairs = zip(groups, before, strict=True)
     assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
-
-
-def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
-    toy = Toy(cases.adamw)
-    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Scripted([1.0, 2.0]))
-    found = []
-    for _ in range(8):
-        ensemble.step(toy.step())
-        found.append(rates(toy.optimizer))
-    assert found == [[0.5, 0.5]] * 3 + [[1.0, 1.0]] * 5
 
 
 @pytest.mark.parametrize("fails", [False, True])
