@@ -46,9 +46,11 @@ def test_the_table_and_the_events(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    picture = tmp_path / "picture.png"
-    assert main(["report", str(write_run(tmp_path / "run")), "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    run = str(write_run(tmp_path / "run", cycle(50)))
+    for suffix, start in {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}.items():
+        picture = tmp_path / f"picture.{suffix}"
+        assert main(["report", run, "--out", str(picture)]) == 0
+        assert picture.read_bytes().startswith(start)
 
 
 def test_losses_and_rates_of_cycles_stand_in_for_train_records(tmp_path: Path) -> None:
