@@ -248,6 +248,8 @@ def test_coresident_replicas(tmp_path: Path, at: int) -> None:
     assert not any("replica" in name for name in holders(folder))
     other = together(3).steps(2)
     other.index = checkpoint.load(tmp_path, state_of(other))
+    first, *others = all_of(other)
+    assert others == [first] * 2, "before anybody uses them"
     assert all_of(other.steps(5)) == all_of(run.steps(5))
     five = together(5)
     checkpoint.load(tmp_path, state_of(five))
