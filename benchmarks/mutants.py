@@ -32,7 +32,10 @@ name = "local"
 def sample(session: Path, count: int, seed: int) -> int:
     """Leaves so many mutants in the session, and returns how many there were."""
     with sqlite3.connect(session) as database:
-        rows = database.execute("select job_id, operator_name from mutation_specs order by job_id")
+        rows = database.execute(
+            "select job_id, operator_name from mutation_specs"
+            " order by module_path, operator_name, operator_args, occurrence"
+        )
         jobs = rows.fetchall()
         # mostly `float | None`
         real = [job for job, operator in jobs if "BinaryOperator_BitOr" not in operator]
