@@ -20,6 +20,7 @@ from torch import Tensor
 from hdet import _C, kernels
 from hdet.kernels import StepOptions, StepSettings, tables
 from hdet.kernels.native import cuda
+from hdet.rules import RULES as ALL_RULES
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
@@ -47,6 +48,18 @@ def reset() -> Iterator[None]:
 def test_this_is_the_shim() -> None:
     assert _C.build_info()["compiler"] == "shim" and _C.cuda
     assert isinstance(kernels.select("cuda", torch.device("cpu")), cuda.CudaBackend)
+
+
+def test_a_rule_of_each_kind_is_built() -> None:
+    """All that kernels are compiled for is met in one of build.RULES."""
+
+    def facts(name: str) -> set[tuple[str, object]]:
+        rule = ALL_RULES[name]
+        found = {"moments": len(rule.moments), "coupled": rule.coupled, "signs": all(rule.signed)}
+        found |= {"kept_if": rule.kept_if is None, "exact": bool(rule.exact)}
+        return {*found.items(), ("gives_parameter", rule.gives_parameter)}
+
+    assert set().union(*map(facts, ALL_RULES)) == set().union(*map(facts, RULES))
 
 
 # the bits of the CPU backend
