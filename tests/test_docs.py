@@ -196,7 +196,8 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     pages = [path for path in PAGES if path.stem.startswith(("troubleshooting", "errors"))]
     page = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    missing = [part for message in messages for part in message.split(" … ") if part not in source]
+    parts = [part for message in messages for part in message.split(" … ")]
+    missing = [part for part in parts if part not in source]
     assert len(messages) > 30 and not missing, missing
 
 

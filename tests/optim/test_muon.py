@@ -973,7 +973,8 @@ def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(
             assert_equal(optimizer.replica_parameters(k), fresh.replica_parameters(k))
         assert_same_states(states(optimizer, ours), states(fresh, theirs))
         for one, other in zip(ours, theirs, strict=True):
-            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+            a, b = one.grad, other.grad
+            assert (a is b is None) or (a is not None and b is not None and torch.equal(a, b))
 
 
 def test_nothing_is_made_or_checked_again_while_nothing_changes() -> None:
