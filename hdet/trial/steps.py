@@ -309,7 +309,8 @@ def _takes_nothing(closure: Closure) -> bool:
     """Can it be called without arguments?"""
     with suppress(ValueError):  # a builtin does not say
         try:
-            inspect.signature(closure).bind()
+            # what a decorator has wrapped is not what is called
+            inspect.signature(closure, follow_wrapped=False).bind()
         except TypeError:
             return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from statistics import mean
@@ -138,6 +139,19 @@ def test_a_closure_without_losses_or_without_a_graph_is_refused_by_name(
     with pytest.raises(error, match=message):
         made = closed if closed in (len, "no function") else lambda: closed(losses, own)
         run.ensemble.step(own.item(), made)
+
+
+def test_a_decorator_may_pass_what_the_wrapped_function_takes() -> None:
+    run = auto_run()
+
+    @functools.wraps(run.losses)
+    def closure() -> torch.Tensor:
+        return run.losses(taught(0))
+
+    loss = closure().mean()
+    loss.backward()
+    run.optimizer.step()
+    run.ensemble.step(loss.item(), closure)
 
 
 def test_a_loop_that_trains_nothing_is_told() -> None:
