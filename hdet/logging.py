@@ -110,7 +110,7 @@ class History:
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
         self.path = Path(path).absolute()
-        if not self.path.suffix or self.path.is_dir():
+        if self.path.is_dir() or not (self.path.suffix or self.path.is_file()):
             raise ValueError(f"path must be a file: pass {str(Path(path, 'history.jsonl'))!r}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None:

@@ -122,6 +122,8 @@ def test_another_history_is_not_written_over(tmp_path: Path) -> None:
     assert len(list(read_records(tmp_path / "h.jsonl"))) == 1
     with pytest.raises(ValueError, match="must be a file: pass '.*run/history.jsonl'"):
         hdet.logging.History(tmp_path / "run")
+    (tmp_path / "log").touch()
+    hdet.logging.History(tmp_path / "log", resume_step=0)
 
 
 def test_resuming_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
