@@ -89,7 +89,12 @@ class ScheduleFree(FusedOptimizer):
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         if self.num_replicas == 1:
             return super()._parts(device, members)
-        check_apart((f"parameter {m.place}", tensor) for m in members for tensor in m.sets)
+        check_apart(
+            (f"{kind} {m.place}", tensor)
+            for m in members
+            for kind, tensors in (("parameter", m.sets), ("z of parameter", kept_z(m.state)))
+            for tensor in tensors
+        )
         # The first replica moves what all share, the others move a copy of it: each has the bits of
         # an optimizer of its own.
         copies = [

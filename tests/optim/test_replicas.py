@@ -344,6 +344,12 @@ def test_set_replicas_refuses_what_is_not_alike() -> None:
     set_gradients(params, 0)
     with pytest.raises(ValueError, match="overlap in memory"):
         optimizer.step()
+    free = FREE.fused(params)
+    free.set_replicas(2, copies(2))
+    free.step()
+    free.state[params[0]]["replica_z"] = [free.state[params[0]]["z"]]
+    with pytest.raises(ValueError, match="z of parameter 0 and z of parameter 0 overlap"):
+        free.step()
 
 
 def test_a_group_added_later_needs_copies() -> None:
