@@ -63,8 +63,9 @@ def lost_correction(optimizer: Optimizer, scheduler: object) -> str:
         if not close(rate, own):
             return (
                 f"the optimizer's learning rate was {float(rate):g}, its scheduler's "
-                f"{float(own):g}: a former Ensemble has corrected it, and the scheduler takes that "
-                "back. Save ensemble.state_dict() and load it too (docs/checkpoints.md)"
+                f"{float(own):g}, which holds from the next step on. If a former Ensemble has "
+                "corrected the rate, that is lost: save ensemble.state_dict() and load it too "
+                "(docs/checkpoints.md). If the optimizer's state was not loaded, load it"
             )
     return ""
 

@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
     "ensemble.step is called twice": (stepped_twice, "called 40 times, but there were 20 steps"),
     "a resume leaves out the Ensemble's state": (
-        lambda: resumed(False), "was 0.01, its scheduler's 0.001.*Save ensemble.state_dict",
+        lambda: resumed(False), "was 0.01, its scheduler's 0.001.*If a former .* save ensemble",
     ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
