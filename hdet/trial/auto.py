@@ -280,7 +280,7 @@ class AutoLR(Controller):
                 spent = self._budget.cost(self.cost)
                 lines.append(f"cost: {spent}{measured if self.seconds else ''}")
             elif not (self.interval.trial.first_losses or self.interval.trial.given_up):
-                lines += self._budget.missed()
+                lines += self._budget.why_no_trial()
         elif self.done:
             lines = ["no search: the run was resumed after its first steps",
                      "a move made before is in ensemble.state_dict(): load it"]  # fmt: skip

@@ -56,8 +56,8 @@ class Budget:
         few, remedy = self._too_few()
         return f"{few}, so {looks}. {remedy}"
 
-    def missed(self) -> list[str]:
-        """Why there was no trial, and what makes one, in words."""
+    def why_no_trial(self) -> list[str]:
+        """What a run of known length lacked for a trial, in words; nothing for budget 0."""
         if self.allows_trial:
             return ["a trial needs one loss for each example: ensemble.step(loss, closure=...)"]
         return [". ".join(self._too_few())] if self.is_too_small else []

@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -307,12 +306,13 @@ class TrialSteps:
 
 def _takes_nothing(closure: Closure) -> bool:
     """Can it be called without arguments?"""
-    with suppress(ValueError):  # a builtin does not say
-        try:
-            # what a decorator has wrapped is not what is called
-            inspect.signature(closure, follow_wrapped=False).bind()
-        except TypeError:
-            return False
+    try:
+        # what a decorator has wrapped is not what is called
+        inspect.signature(closure, follow_wrapped=False).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a builtin does not say
+        return True
     return True
 
 
