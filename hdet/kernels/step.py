@@ -29,9 +29,9 @@ CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
 """of csrc/core/hyper.h: Control, HyperRow, ReplicaRow"""
 
 
-class Unread:
-    """In the place of csrc/gradients.h where there is no module: each step looks at all
-    gradients."""
+class NoReader:
+    """In the place of csrc/gradients.h where there is no native module: each step checks all
+    gradients in full."""
 
     EMPTY = 64
     """where an empty gradient lies, which is there and which nobody reads"""
@@ -46,7 +46,7 @@ class Unread:
 
 def _reader(params: Sequence[Tensor]) -> Any:
     if native.missing is not None:
-        return Unread()
+        return NoReader()
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return native._C.Gradients(Tensor, exchange, list(params))
 
@@ -168,7 +168,7 @@ class TableStepPlan:
             raise
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
-        # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        # not a plain tensor, no native module, or a torch without DLPack's exchange: usable?
         unusual = changes == self.reader.UNUSUAL
         retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
         if retyped and not unusual:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdet import _C, kernels
 from hdet.kernels import StepSettings, StepTensors
-from hdet.kernels.step import Unread
+from hdet.kernels.step import NoReader
 
 from .cases import BACKENDS, device_of
 
@@ -38,11 +38,11 @@ def test_what_has_not_changed_is_not_looked_at_again() -> None:
     assert gradients.read(list(first)) == 0
     written = torch.zeros(len(first), dtype=torch.int64)
     gradients.write_addresses(written.data_ptr())
-    assert written.tolist() == [g.data_ptr() or Unread.EMPTY for g in first]
+    assert written.tolist() == [g.data_ptr() or NoReader.EMPTY for g in first]
     assert gradients.read([None, *first[1:]]) == gradients.MOVED
     assert gradients.read([first[0].half(), *first[1:]]) == gradients.MOVED | gradients.RETYPED
     assert gradients.types == [3, 1, 1, 1, 1]
-    assert gradients.EMPTY == Unread.EMPTY
+    assert gradients.EMPTY == NoReader.EMPTY
     for odd in (
         torch.ones(4, 3),  # another shape
         torch.ones(4, 3).t(),
@@ -51,8 +51,8 @@ def test_what_has_not_changed_is_not_looked_at_again() -> None:
         torch.ones(3, 4, device="meta"),
         torch.nn.Parameter(torch.ones(3, 4)),
     ):
-        assert gradients.read([odd, *first[1:]]) == gradients.UNUSUAL == Unread.UNUSUAL
-    assert gradients.read(first[1:]) == Unread.UNUSUAL
+        assert gradients.read([odd, *first[1:]]) == gradients.UNUSUAL == NoReader.UNUSUAL
+    assert gradients.read(first[1:]) == NoReader.UNUSUAL
     assert gradients.read(first) == gradients.MOVED | gradients.RETYPED
 
 
@@ -81,7 +81,7 @@ def test_a_plan_follows_gradients_that_move_and_change_type(
     exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if exchange == "no module":
-        monkeypatch.setattr(kernels.step, "_reader", lambda params: Unread())
+        monkeypatch.setattr(kernels.step, "_reader", lambda params: NoReader())
     elif exchange != "torch's":  # a torch without the interface, or with another
         other = {
             "none": {},
