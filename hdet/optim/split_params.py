@@ -91,13 +91,15 @@ def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, An
     if entries and not isinstance(entries[0], dict):
         made = _split({"params": entries}, 0, use_muon)
         if use_muon is None and isinstance(entries[0], tuple):
-            _warn_of_last(entries, made)
+            _warn_of_output_layer(entries, made)
         return made
     return [made for i, group in enumerate(entries) for made in _split(group, i, use_muon)]
 
 
-def _warn_of_last(named: Sequence[tuple[str, Tensor]], groups: Sequence[dict[str, Any]]) -> None:
-    """Of names that tell no table and no output layer, as those of nn.Sequential."""
+def _warn_of_output_layer(
+    named: Sequence[tuple[str, Tensor]], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Where names tell neither embedding nor output layer, as those of nn.Sequential."""
     matrices = [name for name, param in named if param.ndim == 2]
     others = [one for group in groups if not group["use_muon"] for one in group["params"]]
     if matrices and not any(param.ndim == 2 for _, param in others):
