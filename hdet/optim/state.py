@@ -209,9 +209,11 @@ def _seen_as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _z(state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
-    """Each replica has a z: it begins as the first one's, and that as the parameter."""
+    """z of all replicas, if it does not fit: of another number of them the first one's; where there
+    is none, each replica's own value."""
     kept = kept_z(state)
-    if len(kept) == len(sets) and all(map(_fits, kept, sets, [torch.float32] * len(sets))):
+    fit = [_fits(z, param, torch.float32) for z, param in zip(kept, sets, strict=False)]
+    if len(kept) == len(sets) and all(fit):
         return {}
     if kept:
         made = of_each(kept, len(sets))
