@@ -169,11 +169,10 @@ class FanOut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             what = "ensemble.step() was called, but no optimizer.step() before it:"
             but = "the schedule moves, and nothing is counted"
-        elif self._idle_calls < max(IDLE_CALLS, self._steps) or not isinstance(
-            self.schedule.scheduler,
-            LRScheduler,  # OneCycleAutoLR may be stepped as torch's
-        ):
+        elif self._idle_calls < max(IDLE_CALLS, self._steps):
             return
+        elif not isinstance(self.schedule.scheduler, LRScheduler):
+            return  # no schedule, or OneCycleAutoLR, which may be stepped as torch's
         else:
             what = f"ensemble.step() was called {self._steps + self._idle_calls} times,"
             but = f"but there were {self._steps} steps of the optimizer: the schedule runs ahead"
