@@ -134,12 +134,12 @@ def test_frozen_parameters_and_buffers_are_shared() -> None:
             assert net[0].weight is frozen and net[1].running_mean is mean
             net(batch(k)[0])
     assert int(net[1].num_batches_tracked) == 2, "K times a step"
+    net[2].requires_grad_(False)  # later
+    with replicas.use(1):
+        assert not net[2].weight.requires_grad and net[1].weight.requires_grad
     net[0].weight.requires_grad_(True)
     with pytest.raises(ValueError, match="'0.weight' was frozen"), replicas.use(1):
         pass
-
-
-# -- until the first step ----------------------------------------------------------------------
 
 
 # -- compiled models ---------------------------------------------------------------------------

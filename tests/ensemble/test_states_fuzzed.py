@@ -209,6 +209,18 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
     check(name, damaged(state, path, how, wrong))
 
 
+@quiet
+@pytest.mark.parametrize("name", ["probe", "softmax with a decay"])
+def test_lists_of_another_length_than_there_are_knobs_are_refused(name: str) -> None:
+    """Else what was learned would begin anew without a word."""
+    state = saved(name)["controller_state"]
+    lists = [key for key, value in state.items() if isinstance(value, list) and value]
+    assert len(lists) >= 3
+    for key in lists:
+        damage = damaged(saved(name), ("controller_state", key), "longer", None)
+        assert check(name, damage) == "refused", key
+
+
 class Torn:
     """A scheduler that has changed when it complains."""
 

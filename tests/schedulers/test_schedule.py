@@ -383,7 +383,9 @@ def test_a_state_comes_back_from_json() -> None:
     for _ in range(3):
         ensemble.step(toy.step())
     resumed.load_state_dict(json.loads(json.dumps(ensemble.state_dict())))
-    other.optimizer.load_state_dict(copy.deepcopy(toy.optimizer.state_dict()))
+    later = copy.deepcopy(toy.optimizer.state_dict())
+    later["param_groups"][1]["lr"] *= 77.0  # a state of another moment
+    other.optimizer.load_state_dict(later)
     other.take(toy)
     for _ in range(4):
         assert hyperparameters(other.optimizer) == hyperparameters(toy.optimizer)
