@@ -72,6 +72,12 @@ def test_a_decay_goes_on_from_a_rate_that_was_lowered() -> None:
     assert own.value(0, 1.0) == pytest.approx(0.1 * before, rel=0.2)
 
 
+def test_a_cycle_taken_back_lowers_rates_alone() -> None:
+    own = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
+    own.roll_back(0.5)
+    assert own.corrections == [0.5, 1.0]
+
+
 def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:
     one, other = engine(8, seed=5), engine(8, seed=6)
     table = one.multipliers()

@@ -24,6 +24,7 @@ from .common import (
     groups,
     names,
     parameters,
+    run,
     set_gradients,
     state_of,
 )
@@ -70,6 +71,21 @@ def test_a_grad_scaler(rule: Rule, unscale: bool, backend: str) -> None:
     assert sides[0][2].get_scale() == sides[1][2].get_scale()
     assert_close(pair.ours, pair.theirs)
     assert not hasattr(pair.a, "found_inf")
+
+
+def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading found_inf or the scale would wait for a GPU."""
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    run(optimizer, params, range(1))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor([0.0])
+
+    def refuse(self: torch.Tensor, *_: Any) -> Any:
+        raise AssertionError("a tensor was read on the host")
+
+    for name in ("item", "tolist", "__bool__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
