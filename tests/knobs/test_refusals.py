@@ -109,7 +109,9 @@ def test_every_knob_is_in_the_table() -> None:
 
 @said_by(VALID, absent=True)
 def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
-    for make in (lambda net: hdet.SoftmaxController(decay=None), probe_of):
+    softmax = hdet.SoftmaxController(decay=None)
+    chained = lambda net: hdet.SequentialController(probe_of(net, held_out=True), softmax)
+    for make in (lambda net: softmax, probe_of, chained):
         net, knob, settings = knob_of(name)
         controller = make(net)
         says = f"prefers less of the knob '{title(name)}'.*'{controller.name}'"
