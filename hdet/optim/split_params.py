@@ -99,10 +99,11 @@ def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, An
 def _warn_of_output_layer(
     named: Sequence[tuple[str, Tensor]], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Where names tell neither embedding nor output layer, as those of nn.Sequential."""
+    """Where names of a whole model tell neither embedding nor output layer, as those of
+    nn.Sequential. Where all are matrices, somebody has chosen them."""
     matrices = [name for name, param in named if param.ndim == 2]
     others = [one for group in groups if not group["use_muon"] for one in group["params"]]
-    if matrices and not any(param.ndim == 2 for _, param in others):
+    if matrices and others and not any(param.ndim == 2 for _, param in others):
         warnings.warn(
             f"no parameter's name says embedding or output layer, so Muon steps {matrices[-1]!r} "
             "too: if that is the output layer, pass use_muon=hdet.hidden_matrices(model)",

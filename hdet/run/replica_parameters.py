@@ -143,13 +143,14 @@ class ReplicaWeights:
         """Parameters and the optimizer's state as they were before the cycle's first step
         (`CycleStarts.go_back`), and equal on all replicas.
 
-        They need not have been: after a noisy start, or where an average never makes them so.
+        They need not have been: after a noisy start, or where an average never makes them so. Then
+        all have the first replica's, as a mean of equal ones is not always the same number.
         """
         assert self._starts is not None, "rollback needs a snapshot"
         self._starts.go_back(attempt)
         if attempt >= 2:  # before the last average
             self.average.load_state([])
-        self.average.complete([1 / self.replicas.count] * self.replicas.count)
+        self.average.complete(self._weights([0]))
         self._publish()
 
     def note_restore(self) -> None:

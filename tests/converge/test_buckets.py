@@ -1,12 +1,13 @@
 """Buckets: small, and few collectives; what is known of tensors before an average."""
 
 import itertools
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from hdet.converge import all_finite, average_tensors, collectives, digest
+from hdet.converge import all_finite, average_tensors, buckets, collectives, digest
 from hdet.converge.buckets import Buckets, Part
 from hdet.replicas import Replicas
 
@@ -160,3 +161,27 @@ def test_nccl_multiplies_on_the_way_but_not_by_zero(
         collectives.start_weighted_sum(tensor, weight, None)  # type: ignore[arg-type]
     first = ([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], dist.ReduceOp.SUM)
     assert calls == [first, ([0.0, 0.0], dist.ReduceOp.SUM)]
+
+
+def test_a_filling_is_packed_while_the_one_before_is_reduced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    travelling: list[int] = []
+    most = [0]
+
+    class Work:
+        def __init__(self, flat: torch.Tensor, **_: Any) -> None:
+            self.address = flat.data_ptr()
+            assert self.address not in travelling, "packed over what is being reduced"
+            travelling.append(self.address)
+            most[0] = max(most[0], len(travelling))
+
+        def wait(self) -> None:
+            travelling.remove(self.address)
+
+    monkeypatch.setattr(buckets.dist, "all_reduce", Work)
+    tensors = [torch.full((128,), float(i)) for i in range(7)]
+    replicas: Any = types.SimpleNamespace(peer_group=object(), count=2)
+    Buckets(lambda: list(map(Part, tensors)), 1024).average(replicas)
+    assert most == [2] and travelling == []
+    assert [t.unique().tolist() for t in tensors] == [[i / 2] for i in range(7)]

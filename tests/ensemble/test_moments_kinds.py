@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hdet
+from hdet.optim.snapshot import keeps_weights, reset_moments
 from hdet.run.moments import Moments
 from tests.harness import Run, TwoReplicas, model, policies
 
@@ -206,3 +207,32 @@ def test_replicas_that_part_average_weights_in_a_state(gradients: str, moments: 
         ensemble(gradients=gradients, moments=moments)
     ensemble(knobs=[hdet.LearningRate(0)])  # where they cannot part nothing is asked
     ensemble(replicas=hdet.Replicas(0, 1))
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate wraps every optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_wrapper_is_what_it_wraps() -> None:
+    net = model()
+    optimizer = Prepared(hdet.FusedAdamW(net.parameters(), lr=1e-3))
+    assert not keeps_weights(optimizer) and keeps_weights(Prepared(free(net.parameters(), 1e-3)))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(moment.any() for moment in moments)
+    reset_moments(optimizer)
+    for state, moment in zip(optimizer.state.values(), moments, strict=True):
+        assert state["exp_avg"] is moment and not moment.any(), "in place"

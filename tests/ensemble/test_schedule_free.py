@@ -239,7 +239,7 @@ def test_a_rate_30_times_too_low_ends_near_the_best_one() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [free, MASTERS])
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [1, 2, 3])
 def test_a_first_cycle_that_is_taken_back_is_a_new_run(together: int, optimizer: Any) -> None:
     dtype = torch.float32 if optimizer is free else torch.bfloat16
     settings = {"together": together, "optimizer": optimizer, "dtype": dtype, "spread": 0.0}

@@ -626,7 +626,8 @@ def test_names_that_do_not_tell_an_output_layer_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = FusedMuon(net.named_parameters(), use_muon=hidden_matrices(net))
-        FusedMuon([("0.weight", net[0].weight), ("head.weight", net[2].weight)])
+        for last in ("head.weight", "2.weight"):  # a name that tells, and a choice of matrices
+            FusedMuon([("0.weight", net[0].weight), (last, net[2].weight)])
     assert optimizer.param_groups[0]["param_names"] == ["0.weight"]
 
 
