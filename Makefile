@@ -42,7 +42,8 @@ demo: $(BIN)/hdet.stamp
 	    --compare --controller auto --out runs/demo --overwrite
 	$(BIN)/hdet report runs/demo --html runs/demo/report.html
 
-# Three processes, which wait for others half of the time, a file's tests in one of them.
+# Three processes for two cores, as some wait for a compiler or for ranks that they have started; a
+# file's tests in one of them.
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 

@@ -569,6 +569,7 @@ class FusedOptimizer(Optimizer):
             sets = list(map(list, zip(*map(self._replicas_of, chosen), strict=True)))
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
+            # z of all replicas are averaged as if they were parameters more, without masters
             zs = list(filter(None, map(kept_z, states)))
             sets = [[*column, *(z[k] for z in zs)] for k, column in enumerate(sets)]
             masters = masters and [[*column, *([None] * len(zs))] for column in masters]

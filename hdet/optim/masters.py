@@ -17,7 +17,7 @@ from . import lists
 REPLICA_KEYS = ("replica_params", "replica_masters", "replica_z")
 MASTER_KEYS = ("master_param", "remainder")
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
-"""what a state has of the parameters themselves"""
+"""what a state has of the weights, and no moments: masters, and all of the further replicas"""
 
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
