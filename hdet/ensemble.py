@@ -172,8 +172,6 @@ class Ensemble:
             ends = ends or (is_over and self.engine.position > 0)
             if ends:
                 record = cycles.end()
-            elif stepped and (cycles.can_part or not self.weights.average.idle):
-                cycles.act_within()
         finally:  # also when the schedule is past its end: at rest there is the base value
             if not schedule.is_neutral:
                 schedule.write(self.engine)
@@ -253,8 +251,8 @@ class Ensemble:
 
     @property
     def in_sync(self) -> bool:
-        """Are the replicas' parameters and averaged buffers known to be equal now, with no average
-        under way? Does not compare them."""
+        """Are the replicas' parameters and averaged buffers known to be equal now, and is nothing
+        kept back for the next average? Does not compare them."""
         return self.cycles.in_sync
 
     def value(self, name: str) -> float:
