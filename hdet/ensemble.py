@@ -45,7 +45,7 @@ class Ensemble:
         divergence: when a replica is left out of an average, or a cycle rolled back: `Divergence`.
         design: ``"permutation"``, each knob's grid of multipliers by itself, as published; or
             ``"orthogonal"``, two levels, which tells the effects of several knobs apart best.
-            Default: orthogonal for 2 to N - 1 knobs.
+            Default: orthogonal for 2 to N - 1 knobs where N is a power of two.
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
