@@ -35,8 +35,9 @@ SLOW = (
     "examples/",
     "benchmarks/",
     "test_docs.py",
-    "test_adding_a_kernel.py",
-    "test_adding_an_optimizer.py",
+    "test_promises.py",
+    "test_rooms.py",
+    "test_adding_a",
 )
 """Folders, files and tests for `make test-all`, the longest first: what compilers, sanitizers and
 interpreters prove, long trainings, killed processes, documents and benchmarks."""
