@@ -35,7 +35,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int =
         return {"$int": hex(value)}
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and _is_dense(value):
         while name in tensors:  # {"a": {"b": t}} and {"a.b": t}
             name += "'"
         tensors[name] = value.detach()
@@ -50,11 +50,19 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int =
     if kind in _TAGS:
         items = [[*pair] for pair in value.items()] if isinstance(value, dict) else [*value]
         return {_TAGS[kind]: encode(items, name, tensors, depth - 1)}
-    is_numpys = hasattr(value, "tolist")
+    called = kind.__name__
+    if isinstance(value, torch.Tensor):
+        called = f"{value.layout} tensor of {value.dtype} on {value.device}"
     raise ValueError(
-        f"{name} holds what a checkpoint cannot give back (a {kind.__name__}): "
-        f"keep tensors, numbers, strings, lists and dicts{', as of its .tolist()' * is_numpys}"
+        f"{name} holds what a checkpoint cannot give back (a {called}): keep dense tensors, "
+        f"numbers, strings, lists and dicts{', such as its .tolist()' * hasattr(value, 'tolist')}"
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Neither sparse, nested, quantised nor without data."""
+    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not is_odd
 
 
 def decode(value: Any, read_tensor: Callable[[str], Any]) -> Any:

@@ -81,7 +81,7 @@ class Undo(ExitStack):
         elif (
             hasattr(value, "__dict__") and state_methods(value) and not isinstance(value, nn.Module)
         ):
-            load = type(value).load_state_dict
+            load = getattr(type(value), "load_state_dict", None)
             is_fused = load is FusedOptimizer.load_state_dict and value.num_replicas == 1
             self.keep(vars(value), writes or not (is_fused or load is Optimizer.load_state_dict))
 
