@@ -12,7 +12,7 @@ from torch import nn
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
-from ..core.schema import COUNT, FLAG, MAPPING, number, optional, read
+from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import within
 from ..optim.snapshot import Snapshot
 from .arms import Arms
@@ -304,11 +304,12 @@ class AutoLR(Controller):
         interval = None if self.interval is None else self.interval.to_dict()
         return {
             "done": self.done, "cost": self.cost, "repeats": self._repeats, "interval": interval,
+            "best": None if self.best_weights is None else self.best_weights.state(),
         }  # fmt: skip
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        checks = {"done": FLAG, "cost": number(0), "repeats": COUNT,
-                  "interval": optional(MAPPING)}  # fmt: skip
+        checks = {"done": FLAG, "cost": number(0), "repeats": COUNT, "interval": optional(MAPPING),
+                  "best": optional(list_of(number(), 3))}  # fmt: skip
         checked = read(state, checks, "the AutoLR's state")
         if checked["interval"] is not None:
             try:
@@ -323,9 +324,10 @@ class AutoLR(Controller):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checked = self.check_state(state)
-        self.close()
         self.done, self.cost, self.interval = checked["done"], checked["cost"], checked["interval"]
         self._repeats = checked["repeats"]
+        if self.best_weights is not None and checked["best"] is not None:
+            self.best_weights.load_state(checked["best"])
         if not self.done and self._run is not None:
             warnings.warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "
