@@ -85,7 +85,7 @@ class WandB:
 
 
 class History:
-    """Appends records to a JSON Lines file: what ``hdet report`` and ``hdet replay`` read.
+    """Appends records to a JSON Lines file: what ``hdet report`` reads.
 
     A record is an ``event`` at a ``step``. ``cycle`` is what the Ensemble logs. You may write
     ``start`` (with ``settings``, a dict), ``train`` (``loss``, and ``lr``, the base rate),

@@ -185,13 +185,6 @@ class Cycles:
 
     # -- an average --------------------------------------------------------------------------------
 
-    def act_within(self) -> None:
-        """After a step inside of a cycle: what a way of averaging does between its ends."""
-        position = self.engine.position
-        if self.weights.average.acts_after(position):
-            with self.during("average"):
-                self.notes += self.weights.after_step(position)
-
     def converge(self) -> None:
         """Average now and exactly; the cycle goes on."""
         if self.replicas.count > 1:

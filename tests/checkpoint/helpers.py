@@ -151,8 +151,6 @@ def ddp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run
     return Run(net, None, make, rank, **settings)
 
 
-streaming = partial(ddp, converge=converge.Streaming(2))
-overlapped = partial(ddp, converge=converge.Overlapped(2))
 compressed = partial(ddp, converge=converge.Compressed("int8"))
 exact_local = partial(ddp, converge=converge.ExactLocal())
 
