@@ -305,6 +305,8 @@ class Ensemble:
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
+        if self.cycles.search is not None:
+            self.cycles.search.note_save()
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def check_state(self, state: Any) -> None:

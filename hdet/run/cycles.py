@@ -177,6 +177,7 @@ class Cycles:
             schedule.write(self.engine)
         if factor < 1:  # the first weights are in place again
             self.note_restore()
+            search.on_restart()
         assert search.interval is not None
         self.trial = search.interval.to_dict()
         self.notes.append(search.note)

@@ -48,7 +48,8 @@ class Arms:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
-        self.in_place = InPlace(run.module, run.optimizer)
+        self._needs_closure = False  # the optimizer's step, as SAM's
+        self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
     @contextmanager
@@ -106,7 +107,7 @@ class Arms:
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
-                    run.optimizer.step()
+                    self._step(arm, closure)
         run.clear_gradients()
         arm.take()
         return mean_of(losses)
@@ -122,6 +123,25 @@ class Arms:
         return run.take_snapshot(self._place) if arm is None else arm
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _step(self, arm: Snapshot, closure: Closure) -> None:
+        """An optimizer that asks for a closure gets one that computes the arm's gradients again."""
+
+        def compute_again() -> torch.Tensor | None:
+            losses = self._backward(closure)
+            self._average([p.grad for p in self.run.parameters if p.grad is not None])
+            return mean_of(losses)
+
+        step: Any = self.run.optimizer.step
+        try:
+            step(*[compute_again] * self._needs_closure)
+        except Exception as error:
+            if not isinstance(error, TypeError) and "closure" not in repr(error).lower():
+                raise
+            self.run.restore(arm)
+            compute_again()
+            step(compute_again)
+            self._needs_closure = True
 
     def _backward(self, closure: Closure) -> torch.Tensor | None:
         """Losses of the current batch, and their gradients in place."""

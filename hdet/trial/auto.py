@@ -19,7 +19,7 @@ from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
-from .rule import STEPS, RateInterval, Trial
+from .rule import SCORES, STEPS, RateInterval, Trial
 from .searched import Closure, Searched
 from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
 
@@ -51,10 +51,12 @@ class AutoLR(Controller):
             steps, at most 196.
         before_step: called between an arm's backward pass and its step, for what the loop does
             there, such as clipping.
+        on_restart: called on every rank when the first weights are back: for averages of weights
+            that the loop keeps, which begin anew (``averaged.n_averaged.zero_()``).
         scaler: the loop's GradScaler, under float16.
         place: "device" or "host", where copies live. A trial holds up to seven copies of all that
-            is trained (parameters, masters, moments, buffers); without a closure it is one copy,
-            for 28 steps.
+            is trained (parameters, masters, moments, buffers, a teacher in the model); without a
+            closure it is one copy, for 28 steps.
         val_batches: ``(loss_fn, batches)`` with ``loss_fn(model, batch)`` -> losses: held-out data
             by which the best weights of the run are kept, see `restore_best_weights`.
         spread_arms: does each replica train arms of its own, on its own part of the batch? Then a
@@ -70,7 +72,7 @@ class AutoLR(Controller):
         done: is the search over?
 
     Raises:
-        TypeError: ``model`` is no module, ``before_step`` no function.
+        TypeError: ``model`` is no module, ``before_step`` or ``on_restart`` no function.
         ValueError: an argument that cannot be used.
 
     Example::
@@ -96,6 +98,7 @@ class AutoLR(Controller):
         *,
         budget: float | None = None,
         before_step: Callable[[], object] | None = None,
+        on_restart: Callable[[], object] | None = None,
         scaler: Any = None,
         place: str = "device",
         val_batches: tuple[Callable[[nn.Module, Any], Any], Sequence[Any]] | None = None,
@@ -108,15 +111,19 @@ class AutoLR(Controller):
             )
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
-        if before_step is not None and not callable(before_step):
-            raise TypeError(
-                "before_step must be a function without arguments, got a "
-                f"{type(before_step).__name__}: write before_step=lambda: ..."
-            )
+        for name, call in (("before_step", before_step), ("on_restart", on_restart)):
+            if call is not None and not callable(call):
+                raise TypeError(
+                    f"{name} must be a function without arguments, got a {type(call).__name__}: "
+                    f"write {name}=lambda: ..."
+                )
         if budget is not None:
             within(budget, "budget", "[0, 1)", "it is a part of the run: for 3 % write 0.03")
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
+        self.on_restart = on_restart or (lambda: None)
+        self._advice = "" if on_restart else ": begin averages of weights anew (on_restart=)"
+        self._has_restarted = self._is_told = False
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
@@ -184,6 +191,7 @@ class AutoLR(Controller):
             return None
         self._add(self._steps.cost)
         factor = self._decide(trial)
+        self._has_restarted = factor < 1
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()
@@ -222,7 +230,20 @@ class AutoLR(Controller):
         """What was decided, in a line."""
         assert self.interval is not None
         would = " would go" if self.interval.moves and not self.obeyed else ""
-        return str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
+        line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
+        restarts = f"; the run begins again with its first weights{self._advice}"
+        return line + restarts * self._has_restarted
+
+    def note_save(self) -> None:
+        """Warns, once, if a run that is resumed from here is another one."""
+        if self._steps is not None and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                "saved during AutoLR's search: a run that is resumed from here searches again, "
+                f"from these weights, and is another run; save after its first {STEPS + SCORES} "
+                "steps for one that goes on bitwise",
+                stacklevel=3,
+            )
 
     def check_in_place(self, what: str) -> None:
         """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another

@@ -8,11 +8,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
 from ..core.validate import whole
-from ..optim.snapshot import without_hooks
+from ..optim.snapshot import forget_states, optimizers_in, without_hooks
 from ..replicas import Replicas
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
@@ -74,12 +76,16 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    with random_states_kept(model):
-        taken = list(islice(batches, STEPS + SCORES))
-    if len(taken) < STEPS + SCORES:
-        raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
     own, parameters = _peaks(optimizer), [p for g in optimizer.param_groups for p in g["params"]]
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
+    with random_states_kept(model, _generators_of(batches)):
+        taken = list(islice(batches, STEPS + SCORES))
+    missing = float(STEPS + SCORES - len(taken))
+    if replicas.sum_rows(torch.tensor([missing], dtype=torch.float64)).sum():
+        raise ValueError(
+            f"batches has {len(taken)}, and a trial takes {STEPS + SCORES} on each rank: pass more"
+        )
+    states = {id(one): {*one.state} for one in optimizers_in(optimizer)}
     peaks = lambda: [(number, factor * peak) for number, peak in enumerate(own)]
     run = Searched(model, optimizer, replicas, peaks, aside=partial(without_hooks, optimizer))
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
@@ -92,8 +98,21 @@ def find_rate(
             factor *= next(found for found in map(search.after_step, closures) if found)
     finally:
         search.close()
+        forget_states(optimizer, states)
     assert search.interval is not None
     return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+
+
+def _generators_of(batches: object) -> list[Any]:
+    """Of random numbers, that a loader, its samplers and its data set draw from."""
+    found, looked_at = [], [batches]
+    for one in looked_at:  # it grows
+        for value in getattr(one, "__dict__", {}).values():
+            if any(hasattr(value, name) for name in ("get_state", "getstate", "bit_generator")):
+                found.append(value)
+            elif isinstance(value, (Sampler, Dataset)) and all(value is not x for x in looked_at):
+                looked_at.append(value)
+    return found
 
 
 def _peaks(optimizer: Optimizer) -> list[float]:

@@ -52,6 +52,60 @@ def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
 
 
+class Taught(nn.Module):
+    """A student, and a teacher that is a mean of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = model(), model().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def follow(self) -> None:
+        pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+        [own.data.lerp_(p.data, 0.5) for own, p in pairs]
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_where_a_run_begins_again_averages_of_its_weights_do(closure: bool) -> None:
+    """One in the model is put back, others are begun by whoever keeps them."""
+    net, seen = Taught(), list[bool]()
+
+    def begin_again() -> None:
+        seen.append(same([*net.parameters()], [*Taught().parameters()]))
+        seen.append(run.controller.note.endswith("; the run begins again with its first weights"))
+
+    of = {"on_restart": begin_again}
+    optimizer = lambda parameters, **of: torch.optim.SGD([*net.net.parameters()], lr=30.0)
+    run = auto_run(30.0, net=net, optimizer=optimizer, of=of, closure=closure, every=1000)
+    while not run.controller.done:
+        net.follow()
+        run.step()
+    assert seen and all(seen)
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+def test_alone_a_run_may_have_parameters_that_have_no_average(kind: str) -> None:
+    net: Any = nn.Linear(6, 4, dtype=torch.complex64)
+    if kind == "sparse":
+        net = nn.Embedding(50, 8, sparse=True)
+    make = torch.optim.SparseAdam if kind == "sparse" else torch.optim.AdamW
+
+    def losses_at(step: int) -> torch.Tensor:
+        of = torch.randint(50, (16,)) if kind == "sparse" else torch.randn(16, 6) + 0j
+        return (net(of) - 1).abs().square().mean(1)
+
+    optimizer = make([*net.parameters()], lr=1e-6)
+    rollback = hdet.Divergence(rollback="device")
+    auto = hdet.AutoLR(net)
+    [*_] = training(
+        net, losses_at, ALL, optimizer=optimizer, controller=auto, divergence=rollback,
+        sync=hdet.Sync(20),
+    )  # fmt: skip
+    assert auto.interval.moves and auto.interval.suggestion > 1e-4
+
+
 def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights() -> None:
     """At once, however long a cycle is."""
     run = searched(auto_run(1e5, optimizer=sgd, scheduler=None, every=1000))
@@ -216,9 +270,12 @@ def test_the_cycles_record_has_the_trial_once() -> None:
 
 
 def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> None:
-    again = auto_run(1e-3)
-    with pytest.warns(UserWarning, match="saved during the search, which begins again"):
-        again.loaded(auto_run(1e-3).steps(10).saved())
+    again, saved = auto_run(1e-3), auto_run(1e-3).steps(10)
+    with pytest.warns(UserWarning, match="from these weights, and is another run; save after"):
+        saved.ensemble.state_dict()
+    with pytest.warns(UserWarning, match="saved during the search, which begins again") as told:
+        saved.ensemble.state_dict(), again.loaded(saved.saved())
+    assert len(told) == 1
     assert again.steps(ALL - 1).controller.interval is None
     assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
 
