@@ -232,8 +232,8 @@ class AutoLR(Controller):
 
     def close(self) -> None:
         """Copies and hooks go. A search that was under way begins again with the next step."""
-        if self._arms is not None:
-            self._arms.in_place.close()
+        if self._steps is not None:
+            self._steps.close()
         self._arms = self._steps = self._begun = None
 
     def restart(self) -> None:
