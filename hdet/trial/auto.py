@@ -211,11 +211,19 @@ class AutoLR(Controller):
         if trial.needs_repeat and not repeats:
             trial = replace(trial, rate=given.rate, given_up=NOT_THE_RATE)
         interval = trial.interval(self.total_steps or STEPS)
-        self.interval = replace(interval, rate=given.rate)
+        if self.interval is not None and interval.suggestion == measured_at:
+            interval = replace(interval, reason=self.interval.reason)  # of what has moved it here
+        groups = sum(peak > 0 for _, peak in self._run.peaks())
+        self.interval = replace(interval, rate=given.rate, groups=groups)
         factor = interval.suggestion / measured_at if self.obeyed else 1.0
         self.done = not (repeats and factor < 1)
         self._repeats += not self.done
         return factor
+
+    @property
+    def lower_may_help(self) -> bool:
+        """Have far lower rates not been tried in vain?"""
+        return self.interval is None or self.interval.reason != NOT_THE_RATE
 
     @property
     def note(self) -> str:

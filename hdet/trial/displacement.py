@@ -27,7 +27,7 @@ were trained 3.9 to 2000."""
 LOWEST, BINS, PER_OCTAVE = -24, 256, 8
 
 Ratios = Mapping[tuple[bool, str], torch.Tensor]
-"""|change| / |first weights| by (is it a vector?, name): 0-d float32, on the device of the weight."""
+"""|change| / |first weights| by (is it a vector?, name): 0-d float32, on the weight's device."""
 
 
 class Displacement:

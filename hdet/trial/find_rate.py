@@ -92,8 +92,10 @@ def find_rate(
             factor *= next(found for found in map(search.after_step, closures) if found)
     finally:
         search.close()
-    assert search.interval is not None
-    return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+    found = search.interval
+    assert found is not None
+    interval = replace(found.trial, rate=found.rate).interval(total_steps)
+    return replace(interval, groups=found.groups)
 
 
 def _peaks(optimizer: Optimizer) -> list[float]:

@@ -17,7 +17,7 @@ losses of the batches that follow, which no arm has seen. The rule has three par
 2. **Displacement**: how far the weights have moved, median over matrices of
    |change| / |first weights|. Rates that move less than `TOO_LITTLE` or more than `TOO_MUCH` are
    outside, too. The lower bound does not hold for weights that are trained already. A distance
-   that hardly grows with the rate any more bounds nothing.
+   that no longer grows with the rate says nothing of how low a rate may be.
 3. **The rate.** Inside of the interval it stays. One below goes to the rate that moves the weights
    by `LITTLE`, one above to the rate that moves them by `MUCH`; or to the nearest end of the
    interval, if that lies outside.
@@ -46,7 +46,7 @@ EXPONENT = 0.3  # 0.32 in arXiv 2409.19913
 TOO_LITTLE, TOO_MUCH = 0.01, 2.0  # good rates of 80 % of the workloads move weights by .06 to 1.2
 LITTLE, MUCH = 0.05, 0.27  # where a rate goes from below, and from above
 # Rates that are far too high to measure anything.
-GROWS = 1 / 3  # exponent of the rate with which a displacement has to grow, to be continued
+GROWS = 0.1  # exponent of the rate with which a displacement has to grow, to be continued
 BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another trial follows
 FARTHEST = 64.0  # the displacement in the place of all larger ones of a run's own steps
 
@@ -170,7 +170,7 @@ class Trial:
                 part = (wanted - moved) / (next_moved - moved)
                 return math.exp(rate + part * (next_rate - rate))
         rate, moved = known[0] if wanted < known[0][1] else known[-1]
-        for before, moved_before in known[-2:-1] if wanted > moved else ():
+        for before, moved_before in known[-2:-1] if moved < wanted < math.log(TOO_MUCH) else ():
             if moved - moved_before < GROWS * (rate - before):
                 return None
         return math.exp(rate + wanted - moved)
@@ -207,6 +207,7 @@ class RateInterval:
         reason: why it moves, or stays.
         total_steps: of the run that it is for.
         trial: what was measured.
+        groups: how many move together; `rate` is the first one's.
 
     Example::
 
@@ -225,6 +226,7 @@ class RateInterval:
     reason: str
     total_steps: int
     trial: Trial = field(repr=False)
+    groups: int = 1
 
     @property
     def moves(self) -> bool:
@@ -234,20 +236,28 @@ class RateInterval:
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
+        if self.moves and self.groups > 1:
+            to += f", all {self.groups} groups x {self.suggestion / self.rate:.3g}"
         lines = [
             f"learning rate: {to} ({self.reason})",
             f"good rates for {self.total_steps} steps: {self._ends()}",
         ]
         if arms:
             tried = ", ".join(f"{arm.loss:.4g} at {arm.rate:.2g}" for arm in arms)
+            lost = sum(arm.rate > arms[0].rate and not arm.losses for arm in self.trial.arms)
+            tried += f"; {lost} higher rates broke or fell far behind" if lost else ""
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
-            if not self.trial.has_learned:
+            if self.trial.unmeasured:
+                pass
+            elif not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
             elif self._is_best_outermost:
                 top = f"{arms[-1].rate:.2g}"
                 lines.append(f"the best loss is at the highest rate: try {top} next")
         elif len(self.trial.arms) == 1:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
+        if self.trial.error:
+            lines.append(self.trial.error)
         return "\n".join(lines)
 
     @property

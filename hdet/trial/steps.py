@@ -145,7 +145,7 @@ class TrialSteps:
         self._copies = [_Copy(multiple) for multiple in MULTIPLES]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
-        self._gradients = _Gradients(self._run)  # of the lowest arm: higher ones may saturate
+        self._gradients = _Gradients(self._run)  # of the lowest arm there is: higher ones saturate
         self._given_up = self._error = ""
         self.cost = Cost()
 
@@ -198,7 +198,7 @@ class TrialSteps:
             if self._position == 0:
                 copy.weights = self._arms.begin()
             factor = copy.multiple * arm_factor(self._position + 1)
-            note = self._gradients.note if copy is self._copies[0] else None
+            note = self._gradients.note if copy is self._live[0] else None
             try:
                 losses[copy] = self._arms.train(
                     copy.weights, closure, factor, self._position > 0, note
@@ -324,26 +324,19 @@ class TrialSteps:
     def _compare_steps(self, own: Ratios, part: float, is_loop: bool) -> None:
         """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say.
         ``is_loop``: has the run made one? Not in `find_rate`."""
-        lowest, same, highest = (
-            self._ratios(self._copies[number]) for number in (0, MULTIPLES.index(1.0), -1)
-        )
-        stuck = {
-            key: ratio
-            for key, ratio in lowest.items()
-            if 0 < float(ratio) and math.isclose(ratio, highest[key], rel_tol=0.01)
-        }
+        low, high = (self._ratios(self._copies[number]) for number in (0, -1))
+        # What the same gradient moves as far at rates 4 096 apart does not follow them.
+        stuck = {key: moved for key, moved in low.items()
+                 if float(moved) > 0 and math.isclose(moved, high[key], rel_tol=0.01)}  # fmt: skip
         self._displacement.leave_out(stuck)
-        arm_moves = {key: ratio * (part / arm_factor(1)) for key, ratio in same.items()} if own else {}
-        follow = [
-            {key: ratio for key, ratio in ratios.items() if key not in stuck}
-            for ratios in (own, arm_moves, lowest)
-        ]
-        *pair, follows, stays = medians(self._replicas, *follow, stuck)
-        run, arm = (moved or 0.0 for moved in pair)
+        own = {key: moved for key, moved in own.items() if key not in stuck}
+        same = self._ratios(self._copies[MULTIPLES.index(1.0)])
+        scaled = {key: same[key] * (part / arm_factor(1)) for key in own}
+        *moves, follows, stays = medians(self._replicas, own, scaled, same, stuck)
+        run, arm = (moved or 0.0 for moved in moves)
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
         if follows is None and stays is not None:
             self._given_up = RATE_UNUSED
-            return
         if is_loop and run == 0 < arm and not self._arms.has_scaler:
             self._given_up = (
                 "the trial was given up: the loop's first step moved no weight, and a copy's did. "
