@@ -20,7 +20,7 @@ from .displacement import Displacement, Ratios, medians
 from .rule import FARTHEST, MULTIPLES, RATE_UNUSED, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched, mean_of
 
-__all__ = ["Cost", "OwnSteps", "TrialSteps"]
+__all__ = ["Cost", "Gradients", "OwnSteps", "TrialSteps"]
 
 UNCERTAINTY = 2.0
 """A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
@@ -64,24 +64,27 @@ class Cost:
     """the most that copies took"""
 
 
-class _Gradients:
-    """Counts steps whose gradients are all 0: weight decay alone moves the weights there."""
+class Gradients:
+    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
+    there. (After it, gradients of 0 say that the rate is too high.)"""
 
     def __init__(self, run: Searched) -> None:
         self._run, self._steps = run, 0
-        self._driven: Any = 0.0  # steps with others; perhaps a tensor on the device
+        self._have_begun: Any = False  # perhaps a tensor on the device
+        self._idle: Any = 0.0
 
     def note(self, *_: Any) -> None:
         """Of a step, as they are now; as a hook of the optimizer, too."""
         if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
             self._steps += 1
-            self._driven = self._driven + (gradient_norm(self._run.parameters) != 0).double()
+            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
+            self._idle = self._idle + (~self._have_begun).double()
 
     def why_given_up(self) -> str:
-        """Where most of them were 0, on all ranks together: one collective."""
-        row = torch.tensor([self._steps, float(self._driven)], dtype=torch.float64)
-        steps, driven = self._run.replicas.sum_rows(row).sum(0).tolist()
-        return NO_GRADIENTS if driven < steps / 2 else ""
+        """Where that were most steps, on all ranks together: one collective."""
+        row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
+        steps, idle = self._run.replicas.sum_rows(row).sum(0).tolist()
+        return NO_GRADIENTS if idle > steps / 2 else ""
 
 
 class OwnSteps:
@@ -89,9 +92,8 @@ class OwnSteps:
 
     cost = Cost()
 
-    def __init__(self, run: Searched, displacement: Displacement) -> None:
-        self._run, self._displacement, self._gradients = run, displacement, _Gradients(run)
-        self._hook = run.optimizer.register_step_post_hook(self._gradients.note)
+    def __init__(self, run: Searched, displacement: Displacement, gradients: Gradients) -> None:
+        self._run, self._displacement, self._gradients = run, displacement, gradients
         self._position = 0
         self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
 
@@ -113,9 +115,6 @@ class OwnSteps:
             arm.rate, (arm,), pretrained=self._displacement.is_pretrained(run.replicas),
             uncertainty=UNCERTAINTY, given_up=self._gradients.why_given_up(),
         )  # fmt: skip
-
-    def close(self) -> None:
-        self._hook.remove()
 
 
 @dataclass(eq=False)
@@ -145,7 +144,7 @@ class TrialSteps:
         self._copies = [_Copy(multiple) for multiple in MULTIPLES]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
-        self._gradients = _Gradients(self._run)  # of the lowest arm there is: higher ones saturate
+        self._gradients = Gradients(self._run)  # of the lowest arm there is: higher ones saturate
         self._given_up = self._error = ""
         self.cost = Cost()
 
@@ -303,9 +302,6 @@ class TrialSteps:
             pretrained=self._displacement.is_pretrained(self._replicas), given_up=self._given_up,
             ceiling=CEILING if self._arms.spread else 1.0, error=self._error,
         )  # fmt: skip
-
-    def close(self) -> None:
-        self._arms.in_place.close()
 
     def _check_seen(self, losses: Sequence[float]) -> None:
         if not losses:

@@ -64,7 +64,7 @@ class Opaque(torch.Tensor):
         raise NotImplementedError
 
 
-def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> None:
+def test_what_is_0_at_first_and_vectors_beside_matrices_do_not_count() -> None:
     tensors = [*matrices((8, 8), (8,), ()), torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.int64)]
     tensors.append(torch.ones(8, 8).as_subclass(Opaque))
 
@@ -74,7 +74,9 @@ def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> No
             tensor.add_(100)
 
     assert moved(tensors, move) == pytest.approx(0.125, rel=BIN - 1)
-    assert moved([*matrices((8,)), torch.zeros(8, 8)], lambda: None) is None
+    assert moved([torch.zeros(8), torch.zeros(8, 8)], lambda: None) is None
+    vectors = [*matrices((9000,)), torch.zeros(8, 8)]
+    assert moved(vectors, lambda: vectors[0].mul_(1.125)) == pytest.approx(0.125, rel=BIN - 1)
 
 
 @pytest.mark.parametrize(("broken", "finite"), [(1, True), (2, False)])
