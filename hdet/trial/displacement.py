@@ -18,10 +18,10 @@ from ..tensors.dtensor import local_parts
 __all__ = ["Displacement", "Ratios", "medians"]
 
 SIDE = 64  # a sample of a matrix: the values at so many evenly spaced rows and columns
-PRETRAINED = 3.5
-"""Standard errors, in the median over matrices, by which rows or columns of weights that are
-trained differ more in size than random numbers would. Fresh models have -0.5 to 3.1, models that
-were trained 3.9 to 2000."""
+PRETRAINED, ROUGHEST = 3.5, 12.0
+"""Standard errors, in the mean over matrices, by which rows or columns of weights that are trained
+differ more in size than random numbers would; and the most that a matrix counts for: a table of
+sinusoids among random matrices is fresh."""
 # Ratios are counted in bins from 2^LOWEST on, which ranks can add up; in the last one, those that
 # are not finite.
 LOWEST, BINS, PER_OCTAVE = -24, 256, 8
@@ -62,11 +62,13 @@ class Displacement:
         self._first = {key: first for key, first in self._first.items() if key not in keys}
 
     def is_pretrained(self, replicas: Replicas) -> bool:
-        """Were the first weights trained already? Then rows and columns of most matrices differ in
-        size. One collective."""
-        scores = {key: torch.tensor(_roughness(first)) for key, first in self._first.items()}
-        [score] = medians(replicas, {key: x for key, x in scores.items() if x.isfinite()})
-        return score is not None and score > PRETRAINED
+        """Were the first weights trained already? Then rows and columns differ in size. One
+        collective."""
+        known = [min(score, ROUGHEST) for first in self._first.values()
+                 if math.isfinite(score := _roughness(first.cpu()))]  # fmt: skip
+        row = torch.tensor([sum(known), len(known)], dtype=torch.float64)
+        total, count = replicas.sum_rows(row).sum(0).tolist()
+        return count > 0 and total / count > PRETRAINED
 
 
 def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
@@ -124,11 +126,15 @@ def _sample(part: torch.Tensor) -> torch.Tensor:
 
 def _roughness(sample: torch.Tensor) -> float:
     """By how many standard errors the mean squares of rows, or of columns, differ more than those
-    of independent numbers; NaN for a sample that is too small or constant."""
+    of independent numbers; NaN for a sample that is too small or constant. Training leaves no two
+    rows alike: those that are, or are 0, were made so (the A of a state space, padding)."""
+    sample = sample[sample.any(1)][:, sample.any(0)]
+    if sample.numel():
+        sample = sample.unique(dim=0).unique(dim=1)
+    if min(sample.shape) < 4 or sample.numel() < SIDE:
+        return math.nan
     squares = sample.square()
     variance = squares.var(correction=0)
-    if min(sample.shape) < 4 or sample.numel() < SIDE or not variance > 0:
-        return math.nan
     return max(
         float((side.mean(1).var() / (variance / side.shape[1]) - 1) * ((len(side) - 1) / 2) ** 0.5)
         for side in (squares, squares.t())

@@ -111,7 +111,15 @@ MODELS = {
     "conv": lambda: nn.Conv2d(16, 32, 3),
     "embedding": lambda: nn.Embedding(200, 32),
     "transformer": lambda: nn.TransformerEncoderLayer(32, 4, 64),
+    "state space": lambda: made(STATES.repeat(64, 1), torch.randn(96, 64), torch.randn(64, 8)),
+    "zero halves": lambda: made(torch.cat([torch.zeros(32, 40), torch.randn(32, 40)])),
+    "sinusoids": lambda: made((STATES * STATES.view(-1, 1)).sin(), *torch.randn(5, 40, 30)),
 }
+STATES = torch.arange(1.0, 33.0).log()
+
+
+def made(*tensors: torch.Tensor) -> nn.ParameterList:
+    return nn.ParameterList(tensors)
 
 
 @pytest.mark.parametrize("trained", [False, True])
