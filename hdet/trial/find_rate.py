@@ -99,8 +99,10 @@ def find_rate(
     finally:
         search.close()
         forget_states(optimizer, states)
-    assert search.interval is not None
-    return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+    found = search.interval
+    assert found is not None
+    interval = replace(found.trial, rate=found.rate).interval(total_steps)
+    return replace(interval, groups=found.groups)
 
 
 def _generators_of(batches: object) -> list[Any]:

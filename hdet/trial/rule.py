@@ -12,10 +12,12 @@ losses of the batches that follow, which no arm has seen. The rule has three par
        low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** EXPONENT
        high = (highest rate that ties)
 
-   An end is open where the outermost arm ties. If no arm has learned anything, both are.
+   An end is open where the outermost arm ties. If no arm has learned anything, both are. Losses
+   that are equal to the bit at all rates are no measurement: then nothing moves.
 2. **Displacement**: how far the weights have moved, median over matrices of
    |change| / |first weights|. Rates that move less than `TOO_LITTLE` or more than `TOO_MUCH` are
-   outside, too. The lower bound does not hold for weights that are trained already.
+   outside, too. The lower bound does not hold for weights that are trained already. A distance
+   that no longer grows with the rate says nothing of how low a rate may be.
 3. **The rate.** Inside of the interval it stays. One below goes to the rate that moves the weights
    by `LITTLE`, one above to the rate that moves them by `MUCH`; or to the nearest end of the
    interval, if that lies outside.
@@ -44,8 +46,14 @@ EXPONENT = 0.3  # 0.32 in arXiv 2409.19913
 TOO_LITTLE, TOO_MUCH = 0.01, 2.0  # good rates of 80 % of the workloads move weights by .06 to 1.2
 LITTLE, MUCH = 0.05, 0.27  # where a rate goes from below, and from above
 # Rates that are far too high to measure anything.
+GROWS = 0.1  # exponent of the rate with which a displacement has to grow, to be continued
 BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another trial follows
 FARTHEST = 64.0  # the displacement in the place of all larger ones of a run's own steps
+
+# No measurement.
+RATE_UNUSED = "the optimizer took the same steps at rates far apart: it does not use its rate"
+NO_EFFECT = "no rate changed the losses: do they depend on the weights that the optimizer steps?"
+NOTHING = "nothing that was measured depends on the rate"
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Trial:
     uncertainty: float = 1.0  # factor by which displacements may be too large
     given_up: str = ""  # why it says nothing; empty if it does
     ceiling: float = 1.0  # factor by which the highest rate that ties may be too low
+    error: str = ""  # the first one that an arm has raised
 
     @property
     def broke(self) -> bool:
@@ -91,6 +100,14 @@ class Trial:
     def needs_repeat(self) -> bool:
         """Is the rate so high that a far lower one has to be measured?"""
         return self.broke or (len(self.arms) == 1 and self.arms[0].displacement == FARTHEST)
+
+    @property
+    def unmeasured(self) -> str:
+        """Why nothing follows; empty if something may."""
+        scored = [arm.losses for arm in self.arms if arm.losses]
+        if self.given_up or len(scored) < 2 or len(set(scored)) > 1:
+            return self.given_up
+        return NO_EFFECT if scored[0] == self.first_losses else RATE_UNUSED
 
     @property
     def has_learned(self) -> bool:
@@ -110,8 +127,8 @@ class Trial:
         if low > high:
             low = 0.0  # of two that contradict: too low costs time, too high may cost the run
         suggestion, reason = self.rate, "inside the interval"
-        if self.given_up:
-            low, high, reason = 0.0, math.inf, self.given_up
+        if self.unmeasured:
+            low, high, reason = 0.0, math.inf, self.unmeasured
         elif self.broke:
             suggestion, reason = self.rate * BROKEN, "every rate that was tried broke"
         elif self.rate < low:
@@ -120,6 +137,8 @@ class Trial:
         elif self.rate > high:
             wanted = self._rate_that_moves(LITTLE if self.pretrained else MUCH)
             suggestion, reason = max(low, min(high, wanted or high)), why_high
+        elif (low, high) == (0.0, math.inf):
+            reason = NOTHING
         return RateInterval(self.rate, low, high, suggestion, reason, total_steps, self)
 
     def _bounds_by_losses(self, total_steps: int) -> tuple[float, float]:
@@ -139,7 +158,8 @@ class Trial:
 
     def _rate_that_moves(self, distance: float) -> float | None:
         """The weights so far in a trial: interpolated in logarithms, in proportion beyond the
-        outermost arms. None: no arm has moved a matrix."""
+        outermost arms. None: no arm has moved them, or far higher rates hardly move them
+        farther."""
         known = [(math.log(arm.rate), math.log(arm.displacement))
                  for arm in self.arms if arm.displacement]  # fmt: skip
         if not known:
@@ -150,6 +170,9 @@ class Trial:
                 part = (wanted - moved) / (next_moved - moved)
                 return math.exp(rate + part * (next_rate - rate))
         rate, moved = known[0] if wanted < known[0][1] else known[-1]
+        for before, moved_before in known[-2:-1] if moved < wanted < math.log(TOO_MUCH) else ():
+            if moved - moved_before < GROWS * (rate - before):
+                return None
         return math.exp(rate + wanted - moved)
 
     @staticmethod
@@ -184,6 +207,7 @@ class RateInterval:
         reason: why it moves, or stays.
         total_steps: of the run that it is for.
         trial: what was measured.
+        groups: how many move together; `rate` is the first one's.
 
     Example::
 
@@ -202,6 +226,7 @@ class RateInterval:
     reason: str
     total_steps: int
     trial: Trial = field(repr=False)
+    groups: int = 1
 
     @property
     def moves(self) -> bool:
@@ -211,20 +236,28 @@ class RateInterval:
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
+        if self.moves and self.groups > 1:
+            to += f", all {self.groups} groups x {self.suggestion / self.rate:.3g}"
         lines = [
             f"learning rate: {to} ({self.reason})",
             f"good rates for {self.total_steps} steps: {self._ends()}",
         ]
         if arms:
             tried = ", ".join(f"{arm.loss:.4g} at {arm.rate:.2g}" for arm in arms)
+            lost = sum(arm.rate > arms[0].rate and not arm.losses for arm in self.trial.arms)
+            tried += f"; {lost} higher rates broke or fell far behind" if lost else ""
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
-            if not self.trial.has_learned:
+            if self.trial.unmeasured:
+                pass
+            elif not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
             elif self._is_best_outermost:
                 top = f"{arms[-1].rate:.2g}"
                 lines.append(f"the best loss is at the highest rate: try {top} next")
         elif len(self.trial.arms) == 1:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
+        if self.trial.error:
+            lines.append(self.trial.error)
         return "\n".join(lines)
 
     @property

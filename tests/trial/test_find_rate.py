@@ -74,6 +74,8 @@ def test_what_it_cannot_be_given_is_refused() -> None:
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
     with pytest.raises(TypeError, match=r"find_rate\(model, optimizer, ...\): got AdamW and Seq"):
         hdet.find_rate(run.optimizer, run.net, losses_of, BATCHES, total_steps=1500)
+    with pytest.raises(ValueError, match="each parameter of the optimizer is frozen"):
+        found(1e-4, net=model().requires_grad_(False))
     for count in (0, ALL - 1):
         with pytest.raises(ValueError, match=f"batches has {count}, and a trial takes 56"):
             found(1e-4, batches=iter(BATCHES[:count]))

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from hdet.trial.rule import Arm, RateInterval, Trial, arm_factor
+from hdet.trial.rule import (
+    NO_EFFECT,
+    NOTHING,
+    RATE_UNUSED,
+    Arm,
+    RateInterval,
+    Trial,
+    arm_factor,
+)
 
 BEST = (14 / 15, 16 / 15)
 """Mean 1, standard error 1/15: arms below 1.2 tie."""
@@ -95,7 +103,13 @@ ABOVE, BELOW = "learned less than higher rates", "learned less than lower rates"
         (by_losses(WORSE, BEST, WORSE, rate=5e3, moves=1e-4, uncertainty=100.0), 1000.0, BELOW),
         (by_losses((), (), rate=1.0), 1 / 64, "every rate that was tried broke"),
         (by_losses((), (), rate=1.0, given_up="why"), 1.0, "why"),
-        (by_losses((), rate=1.0), 1.0, INSIDE),
+        (by_losses((), rate=1.0), 1.0, NOTHING),
+        (by_losses(BEST, TIED, rate=1.0), 1.0, NOTHING),
+        (by_losses(BEST, BEST, (), rate=1.0, moves=1e-4), 1.0, RATE_UNUSED),
+        (by_losses((3.0, 3.0), (3.0, 3.0), rate=1.0, moves=1e-4), 1.0, NO_EFFECT),
+        (by_losses((3.0, 3.0), (), rate=1.0, moves=1e-4), 500.0, NO_MOVE),
+        # They converge: no rate moves the weights by 0.01, and the upper bound holds.
+        (Trial(1.0, (Arm(1.0, BEST, 0.002), Arm(100.0, TIED, 0.003)), (3.0, 3.0)), 1.0, INSIDE),
     ],
 )
 def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_well(
@@ -129,12 +143,14 @@ def test_it_says_what_to_do() -> None:
         "learning rate: 0.05 -> 0.5 (hardly moves the weights)",
         "good rates for 1000 steps: 0.1 to 20",
     ]
-    assert str(by_losses(BEST, TIED, first=1.1).interval(28)).splitlines() == [
-        "learning rate: 1e+02 stays (inside the interval)",
+    assert str(by_losses(BEST, TIED, (), first=1.1, error="what").interval(28)).splitlines() == [
+        "learning rate: 1e+02 stays (nothing that was measured depends on the rate)",
         "good rates for 28 steps: none was ruled out",
-        "losses after 28 steps: 1 at 1, 1.15 at 1e+02",
-        ("no rate has learned anything in the trial: only displacement counts"),
+        "losses after 28 steps: 1 at 1, 1.15 at 1e+02; 1 higher rates broke or fell far behind",
+        "no rate has learned anything in the trial: only displacement counts",
+        "what",
     ]
+    assert "-> 0.5, all 3 groups x 10 (" in str(replace(moved(0.05).interval(28), groups=3))
 
 
 def test_it_says_what_to_try_next_and_that_there_was_no_trial() -> None:
