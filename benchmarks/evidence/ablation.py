@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from zlib import crc32
 
 from hdet.trial import rule
 from hdet.trial.rule import Trial
@@ -20,7 +21,7 @@ from ..tables import table
 from . import auto, fixed_rates
 from .auto import NEAR, curves, summary
 from .experiment import Record
-from .workloads import DEVELOPMENT, REPEATED, WORKLOADS
+from .workloads import DEVELOPMENT, REPEATED, TEST, WORKLOADS
 
 LONG = 10_000
 OFTEN = {
@@ -28,6 +29,8 @@ OFTEN = {
 }  # fmt: skip
 """Examples are seen so often that runs overfit at good rates, too."""
 FRESH = {name: one for name, one in DEVELOPMENT.items() if name not in OFTEN}
+HALVES = [{name for name in (*FRESH, *TEST) if crc32(name.encode()) % 2 == half} for half in (0, 1)]
+"""On the first half the exponent of the upper end was chosen, on the second it was run once."""
 Change = Callable[[Trial], Trial]
 
 
