@@ -46,7 +46,8 @@ def find_rate(
     Args:
         model: as the training loop will call it, with its first weights.
         optimizer: with the peak rate that you would use (of a group, its ``max_lr`` or
-            ``initial_lr`` if a scheduler has put one there).
+            ``initial_lr`` if a scheduler has put one there). Without a rate of your own leave
+            torch's default, and take `RateInterval.best`.
         losses_of: ``losses_of(model, batch)`` -> losses, shape (examples,), or their mean.
         batches: training batches; 56 are taken. On several ranks, each rank's own.
         total_steps: length of the run in optimizer steps.

@@ -7,10 +7,10 @@ losses of the batches that follow, which no arm has seen. The rule has three par
 1. **Losses.** An arm *ties* if its mean loss is within `TIE` standard errors of the best one's.
    Between the last arm that ties and the first that does not, the rate at which the loss crosses
    that threshold is interpolated. The best rate of a run falls with its length, so the interval
-   reaches further down:
+   does, too:
 
-       low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** EXPONENT
-       high = (highest rate that ties)
+       low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** LOW_EXPONENT
+       high = (highest rate that ties) * (steps of the trial / steps of the run) ** HIGH_EXPONENT
 
    An end is open where the outermost arm ties. If no arm has learned anything, both are. Losses
    that are equal to the bit at all rates are no measurement: then nothing moves.
@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import Any
 
 __all__ = ["BROKEN", "FARTHEST", "MULTIPLES", "RISE", "SCORES", "STEPS", "TIE", "Arm",
@@ -40,11 +40,12 @@ __all__ = ["BROKEN", "FARTHEST", "MULTIPLES", "RISE", "SCORES", "STEPS", "TIE", 
 # The shape of a trial.
 STEPS, RISE, SCORES = 28, 5, 28  # of an arm, those in which its rate rises, batches that score it
 MULTIPLES = (1 / 8, 1.0, 8.0, 64.0, 512.0)  # of the run's rate
-# The rule: six numbers.
+# The rule: seven numbers.
 TIE = 3.0  # standard errors of the best arm's mean loss
-EXPONENT = 0.3  # 0.32 in arXiv 2409.19913
+LOW_EXPONENT, HIGH_EXPONENT = 0.3, 0.15  # the best rate's is 0.32 in arXiv 2409.19913
 TOO_LITTLE, TOO_MUCH = 0.01, 2.0  # good rates of 80 % of the workloads move weights by .06 to 1.2
 LITTLE, MUCH = 0.05, 0.27  # where a rate goes from below, and from above
+MIDDLE = 0.1  # of these two: half of `RateInterval.best`
 # Rates that are far too high to measure anything.
 GROWS = 0.1  # exponent of the rate with which a displacement has to grow, to be continued
 BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another trial follows
@@ -117,11 +118,16 @@ class Trial:
 
     def interval(self, total_steps: int) -> RateInterval:
         """What it says of a run of so many steps."""
-        low, high = self._bounds_by_losses(total_steps)
+        lowest, highest = self._tied_rates()
+        part = min(1.0, self.steps / total_steps)
+        low, high = lowest * part**LOW_EXPONENT, highest
         why_low, why_high = "learned less than higher rates", "learned less than lower rates"
+        if self.rate <= highest:
+            why_high = "too high for a run of this length"
         too_little, too_much = self._rate_that_moves(TOO_LITTLE), self._rate_that_moves(TOO_MUCH)
         if too_little is not None and not self.pretrained and too_little > low:
             low, why_low = too_little, "hardly moves the weights"
+        high = max(high * part**HIGH_EXPONENT, min(low, high))
         if too_much is not None and too_much * self.uncertainty < high:
             high, why_high = too_much * self.uncertainty, "moves the weights too far"
         if low > high:
@@ -141,7 +147,8 @@ class Trial:
             reason = NOTHING
         return RateInterval(self.rate, low, high, suggestion, reason, total_steps, self)
 
-    def _bounds_by_losses(self, total_steps: int) -> tuple[float, float]:
+    def _tied_rates(self) -> tuple[float, float]:
+        """The lowest and the highest; 0 and infinity where an end is open."""
         low, high, arms = 0.0, math.inf, self.arms
         if not self.first_losses or not self.has_learned:
             return low, high
@@ -150,8 +157,7 @@ class Trial:
         tied = [number for number, arm in enumerate(arms) if arm.loss <= threshold]
         first, last = tied[0], tied[-1]
         if first > 0:
-            lowest = _rate_between(arms[first - 1], arms[first], threshold)
-            low = lowest * min(1.0, self.steps / total_steps) ** EXPONENT
+            low = _rate_between(arms[first - 1], arms[first], threshold)
         if last < len(arms) - 1:
             high = _rate_between(arms[last + 1], arms[last], threshold) * self.ceiling
         return low, high
@@ -233,6 +239,25 @@ class RateInterval:
         """Does the rate lie outside?"""
         return self.suggestion != self.rate
 
+    @property
+    def best(self) -> float | None:
+        """The best guess for those who have no rate, about the same whichever was given: between
+        the best arm's rate, scaled to the length of the run, and the one that moves the weights by
+        0.1, within the interval.
+
+        The latter alone if no arm has learned anything, the former alone for weights that are
+        trained already. None if that leaves neither: without a trial, or if it was given up.
+        """
+        trial, guesses = self.trial, list[float]()
+        arm = min(trial.arms, key=lambda arm: arm.loss)
+        if trial.given_up or not arm.losses:
+            return None
+        if trial.has_learned:
+            guesses.append(arm.rate * min(1.0, trial.steps / self.total_steps) ** HIGH_EXPONENT)
+        if not trial.pretrained and (moving := trial._rate_that_moves(MIDDLE)):
+            guesses.append(moving)
+        return max(self.low, min(self.high, geometric_mean(guesses))) if guesses else None
+
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
@@ -251,9 +276,11 @@ class RateInterval:
                 pass
             elif not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
-            elif self._is_best_outermost:
+            if self.trial.has_learned and self._is_best_outermost:
                 top = f"{arms[-1].rate:.2g}"
                 lines.append(f"the best loss is at the highest rate: try {top} next")
+            elif self.best is not None:
+                lines.append(f"best guess without a rate of your own: {self.best:.2g}")
         elif len(self.trial.arms) == 1:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
         if self.trial.error:

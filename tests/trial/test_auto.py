@@ -246,11 +246,12 @@ def test_a_wrong_length_and_another_run_are_refused() -> None:
 
 def test_the_report_says_what_was_measured() -> None:
     run = auto_run(1e-3)
-    to, good, losses, cost = run.steps(ALL).ensemble.report().splitlines()[:4]
+    to, good, losses, best, cost = run.steps(ALL).ensemble.report().splitlines()[:5]
     found: RateInterval = run.controller.interval
     assert to == f"learning rate: 0.001 -> {found.suggestion:.2g} (learned less than higher rates)"
     assert good == f"good rates for 1500 steps: {found.low:.2g} to {found.high:.2g}"
     assert losses.startswith("losses after 28 steps: ") and losses.count(" at ") == 5
+    assert best == f"best guess without a rate of your own: {found.best:.2g}"
     weights = sum(p.nbytes for p in run.controller.model.parameters())
     moments = sum(x.nbytes for of in run.optimizer.state.values() for x in of.values())
     in_mb = f"{(7 * weights + 6 * moments) / 1e6:.1f}"  # the first weights have no moments

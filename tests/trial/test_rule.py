@@ -74,12 +74,39 @@ def test_an_interval_is_of_losses_and_of_displacements(name: str) -> None:
     assert found.trial.has_learned == ("no arm" not in name) or not trial.first_losses
 
 
-def test_only_the_low_end_falls_with_the_length_of_the_run() -> None:
-    found = by_losses(WORSE, BEST, WORSE).interval(28 * 1024)
-    assert (found.low, found.high) == pytest.approx((10 / 8, 1000.0))
-    assert by_losses(WORSE, BEST, WORSE).interval(7).low == pytest.approx(10.0), (
-        "a shorter run does not raise it"
-    )
+def test_both_ends_fall_with_the_length_of_the_run() -> None:
+    """The upper one not below the lower one."""
+    for steps, low, high in ((28 * 1024, 10 / 8, 1000 / 8**0.5), (7, 10.0, 1000.0)):
+        found = by_losses(WORSE, BEST, WORSE).interval(steps)
+        assert (found.low, found.high) == pytest.approx((low, high))
+    crossed = by_losses(WORSE, BEST, WORSE, moves=1.25e-5).interval(28 * 1024)
+    assert (crossed.low, crossed.high) == pytest.approx((800.0, 800.0))
+    tied = by_losses(WORSE, BEST, WORSE, rate=900.0).interval(28 * 1024)
+    assert tied.reason == "too high for a run of this length"
+
+
+@pytest.mark.parametrize(
+    ("trial", "best"),
+    [
+        # At the best arm's 100, times 1024 ** -0.15; the weights move by 0.1 at 250.
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4), (100 / 8**0.5 * 250) ** 0.5),
+        (by_losses(WORSE, BEST, WORSE, moves=10.0), 0.2),  # the upper end
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, pretrained=True), 100 / 8**0.5),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19), 250),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19, pretrained=True), None),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, given_up="why"), None),
+        (by_losses((), ()), None),
+        (moved(1.0), None),
+    ],
+)
+def test_a_best_guess_is_between_the_best_arm_and_what_moves_the_weights(
+    trial: Trial, best: float | None
+) -> None:
+    """It does not depend on the rate that was given."""
+    for rate in (1e-3, 1e3):
+        found = replace(trial, rate=rate).interval(28 * 1024)
+        assert found.best == (best and pytest.approx(best))
+        assert (f"without a rate of your own: {best or 0:.2g}" in str(found)) == (best is not None)
 
 
 INSIDE, NO_MOVE = "inside the interval", "hardly moves the weights"
