@@ -19,7 +19,7 @@ from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
-from .rule import STEPS, RateInterval, Trial
+from .rule import STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
 from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
 
@@ -177,13 +177,16 @@ class AutoLR(Controller):
             self.best_weights.after_step()
         if self.done or self._begun is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
-        if self._steps is None:
-            self._steps = self._make_steps(*self._begun, closure)
-        trial = self._steps.after_step(closure, loss)
-        if trial is None:
-            return None
-        self._add(self._steps.cost)
-        factor = self._decide(trial)
+        trial: Trial | None = Trial(self._run.rate, (Arm(self._run.rate),))
+        doubt = "" if self._steps else self._run.find_doubt()
+        if not doubt:
+            self._steps = self._steps or self._make_steps(*self._begun, closure)
+            trial = self._steps.after_step(closure, loss)
+            if trial is None:
+                return None
+            self._add(self._steps.cost)
+            doubt = self._run.find_doubt()
+        factor = self._decide(replace(trial, given_up=doubt or trial.given_up))
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()

@@ -203,6 +203,21 @@ class RateInterval:
     total_steps: int
     trial: Trial = field(repr=False)
 
+    def apply(self, optimizer: Any, scheduler: Any = None, rate: float | None = None) -> None:
+        """Multiplies the optimizer's rates, and those that a scheduler which was made before keeps,
+        so that the peak is ``rate``, of the first group that has one; None: the suggestion. All
+        of the schedule is multiplied, with its lowest rates. Call it before the first step, and
+        before an Ensemble is made.
+
+        Raises:
+            ValueError: a scheduler that keeps its rates in a place of its own, which is found out
+                by a simulation: make it afterwards. Nothing is changed then.
+        """
+        from ..simulation import apply_factor
+
+        factor = (self.suggestion if rate is None else rate) / self.rate
+        apply_factor(optimizer, scheduler, factor, self.total_steps)
+
     @property
     def moves(self) -> bool:
         """Does the rate lie outside?"""
@@ -223,7 +238,7 @@ class RateInterval:
             elif self._is_best_outermost:
                 top = f"{arms[-1].rate:.2g}"
                 lines.append(f"the best loss is at the highest rate: try {top} next")
-        elif len(self.trial.arms) == 1:
+        elif len(self.trial.arms) == 1 and not self.trial.given_up:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
         return "\n".join(lines)
 
