@@ -133,9 +133,7 @@ class HdetCallback(Adapter, _Callback):
                 if not isinstance(config.scheduler, _Rescheduled):
                     stand_in = _Rescheduled(config.scheduler, self, number)
                     self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
-            self.follow(
-                ensemble, [(config.scheduler.inner, self._period(config)) for config in configs]
-            )
+            self.follow(ensemble, [(of.scheduler.inner, self._period(of)) for of in configs])
 
     def _period(self, config: Any) -> int:
         """Of a scheduler, in optimizer steps."""

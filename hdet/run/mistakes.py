@@ -57,8 +57,7 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
     """Says that the states of optimizer, scheduler and Ensemble were not all loaded; "" where they
     seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
     rates = [group["lr"] for group in optimizer.param_groups]
-    last = getattr(scheduler, "get_last_lr", list)()
-    for rate, own in zip(rates, last, strict=False):
+    for rate, own in zip(rates, getattr(scheduler, "get_last_lr", list)(), strict=False):
         if not close(rate, own):
             return (
                 f"the optimizer's learning rate was {float(rate):g}, its scheduler's "

@@ -177,16 +177,16 @@ class AutoLR(Controller):
             self.best_weights.after_step()
         if self.done or self._begun is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
-        trial: Trial | None = Trial(self._run.rate, (Arm(self._run.rate),))
-        doubt = "" if self._steps else self._run.find_doubt()
-        if not doubt:
+        run: Searched = self._run
+        trial = Trial(run.rate, (Arm(run.rate),))
+        if self._steps or not run.find_doubt():
             self._steps = self._steps or self._make_steps(*self._begun, closure)
-            trial = self._steps.after_step(closure, loss)
-            if trial is None:
+            measured = self._steps.after_step(closure, loss)
+            if measured is None:
                 return None
+            trial = measured
             self._add(self._steps.cost)
-            doubt = self._run.find_doubt()
-        factor = self._decide(replace(trial, given_up=doubt or trial.given_up))
+        factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()

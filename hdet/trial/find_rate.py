@@ -80,10 +80,8 @@ def find_rate(
         taken = list(islice(batches, STEPS + SCORES))
     if len(taken) < STEPS + SCORES:
         raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
-    own, parameters = (
-        _peaks(optimizer, scheduler, total_steps),
-        [p for g in optimizer.param_groups for p in g["params"]],
-    )
+    own = _peaks(optimizer, scheduler, total_steps)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
     peaks = lambda: [(number, factor * peak) for number, peak in enumerate(own)]
     run = Searched(model, optimizer, replicas, peaks, aside=partial(without_hooks, optimizer))
