@@ -335,7 +335,7 @@ class Ensemble:
             yield
         self.engine.restart()
         self.schedule.write(self.engine)
-        self._parts.lost_correction = ""
+        self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
         self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
         self.cycles.note_load()

@@ -310,8 +310,9 @@ class Cycles:
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
+        schedule.write(engine)  # the base values of the next step
         outcome = engine.close(
-            stats.losses, voting, scheduled=schedule.values(),
+            stats.losses, voting, scheduled=schedule.values(), values=schedule.base_values(),
             peak=[own[0] for own in schedule.peaks()], floor=schedule.floors(),
             highest=schedule.highest(), local=self.has_local_gradients,
             step=engine.step if schedule.step is None else schedule.step,

@@ -19,7 +19,7 @@ from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
-from .rule import SCORES, STEPS, RateInterval, Trial
+from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
 from .steps import Cost, Gradients, LoopLoss, OwnSteps, TrialSteps
 
@@ -188,13 +188,16 @@ class AutoLR(Controller):
             self.best_weights.after_step()
         if self.done or self._begun is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
-        if self._steps is None:
-            self._steps = self._make_steps(closure)
-        trial = self._steps.after_step(closure, loss)
-        if trial is None:
-            return None
-        self._add(self._steps.cost)
-        factor = self._decide(trial)
+        run: Searched = self._run
+        trial = Trial(run.rate, (Arm(run.rate),))
+        if self._steps or not run.find_doubt():
+            self._steps = self._steps or self._make_steps(closure)
+            measured = self._steps.after_step(closure, loss)
+            if measured is None:
+                return None
+            trial = measured
+            self._add(self._steps.cost)
+        factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
         self._has_restarted = factor < 1
         if factor < 1:
             self._run.restore(self._begun[0])

@@ -234,6 +234,21 @@ class RateInterval:
     trial: Trial = field(repr=False)
     groups: int = 1
 
+    def apply(self, optimizer: Any, scheduler: Any = None, rate: float | None = None) -> None:
+        """Multiplies the optimizer's rates, and those that a scheduler which was made before keeps,
+        so that the peak is ``rate``, of the first group that has one; None: the suggestion. All
+        of the schedule is multiplied, with its lowest rates. Call it before the first step, and
+        before an Ensemble is made.
+
+        Raises:
+            ValueError: a scheduler that keeps its rates in a place of its own, which is found out
+                by a simulation: make it afterwards. Nothing is changed then.
+        """
+        from ..simulation import apply_factor
+
+        factor = (self.suggestion if rate is None else rate) / self.rate
+        apply_factor(optimizer, scheduler, factor, self.total_steps)
+
     @property
     def moves(self) -> bool:
         """Does the rate lie outside?"""
@@ -281,7 +296,7 @@ class RateInterval:
                 lines.append(f"the best loss is at the highest rate: try {top} next")
             elif self.best is not None:
                 lines.append(f"best guess without a rate of your own: {self.best:.2g}")
-        elif len(self.trial.arms) == 1:
+        elif len(self.trial.arms) == 1 and not self.trial.given_up:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
         if self.trial.error:
             lines.append(self.trial.error)

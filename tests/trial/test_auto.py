@@ -208,7 +208,7 @@ def test_a_warm_up_may_begin_at_rate_0(closure: bool) -> None:
 def test_a_rate_of_0_is_waited_for() -> None:
     run = auto_run(0.0, scheduler=None).steps(5)
     with run.ensemble.rescheduling():
-        run.optimizer.param_groups[0]["lr"] = 1e-6
+        run.optimizer.param_groups[0].update(lr=1e-6, initial_lr=1e-6)
     assert run.steps(ALL).controller.done and run.rate > 1e-4
 
 

@@ -116,15 +116,20 @@ def test_an_optimizer_that_asks_for_a_closure_gets_the_arms_own() -> None:
 
 
 WARMED = lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 100))
-SCHEDULES = {"max_lr": one_cycle(0.01, 1500), "initial_lr": WARMED, "lr": lambda made: None}
+CYCLIC = lambda made: torch.optim.lr_scheduler.CyclicLR(made, 1e-3, 0.1, 50, cycle_momentum=False)
+SCHEDULES = {
+    "OneCycleLR": one_cycle(0.01, 1500), "LambdaLR": WARMED, "CyclicLR": CYCLIC,
+    "None": lambda made: None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_is_a_groups_peak(name: str) -> None:
+def test_the_rate_is_a_schedules_peak(name: str) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    SCHEDULES[name](optimizer)
+    given = {"scheduler": SCHEDULES[name](optimizer), "total_steps": 1500}
     before = optimizer.param_groups[0]["lr"]
-    interval = hdet.find_rate(net, optimizer, losses_of, BATCHES, total_steps=1500)
-    assert interval.rate == 0.01 and interval.trial.arms[1].rate == 0.01
+    interval = hdet.find_rate(net, optimizer, losses_of, BATCHES, **given)
+    peak = 0.1 if name == "CyclicLR" else 0.01
+    assert interval.rate == interval.trial.arms[1].rate == pytest.approx(peak)
     assert optimizer.param_groups[0]["lr"] == before
