@@ -305,6 +305,8 @@ class Ensemble:
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
+        if self.cycles.search is not None:
+            self.cycles.search.note_save()
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def check_state(self, state: Any) -> None:
@@ -333,7 +335,7 @@ class Ensemble:
             yield
         self.engine.restart()
         self.schedule.write(self.engine)
-        self._parts.lost_correction = ""
+        self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
         self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
         self.cycles.note_load()

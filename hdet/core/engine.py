@@ -131,13 +131,6 @@ class Engine:
             )
         return self._table
 
-    def value(self, knob: int, scheduled: float) -> float:
-        """The base value in use, given the untouched schedule's."""
-        held, scale = self.held[knob], self.knobs[knob].scale
-        if held is not None:
-            return scale.hold(held)
-        return scale.corrected(scheduled, self.corrections[knob])
-
     # -- count -------------------------------------------------------------------------------------
 
     def tick(self) -> bool:
@@ -163,6 +156,7 @@ class Engine:
         measured: Mapping[str, Rows] | None = None,
         *,
         scheduled: Sequence[float],
+        values: Sequence[float] | None = None,
         **seen: Any,
     ) -> CycleOutcome:
         """End the cycle: give the evidence to the controller, apply its decisions, go on.
@@ -170,7 +164,8 @@ class Engine:
         Args:
             losses: [replica] mean training loss; NaN, infinity and None are left out.
             measured: by name, [replica][number]; rows that are not finite are left out.
-            scheduled, seen: as in `Evidence`: also step, peak, floor, highest, local.
+            scheduled, values, seen: as in `Evidence`: also step, peak, floor, highest, local.
+                Values are those of the schedule by default.
 
         Raises:
             ValueError: the controller's answer is not one Decision for each knob.
@@ -180,14 +175,14 @@ class Engine:
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
         notes = [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
-        bases = [self.value(k, value) for k, value in enumerate(scheduled)]
-        table = self._effective(bases)
+        values = scheduled if values is None else values
+        table = self._effective(values)
         decisions, evidence = [Decision()] * len(self.knobs), None
         if self.controller is not None and self.clock.controls(self.step):
             defaults = {"step": self.step, "peak": scheduled, "floor": [0.0] * len(self.knobs)}
             evidence = Evidence(
                 cycle=self.cycle, knobs=[knob.name for knob in self.knobs], multipliers=table,
-                losses=losses, scheduled=scheduled, values=bases, measured=rows,
+                losses=losses, scheduled=scheduled, values=values, measured=rows,
                 corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step),
                 **asdict(self.clock), **{**defaults, **seen},

@@ -33,6 +33,7 @@ from .moments import follows_gradients
 __all__ = [
     "averaged_tensors",
     "check_arguments",
+    "check_averaged",
     "check_controller",
     "checked_design",
 ]
@@ -109,8 +110,10 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
-            "the controller reacts to losses"
+            "scheduler is ReduceLROnPlateau, whose step needs a metric: leave it out, and step it "
+            "where the metric is known:\n"
+            "    with ensemble.rescheduling():\n"
+            "        scheduler.step(metric)"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
@@ -138,23 +141,24 @@ def averaged_tensors(
 ) -> ReplicaTensors:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an
     average, whichever those are by then.
-    Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of
-    another kind."""
+    Raises ValueError if there are no parameters, TypeError for buffers of another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
     if isinstance(buffers, nn.Module):
         _check_buffers_stay(buffers)
-        found = ReplicaTensors(tensors, model=buffers)
-    else:
-        listed = list(buffers)
-        if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
-            raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
-        found = ReplicaTensors(tensors, listed)
-    for name, group in (("parameter", tensors), ("buffer", found.buffers)):
+        return ReplicaTensors(tensors, model=buffers)
+    listed = list(buffers)
+    if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
+        raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
+    return ReplicaTensors(tensors, listed)
+
+
+def check_averaged(tensors: ReplicaTensors) -> None:
+    """Raises ValueError, by name, for a tensor that has no average."""
+    for name, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
-    return found
 
 
 def _check_buffers_stay(model: nn.Module) -> None:
