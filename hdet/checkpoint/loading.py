@@ -171,7 +171,7 @@ class SavedState:
         undo.on_error(torch._C._autograd._unsafe_set_version_counter, counted, versions)
         undo.on_error(load, copy.deepcopy(ours.modules))
         for name, tensor in ours.tensors.items():
-            undo.write(tensor, self.parts["model"].pop(name))
+            undo.keep_values(tensor).copy_(self.parts["model"].pop(name))
         load(self.parts["modules"] or {})
 
     def load_optimizer(self, undo: Undo) -> None:

@@ -201,18 +201,13 @@ class SavedRank:
         """
         shape, dtype = self.kind(name)
         offsets, sizes = ((0,) * len(shape), shape) if like is None else _place_of(like)
-        gaps = CheckpointError(f"its index has gaps: no file holds all of {name!r}")
-        chunks, parts = self._chunks(name), []
-        for chunk in chunks:
+        result = torch.empty(sizes, dtype=dtype)
+        filled = torch.zeros(sizes, dtype=torch.bool)
+        for chunk in self._chunks(name):
             if chunk["file"] not in self._files:
                 raise CheckpointError(f"its index names {chunk['file']!r}, which is no file of it")
             stored = _as_real(torch.empty(chunk["sizes"], dtype=dtype, device="meta"))
-            parts.append(_part(self._open(chunk["file"]), name, stored))
-        if sum(math.prod(chunk["sizes"]) for chunk in chunks) < math.prod(sizes):
-            raise gaps
-        result = torch.empty(sizes, dtype=dtype)
-        filled = torch.zeros(sizes, dtype=torch.bool)
-        for chunk, part in zip(chunks, parts, strict=True):
+            part = _part(self._open(chunk["file"]), name, stored)
             spans = list(zip(offsets, sizes, chunk["offsets"], chunk["sizes"], strict=True))
             low = [max(here, there) for here, _, there, _ in spans]
             high = [min(here + n, there + m) for here, n, there, m in spans]
@@ -221,7 +216,7 @@ class SavedRank:
                 _as_real(result)[target] = part[source]
                 filled[target] = True
         if not filled.all():
-            raise gaps
+            raise CheckpointError(f"its index has gaps: no file holds all of {name!r}")
         return result
 
 

@@ -34,16 +34,23 @@ class Undo(ExitStack):
         """Call it then; what it raises is left out, so that all others are called."""
 
         def put_back(kind: Any, *_: Any) -> None:
-            if kind is not None:
-                with suppress(Exception):
+            with suppress(Exception):
+                if kind is not None:
                     function(*arguments)
 
         self.push(put_back)
 
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Of a DTensor this rank's shard."""
-        self._keep_values(tensor)
-        local(tensor.detach()).copy_(values)
+    def keep_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a DTensor this rank's shard. Returns what may be written to now."""
+        own = local(tensor.detach())
+        self.on_error(own.copy_, to_host(own))
+        return own
+
+    def keep_contents(self, container: Any) -> None:
+        """Of a dict or a list."""
+        refill = container.update if isinstance(container, dict) else container.extend
+        self.on_error(refill, container.copy())
+        self.on_error(container.clear)
 
     def keep_state(self, thing: Any) -> None:
         """Of something with `state_methods`: its own state, and its attributes as they are."""
@@ -54,11 +61,6 @@ class Undo(ExitStack):
         on_host = {id(tensor): to_host(tensor) for tensor in tensors_in(state)}
         self.on_error(give, copy.deepcopy(state, on_host))
 
-    def keep_contents(self, container: Any) -> None:
-        """Of a dict or a list."""
-        content = dict(container) if isinstance(container, dict) else list(container)
-        self.on_error(_refill, container, content)
-
     def keep(self, value: Any, writes: bool = False) -> None:
         """The contents of dicts and lists, the attributes of what loads states, however they are
         nested. ``writes``: the values of tensors, too. torch's optimizers and hdet's make new ones
@@ -66,30 +68,16 @@ class Undo(ExitStack):
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            if writes:
-                self._keep_values(value)
-        elif isinstance(value, dict):
-            self.keep_contents(value)
-            for held in value.values():
-                self.keep(held, writes)
-        elif isinstance(value, (list, tuple)):
-            if isinstance(value, list):
+        if isinstance(value, torch.Tensor) and writes:
+            self.keep_values(value)
+        elif isinstance(value, (dict, list, tuple)):
+            if not isinstance(value, tuple):
                 self.keep_contents(value)
-            for held in value:
+            for held in value.values() if isinstance(value, dict) else value:
                 self.keep(held, writes)
-        elif (
-            hasattr(value, "__dict__") and state_methods(value) and not isinstance(value, nn.Module)
-        ):
+        elif isinstance(value, (nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+            return
+        elif state_methods(value):
             load = getattr(type(value), "load_state_dict", None)
             is_fused = load is FusedOptimizer.load_state_dict and value.num_replicas == 1
             self.keep(vars(value), writes or not (is_fused or load is Optimizer.load_state_dict))
-
-    def _keep_values(self, tensor: torch.Tensor) -> None:
-        own = local(tensor.detach())
-        self.on_error(own.copy_, to_host(own))
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(content)

@@ -164,7 +164,7 @@ def values(state: dict[str, Any], part: str) -> dict[str, Any]:
 CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(offsets=[1, 0]), f"no file.*'{WEIGHT}'"),
     "a shape": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), "6] in its file"),
-    "too large": (lambda m, s: s["tensors"][MOMENT][0].update(shape=[1 << 60]), "has gaps"),
+    "too large": (lambda m, s: s["tensors"][MOMENT][0].update(shape=[1 << 60]), FITS),
     "another dtype": (lambda m, s: s["tensors"][MOMENT][0].update(dtype="int32"), "torch.int32"),
     "a file outside": (lambda m, s: s["tensors"][MOMENT][0].update(file="../x"), "no file of it"),
     "no list of the state": (lambda m, s: m["files"].clear(), MANIFEST),
