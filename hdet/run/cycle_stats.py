@@ -152,6 +152,7 @@ def gather_stats(
     replicas: Replicas,
     members: Sequence[LocalReplica],
     measured: Sequence[Measured],
+    purpose: str = "statistics",
     *,
     compare: bool,
     marks: Sequence[float | torch.Tensor] = (),
@@ -160,6 +161,7 @@ def gather_stats(
     device.
 
     Args:
+        purpose: who has called.
         members: the replicas of this process.
         measured: of each of them.
         compare: add two marks of the parameters, to recognise equal replicas.
@@ -170,7 +172,7 @@ def gather_stats(
         _row(member, own, compare, marks) for member, own in zip(members, measured, strict=True)
     ]
     widths = {name: len(row) for name, row in measured[0].items()}
-    return parse(replicas.sum_rows(*rows), len(marks) + 2 * compare, widths)
+    return parse(replicas.sum_rows(*rows, purpose=purpose), len(marks) + 2 * compare, widths)
 
 
 def _row(

@@ -35,7 +35,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import lost_correction, warn_of_idle_run
+from .mistakes import lost_correction, refuse_join, warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -136,6 +136,8 @@ class Parts:
 
     def agree(self) -> None:
         """Before anything of the run is averaged, and again after a load."""
+        if self.replicas.world_group is not None:
+            refuse_join(self.trained)
         with self.during("agreement"):
             self.agreement.check(self.weights.device)
         self.weights.moments.check()

@@ -63,7 +63,7 @@ class Displacement:
         known = [score for first in self._first.values()
                  if math.isfinite(score := _roughness(first))]  # fmt: skip
         row = torch.tensor([sum(known), len(known)], dtype=torch.float64)
-        total, count = replicas.sum_rows(row).sum(0).tolist()
+        total, count = replicas.sum_rows(row, purpose="first weights").sum(0).tolist()
         return count > 0 and total / count > PRETRAINED
 
 
@@ -77,7 +77,7 @@ def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
     if not of:
         return []
     row = torch.cat([_histogram(ratios) for ratios in of])
-    total = replicas.sum_rows(row).sum(0).view(len(of), BINS + 1)
+    total = replicas.sum_rows(row, purpose="displacements").sum(0).view(len(of), BINS + 1)
     return [_median(counts) for counts in total.tolist()]
 
 
