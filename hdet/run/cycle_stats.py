@@ -1,8 +1,8 @@
 """Cycle statistics: one row of numbers per replica, added up over its ranks, the same on every rank
 of all replicas.
 
-A row is (loss sum, weight, a mark of the schedule's values), with more columns only where more is
-compared or measured: 3N numbers a cycle. All ranks of a replica add to its row: micro-batches,
+A row is (loss sum, weight, a mark of the schedule's values), with more columns where more is
+compared or measured. All ranks of a replica add to its row: micro-batches,
 context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and ranks
 that see the same loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes
 the weight NaN, which no loss can.
