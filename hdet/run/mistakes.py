@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -19,6 +22,7 @@ __all__ = [
     "find_lost_state",
     "refuse_backward",
     "refuse_eval_mode",
+    "refuse_join",
     "warn_of_idle_run",
     "warn_of_no_controller",
 ]
@@ -88,6 +92,19 @@ def refuse_eval_mode(optimizer: Optimizer) -> None:
             "ensemble.step() was called while the optimizer is in eval mode: call its eval() after "
             "ensemble.step(), and its train() before the next optimizer.step()"
         )
+
+
+def refuse_join(parameters: Iterable[torch.Tensor]) -> None:
+    """Of a DDP that holds these: a rank that has run out of batches goes on with DDP's collectives,
+    and comes to none of hdet's. Only the loop knows the model, so all objects are looked at."""
+    own = {id(p) for p in parameters}
+    for model in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
+        if model._join_config.enable and not own.isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                "DistributedDataParallel.join() is for ranks with different numbers of batches, "
+                "and an Ensemble needs the same number of steps on each: leave join() out, and end "
+                "each epoch after the smallest number (drop_last, itertools.islice)"
+            )
 
 
 def _refuse_backward(_: torch.Tensor) -> NoReturn:

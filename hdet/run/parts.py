@@ -36,7 +36,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import find_lost_state, warn_of_idle_run
+from .mistakes import find_lost_state, refuse_join, warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -144,6 +144,8 @@ class Parts:
 
     def agree(self) -> None:
         """Before anything of the run is averaged, and again after a load."""
+        if self.replicas.world_group is not None:
+            refuse_join(self.trained)
         with self.during("agreement"):
             self.agreement.check(self.weights.device)
         self.weights.moments.check()

@@ -101,7 +101,8 @@ class Agreement:
             if norm is None
             else norm.reshape(1) ** 2
         )
-        norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
+        rows = replicas.sum_rows(square.to(device), purpose="the first step's gradients")
+        norms = [math.sqrt(x) for x in rows.flatten().tolist()]
         if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
             return
         if gradients == "shared" and max(norms) > 1.001 * min(norms):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
 from ..optim.snapshot import Snapshot
+from ..replicas.agreement import reachable
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
@@ -43,8 +44,10 @@ class Arms:
         self._before_step, self._scaler, self._place = before_step, scaler, place
         # Are gradients averaged here? None: not if the loop, and so before_step, does it.
         self._averages: bool | None = None
+        self._averaged = list[torch.Tensor]()
         is_alone = run.replicas.count == 1 or run.replicas.peer_group is None
-        if spread or is_alone or not run.shares_gradients:
+        self._is_shared = not (spread or is_alone) and run.shares_gradients
+        if not self._is_shared:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
@@ -101,19 +104,7 @@ class Arms:
         run.restore(arm)
         with random_states_kept(run.module):
             losses = self._backward(closure)
-            gradients = [p.grad for p in run.parameters if p.grad is not None]
-            if not gradients and not (may_skip and losses is None):
-                if not any(p.requires_grad for p in run.parameters):
-                    raise ValueError(
-                        "each parameter of the optimizer is frozen (requires_grad=False): no rate "
-                        "trains it"
-                    )
-                raise ValueError(
-                    "the closure gave losses without a graph, and left no gradients (is a return "
-                    "missing?): compute the losses of the batch again inside it, without no_grad "
-                    "or detach, or call backward inside"
-                )
-            self._average(gradients)
+            gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
                 if note_gradients is not None:
                     note_gradients()
@@ -142,7 +133,7 @@ class Arms:
 
         def compute_again() -> torch.Tensor | None:
             losses = self._backward(closure)
-            self._average([p.grad for p in self.run.parameters if p.grad is not None])
+            self._gradients(can_lack=losses is None)
             return mean_of(losses)
 
         step: Any = self.run.optimizer.step
@@ -163,6 +154,9 @@ class Arms:
         with torch.enable_grad():
             losses = losses_by(closure)
             called_backward = any(p.grad is not None for p in run.parameters)
+            if self._is_shared and self._averages is False:  # the backward pass communicates
+                has = losses is not None or called_backward
+                run.replicas.meet("losses of an arm" if has else "an arm without losses")
             if losses is None or not losses.requires_grad or called_backward:
                 return losses
             loss = losses.mean()
@@ -177,15 +171,38 @@ class Arms:
                 ) from error
         return losses
 
-    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        replicas = self.run.replicas
+    def _gradients(self, can_lack: bool) -> list[torch.Tensor]:
+        """Averaged, if it is for us to do that: then a rank that sees no loss sends zeros."""
+        replicas, parameters = self.run.replicas, self.run.parameters
         if self._averages is None:
-            own = gradient_norm(self.run.parameters).square().reshape(1)
-            squares = replicas.sum_rows(own).flatten().tolist()
+            own = gradient_norm(parameters).square().reshape(1)
+            squares = replicas.sum_rows(own, purpose="gradients of an arm").flatten().tolist()
             self._averages = max(squares) > 1.002 * min(squares)
-        for gradient in local_parts(gradients) if self._averages else ():
+        lacks = not can_lack and all(p.grad is None for p in parameters)
+        if self._averages and not self._averaged:  # on every rank the same ones
+            own = torch.tensor([lacks, *(p.grad is not None for p in parameters)]).double()
+            own = own.to(reachable(replicas.peer_group, local_parts(parameters[:1])[0].device))
+            dist.all_reduce(own, group=replicas.peer_group)
+            lacks, *counts = own.tolist()
+            self._averaged = [p for p, n in zip(parameters, counts, strict=True) if n]
+        if lacks:
+            if not any(p.requires_grad for p in parameters):
+                raise ValueError(
+                    "each parameter of the optimizer is frozen (requires_grad=False): no rate "
+                    "trains it"
+                )
+            raise ValueError(
+                "the closure gave losses without a graph, and left no gradients (is a return "
+                "missing?): compute the losses of the batch again inside it, without no_grad "
+                "or detach, or call backward inside"
+            )
+        for parameter in self._averaged:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            [gradient] = local_parts([parameter.grad])
             dist.all_reduce(gradient, group=replicas.peer_group)
             gradient.div_(replicas.count)
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether all gradients are finite, on every rank alike: a step that overflows is
@@ -196,7 +213,7 @@ class Arms:
         for part in local_parts(gradients):
             part.div_(self._scaler.get_scale())
             bad += float(not part.isfinite().all())
-        return not self.run.replicas.sum_rows(bad).sum().item()
+        return not self.run.replicas.sum_rows(bad, purpose="gradients of an arm").sum().item()
 
 
 @contextmanager
@@ -211,6 +228,9 @@ def _without_reduction(run: Searched) -> Iterator[None]:
     before = model.require_forward_param_sync
     try:
         model.require_forward_param_sync = False
+        # in its second forward pass, which a rank without losses does not make, all communicate
+        if model.reducer._rebuild_buckets():
+            model._has_rebuilt_buckets = True
         with model.no_sync():
             yield
     finally:

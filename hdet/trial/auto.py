@@ -213,6 +213,7 @@ class AutoLR(Controller):
         assert self._begun is not None
         run, (first, displacement, gradients) = self._run, self._begun
         if closure is None or not self._budget.allows_trial:
+            run.replicas.meet("a step without a closure")
             return OwnSteps(run, displacement, gradients)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
         spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)

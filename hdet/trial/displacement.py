@@ -67,7 +67,7 @@ class Displacement:
         known = [min(score, ROUGHEST) for first in self._first.values()
                  if math.isfinite(score := _roughness(first.cpu()))]  # fmt: skip
         row = torch.tensor([sum(known), len(known)], dtype=torch.float64)
-        total, count = replicas.sum_rows(row).sum(0).tolist()
+        total, count = replicas.sum_rows(row, purpose="first weights").sum(0).tolist()
         return count > 0 and total / count > PRETRAINED
 
 
@@ -82,7 +82,7 @@ def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
     if not of:
         return []
     row = torch.cat([_histogram(ratios, kind) for ratios in of for kind in (False, True)])
-    total = replicas.sum_rows(row).sum(0).view(len(of), 2, BINS + 1)
+    total = replicas.sum_rows(row, purpose="displacements").sum(0).view(len(of), 2, BINS + 1)
     return [_median(of_matrices if sum(of_matrices) else of_vectors)
             for of_matrices, of_vectors in total.tolist()]  # fmt: skip
 

@@ -84,8 +84,8 @@ def find_rate(
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
     with random_states_kept(model, _generators_of(batches)):
         taken = list(islice(batches, STEPS + SCORES))
-    missing = float(STEPS + SCORES - len(taken))
-    if replicas.sum_rows(torch.tensor([missing], dtype=torch.float64)).sum():
+    missing = torch.tensor([float(STEPS + SCORES - len(taken))])
+    if replicas.sum_rows(missing, purpose="batches of find_rate").sum():
         raise ValueError(
             f"batches has {len(taken)}, and a trial takes {STEPS + SCORES} on each rank: pass more"
         )

@@ -83,7 +83,7 @@ class Gradients:
     def why_given_up(self) -> str:
         """Where that were most steps, on all ranks together: one collective."""
         row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
-        steps, idle = self._run.replicas.sum_rows(row).sum(0).tolist()
+        steps, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
         return NO_GRADIENTS if idle > steps / 2 else ""
 
 
@@ -150,7 +150,9 @@ class TrialSteps:
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
-        if closure is None or not _takes_nothing(closure):
+        can_train = closure is not None and _takes_nothing(closure)
+        self._replicas.meet("a step of the trial" if can_train else "a step without a closure")
+        if closure is None or not can_train:
             raise TypeError(
                 "AutoLR's trial needs the batch's losses again in each of its steps: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch)), a function without "
@@ -193,15 +195,14 @@ class TrialSteps:
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
         self.cost.steps += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        may_skip = self._position > 0 or self._replicas.world_group is not None
         for copy in mine:
             if self._position == 0:
                 copy.weights = self._arms.begin()
             factor = copy.multiple * arm_factor(self._position + 1)
             note = self._gradients.note if copy is self._live[0] else None
             try:
-                losses[copy] = self._arms.train(
-                    copy.weights, closure, factor, self._position > 0, note
-                )
+                losses[copy] = self._arms.train(copy.weights, closure, factor, may_skip, note)
             except Exception as error:  # a high rate may break in whatever way the model has
                 if self._position == 0 or copy.multiple <= 1 or self._is_loops_own(error):
                     raise
@@ -217,9 +218,13 @@ class TrialSteps:
 
     def _stop_arms(self, is_last: bool) -> None:
         """Those that have broken or are far behind, on all ranks together."""
-        [firsts] = self._mean_losses([self._copies[0].trained[:1]])
+        seen = (copy.trained[0] for copy in self._copies if copy.trained[0] is not None)
+        [firsts] = self._mean_losses([[next(seen, None)]])
         self._check_seen(firsts)
-        by_arm = self._mean_losses([copy.trained[-LOOK:] for copy in self._live])
+        owners = [self._copies.index(copy) % self._replicas.count for copy in self._live]
+        by_arm = self._mean_losses(
+            [copy.trained[-LOOK:] for copy in self._live], owners if self._arms.spread else ()
+        )
         # One batch may be easy by chance: what no arm is below does not count as behind.
         first = max([*firsts, min(map(mean, filter(None, by_arm)), default=-math.inf)])
         for copy, losses in zip([*self._live], by_arm, strict=True):
@@ -267,19 +272,23 @@ class TrialSteps:
 
     # -- what ranks know together ------------------------------------------------------------------
 
-    def _mean_losses(self, of: Sequence[Sequence[Loss]]) -> list[list[float]]:
-        """Means over the ranks that see a loss, by arm and batch. A batch of which no arm has a
-        loss is left out for all; an arm that has none where another has one is broken."""
+    def _mean_losses(
+        self, of: Sequence[Sequence[Loss]], owners: Sequence[int] = ()
+    ) -> list[list[float]]:
+        """Means over the ranks that see a loss, by arm and batch. A batch of which no arm of an
+        owner has a loss is left out for these; an arm that has none where another one of them has
+        is broken. ``owners``: who trains an arm, where that is not everybody."""
         losses = [loss for own in of for loss in own]
         values = [torch.zeros(()) if loss is None else loss for loss in losses]
         row = torch.stack([value.to("cpu", torch.float64) for value in values])
         row = row.nan_to_num(nan=INFINITE, posinf=INFINITE, neginf=INFINITE).clamp(max=INFINITE)
         seen = torch.tensor([float(loss is not None) for loss in losses], dtype=torch.float64)
-        total = self._replicas.sum_rows(torch.cat([row, seen])).sum(0).cpu()
+        total = self._replicas.sum_rows(torch.cat([row, seen]), purpose="losses of arms").sum(0)
         sums, counts = total.view(2, len(of), -1)
         means = (sums / counts).where((counts > 0) & (sums < INFINITE), INFINITE)
-        found: list[list[float]] = means[:, counts.sum(0) > 0].tolist()
-        return found
+        own = torch.tensor(owners or [0] * len(of))
+        known = [counts[own == owner].sum(0) > 0 for owner in own]
+        return [mean[has].tolist() for mean, has in zip(means, known, strict=True)]
 
     def _trial(self) -> Trial:
         """All of it: one collective of displacements, one of losses."""
