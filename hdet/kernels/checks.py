@@ -76,9 +76,11 @@ def check_tensor(
             f"{name} is a negated view, whose memory holds the opposite of what it stands for: use "
             ".resolve_neg()"
         )
-    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() > 0 and (tensor.data_ptr() == 0 or held < tensor.nbytes):
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)"
+            f"{name} of shape {tuple(tensor.shape)} has no memory, or less than it needs (meta or "
+            "fake tensor, or a storage that was resized): give it its memory back"
         )
 
 

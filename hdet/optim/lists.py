@@ -3,11 +3,14 @@ module is there; and whether others have written to them."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hdet.kernels import native
@@ -63,33 +66,42 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-class Addresses:
-    """Where tensors lay when this was made."""
+class NotedMemory:
+    """Where tensors lay when this was made, and their types, shapes and strides."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._known = addresses(tensors)
+        self._known = _described(tensors)
 
     def same(self, tensors: list[Tensor]) -> bool:
-        """Do these lie there?"""
-        return addresses(tensors) == self._known
+        """Is it as it was?"""
+        return _described(tensors) == self._known
 
 
-def note_addresses(tensors: list[Tensor]) -> Any:
-    """Addresses, in C++ where that can be."""
-    noted = (
-        None
-        if _NATIVE is None
-        else _NATIVE.Addresses(getattr(Tensor, "__dlpack_c_exchange_api__", None), tensors)
-    )
-    return noted if noted is not None and noted.usable else Addresses(tensors)
-
-
-def forms(tensors: Sequence[Tensor]) -> list[Any]:
-    """What tensors at their addresses are: types, shapes and strides."""
-    return [*map(_type_and_shape, tensors), *map(Tensor.stride, tensors)]
+def _described(tensors: Sequence[Tensor]) -> list[Any]:
+    return [*addresses(tensors), *map(_type_and_shape, tensors), *map(Tensor.stride, tensors)]
 
 
 _type_and_shape = operator.attrgetter("dtype", "shape")
+
+
+def note_memory(tensors: list[Tensor]) -> Any:
+    """NotedMemory, in C++ where that can be."""
+    noted = None if _NATIVE is None else _NATIVE.NotedMemory(_torchs_functions(), tensors)
+    return noted if noted is not None and noted.usable else NotedMemory(tensors)
+
+
+@functools.cache
+def _torchs_functions() -> list[int]:
+    """Addresses of what csrc/memory.h asks torch with; none where this torch has it not."""
+    library = ctypes.CDLL(torch._C.__file__)  # finds what torch's libraries have, too
+    try:
+        found = [getattr(library, f"aoti_torch_get_{name}") for name in _FUNCTIONS]
+    except AttributeError:
+        return []
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
+
+
+_FUNCTIONS = ("data_ptr", "dtype", "dim", "sizes", "strides")
 
 
 class GradientCheck:
