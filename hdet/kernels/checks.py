@@ -113,6 +113,12 @@ def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{one} and {other} overlap in memory: give each its own")
 
 
+def check_gradients_apart(gradients: Column) -> None:
+    """Of a step that zeroes them: one that two parameters share would be zeros for the second."""
+    pairs = enumerate(gradients)
+    check_apart((f"the gradient of parameter {i}", g) for i, g in pairs if g is not None)
+
+
 def check_sets(
     params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, noun: str = "parameter"
 ) -> list[tuple[str, Tensor]]:

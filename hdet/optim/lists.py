@@ -3,14 +3,11 @@ module is there; and whether others have written to them."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hdet.kernels import native
@@ -86,22 +83,8 @@ _type_and_shape = operator.attrgetter("dtype", "shape")
 
 def note_memory(tensors: list[Tensor]) -> Any:
     """NotedMemory, in C++ where that can be."""
-    noted = None if _NATIVE is None else _NATIVE.NotedMemory(_torchs_functions(), tensors)
-    return noted if noted is not None and noted.usable else NotedMemory(tensors)
-
-
-@functools.cache
-def _torchs_functions() -> list[int]:
-    """Addresses of what csrc/memory.h asks torch with; none where this torch has it not."""
-    library = ctypes.CDLL(torch._C.__file__)  # finds what torch's libraries have, too
-    try:
-        found = [getattr(library, f"aoti_torch_get_{name}") for name in _FUNCTIONS]
-    except AttributeError:
-        return []
-    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
-
-
-_FUNCTIONS = ("data_ptr", "dtype", "dim", "sizes", "strides")
+    torch = native.torch_interface
+    return NotedMemory(tensors) if torch is None else _NATIVE.NotedMemory(torch, tensors)
 
 
 class GradientCheck:
@@ -111,8 +94,8 @@ class GradientCheck:
     def __init__(self, params: list[Tensor]) -> None:
         """`params`: as their gradients must be, which may be None."""
         self._params = params
-        exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-        self._native = None if _NATIVE is None else _NATIVE.Gradients(Tensor, exchange, params)
+        torch = native.torch_interface
+        self._native = None if torch is None else _NATIVE.Gradients(Tensor, torch, params)
 
     def __call__(self, gradients: list[Any]) -> None:
         """Raises ValueError or TypeError."""

@@ -50,7 +50,7 @@ class ScheduleFree(FusedOptimizer):
         if "z" not in values:
             return values
         since = group.get("k", 0) - group.get("counted", 0)
-        return {**values, "step": float(values.get("step", 0)) + since}
+        return {**values, "step": values.get("step", 0) + since}
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         if isinstance(group["lr"], Tensor) and not group["lr"].is_cpu:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
-from hdet.kernels.checks import UnusualMemory
+from hdet.kernels.checks import UnusualMemory, check_gradients_apart
 from hdet.kernels.interface import Column
 from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards
@@ -250,6 +250,8 @@ class Planned:
         # before the first plan writes.
         if self.in_turns or len(self.active) > 1 or (takes_norm and self.clip is not None):
             self.check(gradients)
+            if any(one.zero_gradients for one in options.values()):
+                check_gradients_apart(gradients)
         if takes_norm and self.clip is not None:
             options = {device: self.clip(gradients, one) for device, one in options.items()}
         for turn, (n, part) in enumerate(self.active):

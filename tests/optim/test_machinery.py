@@ -161,6 +161,7 @@ def lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     if request.param == "native":
         return importlib.import_module("hdet.optim.lists")
     monkeypatch.setattr(native, "missing", "not built")
+    monkeypatch.setattr(native, "torch_interface", None)
     spec = importlib.util.find_spec("hdet.optim.lists")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

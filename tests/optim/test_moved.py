@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hdet.optim import lists
+from hdet.kernels import native
 
 from .common import BACKENDS, BY_NAME, FREE, MUON, OURS, Rule, assert_equal, run
 from .test_replicas import copies
@@ -120,8 +120,8 @@ def test_a_step_finds_what_has_moved(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if backend == "torch":  # and a torch that csrc/memory.h cannot ask
-        monkeypatch.setattr(lists, "_torchs_functions", list)
+    if backend == "torch":  # and a torch of another interface
+        monkeypatch.setattr(native, "torch_interface", None)
     made = [trained(rule, {**options, "backend": backend}, count) for _ in range(2)]
     for place, (key, _) in enumerate(state_of(made[0])):
         if way == "turned" and (key == "replica_params" or "moment_dtype" in options):
