@@ -79,8 +79,8 @@ def check_tensor(
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if tensor.numel() > 0 and (tensor.data_ptr() == 0 or held < tensor.nbytes):
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has no memory, or less than it needs (meta or "
-            "fake tensor, or a storage that was resized): give it its memory back"
+            f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor), or its "
+            "storage was resized to less than it needs: give it its memory back"
         )
 
 

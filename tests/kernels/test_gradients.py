@@ -67,26 +67,23 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     assert p.tolist() == [pytest.approx(0.1)] * 3
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_gradient_of_two_parameters_is_not_zeroed_before_the_second(kind: str) -> None:
-    """Refused by kernels, which zero it as they go; without zeroing a step takes it."""
-    p, q = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
-    optimizer: Any = hdet.FusedSGD([p, q], lr=0.1)
-    if kind == "muon":
-        groups = [{"params": [x], "use_muon": use} for x, use in ((p, True), (q, False))]
-        optimizer = hdet.FusedMuon(groups)
-    p.grad = q.grad = torch.ones(2, 2)
-    optimizer.step()
-    for x in (p, q):
-        assert (x != 1).all()
-    optimizer.zero_gradients, before = True, p.detach().clone()
+@pytest.mark.parametrize("uses", [(False, False), (True, False), (True, True)])
+def test_a_gradient_of_two_parameters_is_not_zeroed_before_the_second(uses: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in uses]
+    groups = [{"params": [p], "use_muon": use} for p, use in zip(params, uses, strict=True)]
+    optimizer = hdet.FusedMuon(groups)
+    for p in params:
+        p.grad = params[0].grad if p is not params[0] else torch.ones(2, 2)
+    optimizer.step()  # without zeroing both take it
+    assert all((p != 1).all() for p in params)
+    optimizer.zero_gradients, before = True, [p.detach().clone() for p in params]
     for _ in range(2):
         with pytest.raises(ValueError, match=r"gradient of parameter 0 .* parameter 1 overlap"):
             optimizer.step()
-    assert torch.equal(p, before)
-    q.grad = torch.ones(2, 2)
+    assert all(map(torch.equal, params, before))
+    params[1].grad = torch.ones(2, 2)
     optimizer.step()
-    assert not p.grad.any() and not q.grad.any()
+    assert not any(p.grad.any() for p in params)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("asks", ["torch", "Python"])

@@ -622,17 +622,15 @@ def test_matrices_without_names_are_what_torchs_takes(settings: dict[str, Any]) 
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0.05 * 4 * 2**-8)
 
 
-def test_empty_matrices_are_stepped_as_torchs() -> None:
-    """As on a rank that has no expert; alone, and beside others."""
-    shapes = [(0, 8), (8, 0), (0, 0), (8, 3)]
-    for chosen in (shapes[:1], shapes[1:2], shapes[2:3], shapes):
-        params = [Parameter(torch.ones(shape)) for shape in chosen]
-        optimizer = FusedMuon(params, max_grad_norm=1.0)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert all(optimizer.state[param]["step"] == 1 for param in params)
-        assert all((param != 1).all() and param.isfinite().all() for param in params)
+@pytest.mark.parametrize("shapes", [[(0, 8)], [(8, 0)], [(0, 0)], [(0, 8), (8, 3), (8, 0)]])
+def test_empty_matrices_are_stepped_as_torchs(shapes: list[tuple[int, int]]) -> None:
+    """As on a rank that has no expert."""
+    params = [Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = FusedMuon(params, max_grad_norm=1.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(optimizer.state[param]["step"] == 1 and (param < 1).all() for param in params)
 
 
 def test_names_that_do_not_tell_an_output_layer_are_warned_of() -> None:
@@ -670,6 +668,7 @@ def test_parameters_given_by_a_generator() -> None:
 MATRIX, VECTOR = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
 PAIR: Any = [("a", MATRIX), ("b", VECTOR)]
 DOUBLE: Any = [("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]
+NO_VECTORS = {"use_muon": lambda _, param: param.ndim >= 2}
 ALIKE = "of group 0 would be that of Muon and of AdamW alike"
 
 
@@ -684,14 +683,8 @@ ALIKE = "of group 0 would be that of Muon and of AdamW alike"
         (f"lr {ALIKE}", [{"params": PAIR, "lr": 0.1}], {}),
         (f"eps {ALIKE}", [{"params": PAIR, "eps": 0.1}], {"use_muon": hidden_matrix}),
         (r"has the shape \(3,\), and use_muon=True is for", PAIR, {"use_muon": lambda *_: True}),
-        *(
-            (
-                f"has the shape .*{k}.*, and use_muon=True is .*, or say stacked=True",
-                nn.Sequential(conv(2, 3, k), nn.Linear(4, 4)).named_parameters(),
-                {"use_muon": lambda _, p: p.ndim >= 2},
-            )
-            for k, conv in ((5, nn.Conv1d), (6, nn.Conv2d))
-        ),
+        ("2, 5.*or say stacked", nn.Conv1d(2, 3, 5).named_parameters(), NO_VECTORS),
+        ("2, 5, 5.*or say stacked", nn.Conv2d(2, 3, 5).named_parameters(), NO_VECTORS),
         ("iterable of Tensors", MATRIX, {}),
         (r"momentum=1.0 of .* must be in \[0, 1\)", PAIR, {"momentum": 1.0}),
         ("ns_steps=100 of", PAIR, {"ns_steps": 100}),

@@ -22,15 +22,7 @@ SHAPES = [(7, 5), (5, 7), (1, 4), (3, 6, 2), (9, 8), (3,), (8, 3), (7, 5)]
 MATRICES = [0, 1, 2, 3, 4, 7]
 GROUPS: list[tuple[list[int], dict[str, Any]]] = [
     (MATRICES[:3], {"use_muon": True}),
-    (
-        MATRICES[3:],
-        {
-            "use_muon": True,
-            "stacked": True,
-            "nesterov": False,
-            "adjust_lr_fn": "match_rms_adamw",
-        },
-    ),
+    (MATRICES[3:], {"use_muon": True, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
     ([5, 6], {"use_muon": False}),
 ]
 HSDP = [[Replicate(), Shard(0)]] * 8
@@ -53,7 +45,10 @@ MESHES: dict[str, Any] = {
 
 def twins_of(mesh: str, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
     def make(params: list[Parameter]) -> FusedMuon:
-        groups = [{"params": [params[i] for i in places], **kind} for places, kind in GROUPS]
+        groups = [
+            {"params": [params[i] for i in places], "stacked": True, **kind}
+            for places, kind in GROUPS
+        ]
         return FusedMuon(groups, **{"lr": 2e-2, **options})
 
     return Twins(make, *MESHES[mesh], SHAPES, dtype)

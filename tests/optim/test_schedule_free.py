@@ -16,7 +16,7 @@ import hdet
 from hdet.optim import FusedScheduleFreeAdamW
 
 from .common import BACKENDS, assert_close, assert_equal, parameters, run
-from .test_replicas import RHOS, copies, values
+from .test_replicas import RHOS, copies, put, values
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -61,30 +61,23 @@ def test_it_is_schedulefrees_step_by_step(settings: dict[str, Any], backend: str
 def test_states_pass_to_schedulefree_and_back(
     settings: dict[str, Any], saved_in_eval: bool
 ) -> None:
-    schedulefree = pytest.importorskip("schedulefree")
-    kinds = [FusedScheduleFreeAdamW, schedulefree.AdamWScheduleFree]
-
-    def begun(kind: Any) -> tuple[Any, list[Parameter]]:
-        params = parameters()
-        optimizer = kind(params, **settings)
-        optimizer.train()
-        return optimizer, params
-
-    made = [begun(kind) for kind in kinds]
-    for turn in range(3):
-        for optimizer, params in made:
+    peer = pytest.importorskip("schedulefree").AdamWScheduleFree
+    saved: list[Any] = [None, None]
+    for turn in range(4):
+        now: list[Any] = []
+        for kind, earlier in zip((FusedScheduleFreeAdamW, peer), saved[::-1], strict=True):
+            params = parameters()
+            optimizer = kind(params, **settings)
+            if earlier:
+                put(earlier[0], params)
+                optimizer.load_state_dict(earlier[1])
+            optimizer.train()
             run(optimizer, params, range(6 * turn, 6 * turn + 6))
             if saved_in_eval:
                 optimizer.eval()
-        assert_close(made[0][1], made[1][1], 1e-5)
-        after = [begun(kind) for kind in kinds]
-        for (optimizer, params), (other, others) in zip(after, made[::-1], strict=True):
-            optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-            with torch.no_grad():
-                for param, value in zip(params, others, strict=True):
-                    param.copy_(value)
-            optimizer.train()
-        made = after
+            now.append((params, copy.deepcopy(optimizer.state_dict())))
+        assert_close(now[0][0], now[1][0], 1e-5)
+        saved = now
 
 
 def test_x_is_the_weighted_mean_of_all_z() -> None:
