@@ -140,8 +140,13 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
         for group in own
     ]
     memo: dict[int, Any] = {id(optimizer): stand_in, id(own): groups}
-    held = chain(*map(_held, _parts(schedulers)))
-    memo |= {id(x): memo.get(id(x), _number(x)) for x in held if isinstance(x, _NOT_COPIED)}
+    parts = _parts(schedulers)
+    for x in chain(*map(_held, parts), *(group["params"] for group in own)):
+        # of a method, also of a partial one: a schedule may ask whoever trains
+        owner = getattr(getattr(x, "func", x), "__self__", None)
+        is_own = owner is None or isinstance(owner, LRScheduler) or id(owner) in map(id, parts)
+        if id(x) not in memo and (not is_own or isinstance(x, _NOT_COPIED)):
+            memo[id(x)] = _number(x)
     memo |= zip(map(id, own), groups, strict=True)
     copies = copy.deepcopy(schedulers, memo)
     for one in _parts(copies):  # transformers has one function for all groups
