@@ -9,8 +9,8 @@ PeriodicModelAverager, and one all_reduce per parameter as simple averaging code
 bf16 tensors of 2^20, which travel as fp32: without masters, packed into two buckets in turn, and
 into one after the other as before; and with fp32 masters, which are reduced in place.
 
-With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls
-between optimizer steps, in turn. Bytes are what a rank has to send at the least (a ring's), counted
+With --way: the ways of hdet.converge (or one of them) beside Plain(), what each does at a
+cycle's end, in turn. Bytes are what a rank has to send at the least (a ring's), counted
 in torch's collectives; they do not depend on the machine. Over gloo on one machine a network costs
 as much as memory does, so times show each way's own work rather than what it saves.
 """
@@ -31,11 +31,8 @@ from hdet.converge import (
     Averaging,
     Compressed,
     ExactLocal,
-    Hierarchical,
     Outer,
-    Overlapped,
     Plain,
-    Streaming,
     Task,
 )
 from hdet.converge.buckets import Buckets, Part
@@ -115,16 +112,12 @@ def measure_16_bits(
 
 # -- the ways --------------------------------------------------------------------------------------
 
-INTERVAL = 8
-WAYS: dict[str, Callable[[int], Averaging]] = {
-    "plain": lambda n: Plain(),
-    "hierarchical": lambda n: Hierarchical(n // 2),
-    "bf16": lambda n: Compressed("bf16"),
-    "int8": lambda n: Compressed("int8"),
-    "streaming": lambda n: Streaming(4),
-    "overlapped": lambda n: Overlapped(4),
-    "exact-local": lambda n: ExactLocal(check_every=10),
-    "outer": lambda n: Outer(),
+WAYS: dict[str, Averaging] = {
+    "plain": Plain(),
+    "bf16": Compressed("bf16"),
+    "int8": Compressed("int8"),
+    "exact-local": ExactLocal(check_every=10),
+    "outer": Outer(),
 }
 
 
@@ -142,7 +135,6 @@ def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 64 << 20) -> 
             replicas,
             optimizer,
             lambda: [None] * len(parameters),
-            INTERVAL,
             bucket_bytes,
             gradients,
         )
@@ -150,9 +142,6 @@ def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 64 << 20) -> 
 
     def cycle() -> None:
         average.on_cycle_start()
-        for position in range(1, INTERVAL):
-            if average.acts_after(position):
-                average.after_step(position)
         average.end_cycle([1 / replicas.count] * replicas.count)
 
     cycle()  # the first average is exact, or compares
@@ -162,7 +151,7 @@ def cycle_of(way: Averaging, sizes: list[int], bucket_bytes: int = 64 << 20) -> 
 def measure_ways(
     rank: int, world_size: int, sizes: list[int], repeats: int, names: list[str]
 ) -> dict[str, dict[str, float]]:
-    cycles = {name: cycle_of(WAYS[name](world_size), sizes) for name in names}
+    cycles = {name: cycle_of(WAYS[name], sizes) for name in names}
     volume = {}
     for name, cycle in cycles.items():
         cycle()
@@ -175,8 +164,6 @@ def measure_ways(
 
 def report_ways(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(["plain", *(WAYS if options.way == "all" else [options.way])]))
-    if options.processes < 4 or options.processes % 2:
-        names = [name for name in names if name != "hierarchical"]
     for case, sizes in CASES.items():
         rows = spawn(measure_ways, options.processes, sizes, options.repeats, names)
         print(

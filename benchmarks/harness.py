@@ -76,8 +76,6 @@ RING: dict[str, Callable[[tuple[Any, ...], int], tuple[int, float]]] = {
     "all_to_all_single": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
     "all_gather_single": lambda given, n: (n - 1, (n - 1) * given[1].nbytes),
     "all_gather_into_tensor": lambda given, n: (n - 1, (n - 1) * given[1].nbytes),
-    "reduce_scatter_single": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
-    "reduce_scatter_tensor": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
 }
 
 

@@ -93,16 +93,6 @@ def all_reduce(size: float, ranks: int, link: Link) -> Traffic:
     return min(ring_all_reduce(size, ranks), tree_all_reduce(size, ranks), key=link.seconds)
 
 
-def hierarchical(size: float, inside: int, nodes: int, across: Link) -> tuple[Traffic, Traffic]:
-    """Reduce-scatter inside a node of ``inside`` peers, all-reduce of what each holds across
-    ``nodes``, all-gather inside.
-
-    Returns the traffic inside and across. With equal bandwidths and rings it sends the bytes of one
-    flat ring.
-    """
-    return ring_all_reduce(size, inside), all_reduce(size / inside, nodes, across)
-
-
 # -- a job and its ways of averaging ---------------------------------------------------------------
 
 
@@ -136,10 +126,6 @@ class Job:
     """bytes per second of a rank's own memory"""
     bucket_bytes: float = 32 * 2**20
     """of one collective"""
-    fragments: int = 4
-    """F of streaming"""
-    overlap_steps: int = 1
-    """tau: steps that an overlapped average may take"""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -148,11 +134,6 @@ class Job:
         if self.replicas < 2:
             raise ValueError(
                 "replicas is 1: it must be at least 2, one alone has nobody to be averaged with"
-            )
-        if self.fragments > self.interval or self.overlap_steps >= self.interval:
-            raise ValueError(
-                f"interval is {self.interval}: it must be at least fragments ({self.fragments}) "
-                f"and above overlap_steps ({self.overlap_steps})"
             )
 
     @property
@@ -192,44 +173,27 @@ class Way:
     """bytes of them through the links between nodes; all of a flat ring that has such a link,
     because it is as slow as that one"""
     seconds: float
-    """of work or of wire, hidden or not"""
-    exposed: float
-    """seconds of them that training waits for"""
+    """of work or of wire, for which training waits"""
     pause: float
     """seconds of the longest single wait"""
     memory: float
     """bytes beside parameters, gradients and optimizer state"""
     share: float
-    """exposed / (T step): what the run gets longer by"""
+    """seconds / (T step): what the run gets longer by"""
 
 
 def ways(job: Job) -> list[Way]:
     """Every way of averaging that the layout admits, plain first."""
     own, link, replicas = job.own, job.between_replicas, job.replicas
     size, ranks = own * job.value_bytes, job.replicas * job.shards
-    bucket, none = min(size, 2 * job.bucket_bytes), Traffic()  # two of them, in turn
+    bucket = min(size, 2 * job.bucket_bytes)  # two of them, in turn
     # the reference, the error that is fed back, and that of a rank's chunk
     kept_back = own * (8 + 4 / replicas) + bucket
 
-    def way(
-        name: str,
-        across: Traffic,
-        memory: float,
-        *,
-        inside: Traffic = none,
-        hidden: float = 0.0,
-        pauses: int = 1,
-    ) -> Way:
-        seconds = job.inside.seconds(inside) + link.seconds(across)
-        sent, waited = across.sent if job.crosses else 0.0, max(0.0, seconds - hidden)
-        share = waited / job.interval / job.step_seconds
-        total = inside.sent + across.sent
-        return Way(name, total, sent, seconds, waited, waited / pauses, memory, share)
-
-    def reduced(parts: int = 1) -> Traffic:
-        """A part after the other, in buckets that together are one."""
-        of = lambda bucket: all_reduce(bucket, replicas, link)
-        return _in_buckets(size / parts, job, of, parts) * parts
+    def way(name: str, across: Traffic, memory: float) -> Way:
+        seconds, sent = link.seconds(across), across.sent if job.crosses else 0.0
+        share = seconds / job.interval / job.step_seconds
+        return Way(name, across.sent, sent, seconds, seconds, memory, share)
 
     def exchanged(bytes_each: float) -> Traffic:
         """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an
@@ -240,33 +204,20 @@ def ways(job: Job) -> list[Way]:
         )
         return _in_buckets(size, job, both)
 
-    plain, pieces = reduced(), job.fragments
-    # before all fragments but the last, N numbers tell who is finite
-    told = all_reduce(8 * replicas, ranks, link) * (pieces - 1)
-    rows = [way("plain", plain, bucket)]
-    nodes, rest = divmod(replicas, job.peers_per_node)
-    if job.peers_per_node > 1 and nodes > 1 and rest == 0:
-        count = math.ceil(size / job.bucket_bytes)
-        inside, across = hierarchical(size / count, job.peers_per_node, nodes, job.across)
-        rows.append(way("hierarchical", across * count, bucket, inside=inside * count))
-    tau = job.overlap_steps
-    overlapped, hidden = f"overlapped, {tau} step{'s' * (tau > 1)}", tau * job.step_seconds
+    plain = _in_buckets(size, job, lambda bucket: all_reduce(bucket, replicas, link))
     extra = all_reduce(16 * replicas, ranks, link)
-    return rows + [
+    return [
+        way("plain", plain, bucket),
         way("compressed bf16", exchanged(2), kept_back),
         way("compressed int8", exchanged(INT8_BYTES), kept_back),
-        way(f"streaming, {pieces} fragments", reduced(pieces) + told, bucket, pauses=pieces),
-        way(overlapped, plain, 2 * size, hidden=hidden),
         way("outer step", plain + extra, bucket + 8 * own),
         _exact_local(job),
     ]
 
 
-def _in_buckets(
-    size: float, job: Job, collective: Callable[[float], Traffic], parts: int = 1
-) -> Traffic:
-    """``size`` bytes in pieces of at most one of ``parts`` of a bucket, as alike as can be."""
-    count = math.ceil(size * parts / job.bucket_bytes)
+def _in_buckets(size: float, job: Job, collective: Callable[[float], Traffic]) -> Traffic:
+    """``size`` bytes in pieces of at most a bucket, as alike as can be."""
+    count = math.ceil(size / job.bucket_bytes)
     return collective(size / count) * count
 
 
@@ -278,7 +229,7 @@ def _exact_local(job: Job) -> Way:
     once = HBM_BYTES * job.own / job.memory_bandwidth
     seconds = once * (job.interval + 1)
     share = seconds / job.interval / job.step_seconds
-    return Way("exact local", 0.0, 0.0, seconds, seconds, once, 4 * job.own, share)
+    return Way("exact local", 0.0, 0.0, seconds, once, 4 * job.own, share)
 
 
 def gradients(job: Job) -> Traffic:
@@ -342,14 +293,13 @@ def lines(job: Job, knobs: int = 1, chunks: int = 8) -> Iterator[str]:
     yield ""
     yield (
         f"{'way of averaging':<24}{'sent a rank':>12}{'between nodes':>15}{'a cycle':>10}"
-        f"{'waited for':>12}{'longest':>10}{'of the run':>12}"
-        f"{'+ memory':>10}"
+        f"{'longest':>10}{'of the run':>12}{'+ memory':>10}"
     )
     for way in ways(job):
         yield (
             f"{way.name:<24}{_bytes(way.sent):>12}{_bytes(way.sent_across):>15}"
-            f"{_seconds(way.seconds):>10}{_seconds(way.exposed):>12}{_seconds(way.pause):>10}"
-            f"{_percent(way.share):>12}{_bytes(way.memory):>10}"
+            f"{_seconds(way.seconds):>10}{_seconds(way.pause):>10}{_percent(way.share):>12}"
+            f"{_bytes(way.memory):>10}"
         )
     yield ""
     traffic = gradients(job)
@@ -439,8 +389,6 @@ HELP = {
     "ranks_per_node": "GPUs of a node",
     "memory_bandwidth": "bytes per second of a rank's own memory",
     "bucket_bytes": "of one collective",
-    "fragments": "of streaming",
-    "overlap_steps": "steps that an overlapped average may take",
 }
 
 

@@ -45,7 +45,7 @@ class Ensemble:
         divergence: when a replica is left out of an average, or a cycle rolled back: `Divergence`.
         design: ``"permutation"``, each knob's grid of multipliers by itself, as published; or
             ``"orthogonal"``, two levels, which tells the effects of several knobs apart best.
-            Default: orthogonal for 2 to N - 1 knobs.
+            Default: orthogonal for 2 to N - 1 knobs where N is a power of two.
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
@@ -172,8 +172,6 @@ class Ensemble:
             ends = ends or (is_over and self.engine.position > 0)
             if ends:
                 record = cycles.end()
-            elif stepped and (cycles.can_part or not self.weights.average.idle):
-                cycles.act_within()
         finally:  # also when the schedule is past its end: at rest there is the base value
             if not schedule.is_neutral:
                 schedule.write(self.engine)
@@ -253,8 +251,8 @@ class Ensemble:
 
     @property
     def in_sync(self) -> bool:
-        """Are the replicas' parameters and averaged buffers known to be equal now, with no average
-        under way? Does not compare them."""
+        """Are the replicas' parameters and averaged buffers known to be equal now, and is nothing
+        kept back for the next average? Does not compare them."""
         return self.cycles.in_sync
 
     def value(self, name: str) -> float:
@@ -307,6 +305,8 @@ class Ensemble:
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
+        if self.cycles.search is not None:
+            self.cycles.search.note_save()
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def check_state(self, state: Any) -> None:
@@ -324,9 +324,15 @@ class Ensemble:
             ValueError: another version, missing or damaged values, other knobs, another controller
                 or scheduler; nothing is changed then.
         """
+        with self.taken_over(state):
+            pass
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
         self.cycles.check_at_rest("load_state_dict")
-        with self.schedule.taken_over(state):
-            self.engine.load_state_dict(state)
+        with self.schedule.taken_over(state), self.engine.taken_over(state):
+            yield
         self.engine.restart()
         self.schedule.write(self.engine)
         self._parts.lost_state = self.schedule.doubt = ""

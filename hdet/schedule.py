@@ -325,9 +325,7 @@ class Schedule:
         """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the
         scheduler itself refuses; nothing is changed then."""
         values = self.check_state(state)
-        with schema.unchanged_on_error(self.scheduler):
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(values["scheduler"])
+        with schema.loaded(self.scheduler, values["scheduler"]):
             yield
         for knob in self.knobs:
             high = values["highest"][knob.name]

@@ -25,8 +25,6 @@ class Task:
     replicas: Replicas
     optimizer: Optimizer
     masters: Masters
-    sync_interval: int
-    """T, optimizer steps between averages."""
     bucket_bytes: int
     """Upper bound of the extra memory of a plain average."""
     gradients: str = "shared"
@@ -34,15 +32,11 @@ class Task:
 
     def parts(self) -> list[Part]:
         """All that is averaged, as it lies on this rank: the tensors with their masters, then the
-        weights beside them."""
-        weights = [part for part in self.beside() if part is not None]
-        return [*parts_of(self.tensors, self.masters), *weights]
-
-    def beside(self) -> list[Part | None]:
-        """The weight that the optimizer keeps beside each of the tensors, where there is one. Those
-        that are missing are made: only to be asked when something is averaged."""
+        weights that the optimizer keeps beside them. Those that are missing are made: only to be
+        asked when something is averaged."""
         weights = beside(self.optimizer, self.tensors)
-        return [None if weight is None else Part(weight) for weight in weights]
+        kept = [Part(weight) for weight in weights if weight is not None]
+        return [*parts_of(self.tensors, self.masters), *kept]
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Averaging:
     needs_processes: ClassVar[bool] = True
     """Does each replica need a process of its own?"""
     needs_rates_only: ClassVar[bool] = False
-    """May replicas differ in learning rates only, with multipliers that add up to N?"""
+    """May replicas differ in learning rates only?"""
 
     def build(self, task: Task) -> Averager:
         """The averager for this task; of one replica, one that does nothing.
@@ -86,21 +80,13 @@ class Averager:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.idle = True
-        """Is nothing under way or kept back? Then tensors are equal on all replicas after an
-        average, and they are the whole state."""
+        """Is nothing kept back? Then tensors are equal on all replicas after an average, and they
+        are the whole state."""
         self._plain = Buckets(task.parts, task.bucket_bytes, in_place=True)
         self._hooks: list[RemovableHandle] = []
 
     def on_cycle_start(self) -> None:
         """Before the first step after an average, a start or a load. No communication."""
-
-    def acts_after(self, position: int) -> bool:
-        """Is there anything to do after step ``position`` (1 .. T - 1)? The same on all ranks."""
-        return False
-
-    def after_step(self, position: int) -> list[str]:
-        """Do it; only where `acts_after` says so. Returns notes for the record."""
-        return []
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """After the last step of a cycle. Returns notes for the record."""
@@ -108,8 +94,8 @@ class Averager:
         return []
 
     def complete(self, weights: Sequence[float]) -> None:
-        """Average now, in full and exactly. Afterwards it is `idle`: what was under way is finished
-        or dropped, what was kept back is forgotten."""
+        """Average now, in full and exactly. Afterwards it is `idle`: what was kept back is
+        forgotten."""
         self._average_plainly(weights)
         self._forget()
 
@@ -137,7 +123,7 @@ class Averager:
         self._plain.average(self.task.replicas, weights)
 
     def _forget(self) -> None:
-        """Drop what is under way or kept back."""
+        """Drop what is kept back."""
         self.idle = True
 
     def _forget_on_load(self) -> None:

@@ -13,11 +13,6 @@ def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
     _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
 
 
-def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of the sum of all ``whole`` into ``own``."""
-    _existing("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group)
-
-
 def start_weighted_sum(tensor: torch.Tensor, weight: float, group: dist.ProcessGroup) -> dist.Work:
     """Begin tensor <- sum_r w_r tensor_r, in place.
 

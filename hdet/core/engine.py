@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from .controller import Controller
 from .design import table_of
 from .evidence import Evidence, KnobSpec
 from .plan import Decision, Plan
-from .schema import COUNT, MAPPING, instance, list_of, number, optional, read, unchanged_on_error
+from .schema import COUNT, MAPPING, instance, list_of, loaded, number, optional, read
 
 __all__ = ["STATE_VERSION", "CycleOutcome", "Engine", "KnobSpec"]
 
@@ -325,12 +326,17 @@ class Engine:
         return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments
-        go on. Raises as `check_state`; nothing is changed then."""
+        """See `taken_over`."""
+        with self.taken_over(state):
+            pass
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Continues from `state_dict`, unless what is done inside raises. The seed of the saved run
+        is kept, so that its assignments go on. Raises as `check_state`; nothing is changed then."""
         values = self.check_state(state)
-        with unchanged_on_error(self.controller):
-            if self.controller is not None:
-                self.controller.load_state_dict(values["controller_state"])
+        with loaded(self.controller, values["controller_state"]):
+            yield
         self.held = values["bases"]
         for key in (*COUNTS, "seed", "level", "corrections"):
             setattr(self, key, values[key])

@@ -75,6 +75,9 @@ class Adapter:
     def clip_gradients(self) -> None:
         """Do what the framework does between backward and step, also in an arm of a trial."""
 
+    def begin_averages(self) -> None:
+        """Begin averages of weights that the framework keeps with those that are in place."""
+
     # -- beginning ---------------------------------------------------------------------------------
 
     def begin(
@@ -126,6 +129,10 @@ class Adapter:
                 raise ValueError(f"AutoLR {obstacle}")
             trial.before_step = partial(_call_in_turn, self.clip_gradients, trial.before_step)
             trial.scaler = trial.scaler or self.scaler
+        controller = made.get("controller")
+        if isinstance(controller, Controller) and controller.search is not None:
+            search: AutoLR = controller.search
+            search.on_restart = partial(_call_in_turn, self.begin_averages, search.on_restart)
         ensemble = Ensemble(optimizer, **made)
         ensemble.records.tell = self.tell
         return ensemble

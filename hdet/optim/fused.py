@@ -224,13 +224,13 @@ class FusedOptimizer(Optimizer):
         self.first_replica = 0  # among all replicas of the run, for stochastic rounding
         self.multipliers: list[list[float]] = [[]]
         self._sets: dict[Tensor, list[Tensor]] = {}  # each in all replicas; empty for one
-        self._forget()
+        self.forget_plans()
         given = dict(zip(rule.settings, settings, strict=False))
         defaults = {**known, **given, "maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
-    def _forget(self) -> None:
+    def forget_plans(self) -> None:
         """Nothing is planned or held for the next step."""
         self._held: dict[str, Any] = {}  # what load_state_dict takes past torch
         self._planned: Planned | None = None
@@ -539,7 +539,7 @@ class FusedOptimizer(Optimizer):
             if z := kept_z(state):
                 state["replica_z"] = of_each(z, count)[1:]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
-        self._forget()
+        self.forget_plans()
 
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the
@@ -633,7 +633,7 @@ class FusedOptimizer(Optimizer):
         if "defaults" not in state:
             state = {**state, "state": self._loaded_state(state["state"])}
         super().__setstate__(state)
-        self._forget()
+        self.forget_plans()
 
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict.

@@ -99,26 +99,14 @@ def _group_of(ranks: Sequence[int]) -> Any:
     return dist.group.WORLD if [*ranks] == [*range(dist.get_world_size())] else _new_group(ranks)
 
 
-def own_group(
-    table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
-) -> dist.ProcessGroup:
-    """The group in ``table`` that this rank is in: a new one, also where the whole world has one
-    already. All ranks of all ``replicas`` call it with the same table."""
-    # If some ranks do not come here, members make their group among themselves.
-    apart = sum(map(len, replicas)) < dist.get_world_size()
-    rank = dist.get_rank()
-    made = [(ranks, _new_group(ranks, apart)) for ranks in table if rank in ranks or not apart]
-    return next(group for ranks, group in made if rank in ranks)
-
-
-def _new_group(ranks: Sequence[int], apart: bool = False) -> Any:
+def _new_group(ranks: Sequence[int]) -> Any:
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
             f"this torch ({torch.__version__}) sorts a group's ranks, and {brief(ranks)} are in "
             "another order: name them in theirs"
         )
-    return dist.new_group(list(ranks), use_local_synchronization=apart, **order)
+    return dist.new_group(list(ranks), **order)
 
 
 def listed_table(lists: Sequence[Sequence[int]]) -> Table:

@@ -177,19 +177,13 @@ class Cycles:
             schedule.write(self.engine)
         if factor < 1:  # the first weights are in place again
             self.note_restore()
+            search.on_restart()
         assert search.interval is not None
         self.trial = search.interval.to_dict()
         self.notes.append(search.note)
         return search.note
 
     # -- an average --------------------------------------------------------------------------------
-
-    def act_within(self) -> None:
-        """After a step inside of a cycle: what a way of averaging does between its ends."""
-        position = self.engine.position
-        if self.weights.average.acts_after(position):
-            with self.during("average"):
-                self.notes += self.weights.after_step(position)
 
     def converge(self) -> None:
         """Average now and exactly; the cycle goes on."""
@@ -328,9 +322,13 @@ class Cycles:
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
+        remedy = (
+            "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
+            if self.search is None or self.search.lower_may_help
+            else "Lower rates break too: look for NaN in data, loss and first weights"
+        )
         return ReplicasDiverged(
-            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. Resume from the last "
-            "checkpoint with a lower rate or spread, or clip gradients"
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. {remedy}"
         )
 
     def _now(self) -> float:

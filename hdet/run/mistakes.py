@@ -119,5 +119,5 @@ def warn_of_no_controller(engine: Engine, saved: str) -> None:
         f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
         f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}",
-        stacklevel=3,
+        stacklevel=5,  # past a context manager,
     )

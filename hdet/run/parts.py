@@ -26,6 +26,7 @@ from ..trial.searched import Searched
 from .compatibility import (
     averaged_tensors,
     check_arguments,
+    check_averaged,
     check_controller,
     checked_design,
     decides_at_ends,
@@ -77,6 +78,8 @@ class Parts:
         self.tensors = averaged_tensors(optimizer, self.sync.buffers)
         check_tied(self.sync.tied, self.tensors)
         self.replicas = self._replicas(replicas)
+        if self.replicas.count > 1:
+            check_averaged(self.tensors)
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
         self.design = checked_design(
             design, self.knobs, optimizer, self.replicas, controller, self.sync
@@ -107,7 +110,9 @@ class Parts:
         self.search: Any = None if self.controller is None else self.controller.search
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         first, is_local = self.replicas.local[0], sync.gradients == "local"
-        self.fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, is_local)
+        self.fan_out = FanOut(
+            optimizer, self.schedule, first, self._on_cycle_start, is_local, self.replicas.count > 1
+        )
         self._watch()
         models = self._models()
         self.weights = ReplicaWeights(

@@ -50,9 +50,8 @@ class ReplicaWeights:
         self._optimizer = optimizer
         self.local = local_replicas(replicas, optimizer, tensors)
         task = Task(
-            tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes,
-            sync.gradients,
-        )  # fmt: skip
+            tensors, replicas, optimizer, self.local[0].masters, sync.bucket_bytes, sync.gradients
+        )
         self.average: Averager = (
             _CoresidentAverager(task) if len(self.local) > 1 else sync.converge.build(task)
         )
@@ -115,12 +114,6 @@ class ReplicaWeights:
         """Parameters may have been loaded: earlier ones are dropped."""
         if self._starts is not None:
             self._starts.forget()
-
-    def after_step(self, position: int) -> list[str]:
-        """What `Averager.acts_after` has announced. Returns notes for the record."""
-        notes = self.average.after_step(position)
-        self._publish()
-        return notes
 
     def end_cycle(self, healthy: Sequence[int]) -> list[str]:
         """An average as `Sync.converge` says. Returns notes for the record."""

@@ -48,7 +48,8 @@ class Arms:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
-        self.in_place = InPlace(run.module, run.optimizer)
+        self._needs_closure = False  # the optimizer's step, as SAM's
+        self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
     @contextmanager
@@ -80,7 +81,12 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
+        self,
+        arm: Snapshot,
+        closure: Closure,
+        factor: float,
+        may_skip: bool = False,
+        note_gradients: Callable[[], object] | None = None,
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -89,6 +95,7 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
+            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
@@ -96,6 +103,11 @@ class Arms:
             losses = self._backward(closure)
             gradients = [p.grad for p in run.parameters if p.grad is not None]
             if not gradients and not (may_skip and losses is None):
+                if not any(p.requires_grad for p in run.parameters):
+                    raise ValueError(
+                        "each parameter of the optimizer is frozen (requires_grad=False): no rate "
+                        "trains it"
+                    )
                 raise ValueError(
                     "the closure gave losses without a graph, and left no gradients (is a return "
                     "missing?): compute the losses of the batch again inside it, without no_grad "
@@ -103,10 +115,12 @@ class Arms:
                 )
             self._average(gradients)
             if self._unscale(gradients) and gradients:
+                if note_gradients is not None:
+                    note_gradients()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
-                    run.optimizer.step()
+                    self._step(arm, closure)
         run.clear_gradients()
         arm.take()
         return mean_of(losses)
@@ -122,6 +136,25 @@ class Arms:
         return run.take_snapshot(self._place) if arm is None else arm
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _step(self, arm: Snapshot, closure: Closure) -> None:
+        """An optimizer that asks for a closure gets one that computes the arm's gradients again."""
+
+        def compute_again() -> torch.Tensor | None:
+            losses = self._backward(closure)
+            self._average([p.grad for p in self.run.parameters if p.grad is not None])
+            return mean_of(losses)
+
+        step: Any = self.run.optimizer.step
+        try:
+            step(*[compute_again] * self._needs_closure)
+        except Exception as error:
+            if not isinstance(error, TypeError) and "closure" not in repr(error).lower():
+                raise
+            self.run.restore(arm)
+            compute_again()
+            step(compute_again)
+            self._needs_closure = True
 
     def _backward(self, closure: Closure) -> torch.Tensor | None:
         """Losses of the current batch, and their gradients in place."""

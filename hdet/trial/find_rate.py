@@ -8,11 +8,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
 from ..core.validate import whole
-from ..optim.snapshot import without_hooks
+from ..optim.snapshot import forget_states, optimizers_in, without_hooks
 from ..replicas import Replicas
 from ..simulation import simulate_rates
 from ..tensors.eval_mode import random_states_kept
@@ -45,7 +47,8 @@ def find_rate(
 
     Args:
         model: as the training loop will call it, with its first weights.
-        optimizer: with the peak rate that you would use.
+        optimizer: with the peak rate that you would use. Without a rate of your own leave torch's
+            default, and take `RateInterval.best`.
         losses_of: ``losses_of(model, batch)`` -> losses, shape (examples,), or their mean.
         batches: training batches; 56 are taken. On several ranks, each rank's own.
         total_steps: length of the run in optimizer steps.
@@ -76,13 +79,17 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    with random_states_kept(model):
-        taken = list(islice(batches, STEPS + SCORES))
-    if len(taken) < STEPS + SCORES:
-        raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
     own = _peaks(optimizer, scheduler, total_steps)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
+    with random_states_kept(model, _generators_of(batches)):
+        taken = list(islice(batches, STEPS + SCORES))
+    missing = float(STEPS + SCORES - len(taken))
+    if replicas.sum_rows(torch.tensor([missing], dtype=torch.float64)).sum():
+        raise ValueError(
+            f"batches has {len(taken)}, and a trial takes {STEPS + SCORES} on each rank: pass more"
+        )
+    states = {id(one): {*one.state} for one in optimizers_in(optimizer)}
     peaks = lambda: [(number, factor * peak) for number, peak in enumerate(own)]
     run = Searched(model, optimizer, replicas, peaks, aside=partial(without_hooks, optimizer))
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
@@ -95,8 +102,23 @@ def find_rate(
             factor *= next(found for found in map(search.after_step, closures) if found)
     finally:
         search.close()
-    assert search.interval is not None
-    return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+        forget_states(optimizer, states)
+    found = search.interval
+    assert found is not None
+    interval = replace(found.trial, rate=found.rate).interval(total_steps)
+    return replace(interval, groups=found.groups)
+
+
+def _generators_of(batches: object) -> list[Any]:
+    """Of random numbers, that a loader, its samplers and its data set draw from."""
+    found, looked_at = [], [batches]
+    for one in looked_at:  # it grows
+        for value in getattr(one, "__dict__", {}).values():
+            if any(hasattr(value, name) for name in ("get_state", "getstate", "bit_generator")):
+                found.append(value)
+            elif isinstance(value, (Sampler, Dataset)) and all(value is not x for x in looked_at):
+                looked_at.append(value)
+    return found
 
 
 def _peaks(optimizer: Optimizer, scheduler: Any, total_steps: int) -> list[float]:

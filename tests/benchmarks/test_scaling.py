@@ -26,7 +26,6 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     ("--parameters 0", "parameters is 0: it must be a positive number"),
     ("--parameters 1e9 --replicas 1", "nobody to be averaged with"),
     ("--parameters 1e9 --bandwidth 0", "a link of 0.0 bytes a second"),
-    ("--parameters 1e9 --interval 2", "it must be at least fragments (4)"),
 ])  # fmt: skip
 def test_costs_refuse(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     with pytest.raises(SystemExit, match="2"):

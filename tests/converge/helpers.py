@@ -72,7 +72,7 @@ def task(tensors: Tensors, masters: Masters | None = None, **changes: Any) -> Ta
     replicas = changes.pop("replicas", None) or Replicas.from_group()
     some = torch.nn.Parameter(torch.zeros(1))
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD([some], lr=0.1)
-    settings = {"sync_interval": 4, "bucket_bytes": 1 << 14, **changes}
+    settings = {"bucket_bytes": 1 << 14, **changes}
     return Task(tensors, replicas, optimizer, lambda: masters or [None] * len(tensors), **settings)
 
 
@@ -84,10 +84,6 @@ COLLECTIVES: dict[str, tuple[tuple[str, ...], Any]] = {
     "all_gather": (
         ("all_gather_single", "all_gather_into_tensor"),
         lambda t, n: (n - 1) * t[1].nbytes,
-    ),
-    "reduce_scatter": (
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-        lambda t, n: (n - 1) / n * t[1].nbytes,
     ),
 }
 

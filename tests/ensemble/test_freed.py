@@ -122,8 +122,6 @@ def test_co_resident_replicas_are_freed() -> None:
 WAYS = {
     "plain": hdet.converge.Plain(),
     "exact": hdet.converge.ExactLocal(),
-    "overlapped": hdet.converge.Overlapped(2),
-    "streaming": hdet.converge.Streaming(2),
     "outer": hdet.converge.Outer(),
     "compressed": hdet.converge.Compressed("int8"),
 }

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
-import hdet.converge
 
 from ..harness import Batch, Run, batch, losses_of
 from .harness import World

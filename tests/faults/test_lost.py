@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import hdet
-
 from ..alive import wait_until_gone
 from ..distributed import run_ranks, torchrun
 from ..limits import HANG_S
@@ -25,9 +23,6 @@ from .harness import check_left, run_faulty
     # The first collective of a cycle's end gathers the losses, the second averages.
     (scenarios.killed_in_a_collective, 2, {"local": True, "after": 7}, ("statistics", 1, 8)),
     (scenarios.killed_in_a_collective, 2, {"local": True, "after": 7, "nth": 2}, ("average", 1, 8)),
-    # Streaming averages a part in the middle of a cycle.
-    (scenarios.killed_in_a_collective, 2,
-        {"local": True, "after": 4, "converge": hdet.converge.Streaming(2)}, ("average", 1, 6)),
     (scenarios.killed_in_a_collective, 2, {"after": 0}, ("agreement", 0, 0)),
 ])  # fmt: skip
 def test_one_is_killed(scenario: Any, ranks: int, settings: Any, when: Any, tmp_path: Path) -> None:
