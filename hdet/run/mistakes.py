@@ -60,7 +60,8 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
 def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> str:
     """Says that the states of optimizer, scheduler and Ensemble were not all loaded; "" where they
     seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
     for rate, own in zip(rates, getattr(scheduler, "get_last_lr", list)(), strict=False):
         if not close(rate, own):
             return (
@@ -70,10 +71,14 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
                 "scheduler after the rate was written; find_rate(...).apply writes to both"
             )
     is_new = scheduler is not None and not has_begun(scheduler)
+    if scheduler is None:  # there was one
+        is_new = any(
+            not close(group.get("initial_lr", group["lr"]), group["lr"]) for group in groups
+        )
     steps = (state.get("step", 0) for state in optimizer.state.values() if is_new and searches)
     if any(map(_some, steps)):
         return (
-            "the optimizer has made steps, and its scheduler none, so no rate is searched. On "
+            "the optimizer has made steps, and no scheduler has, so no rate is searched. On "
             "resuming load the state of the scheduler, and ensemble.state_dict()"
         )
     return ""

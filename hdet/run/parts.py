@@ -95,8 +95,9 @@ class Parts:
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
         searches = controller is not None and controller.search is not None
-        self.schedule.doubt = self.lost_state = find_lost_state(optimizer, scheduler, searches)
+        self.lost_state = find_lost_state(optimizer, scheduler, searches)
         """Told in the first step, unless the Ensemble's state is loaded before."""
+        self.schedule.doubt = self.lost_state.partition(". ")[0]
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)

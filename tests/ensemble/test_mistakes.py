@@ -95,7 +95,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: half_resumed(True), "was 0.01, its scheduler's 0.001.*load the states of both",
     ),
     "a schedule that begins again": (
-        lambda: half_resumed(False), "optimizer has made steps, and its scheduler none.*load the",
+        lambda: half_resumed(False), "optimizer has made steps, and no scheduler has.*load the",
     ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
