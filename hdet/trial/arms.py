@@ -18,7 +18,35 @@ from ..tensors.profiling import ranged
 from .in_place import InPlace
 from .searched import Closure, Searched, losses_by, mean_of
 
-__all__ = ["Arms"]
+__all__ = ["Arms", "Gradients"]
+
+NO_GRADIENTS = (
+    "all gradients were 0 in most of the first steps, so nothing was measured: is the loss masked, "
+    "or a term of weight 0?"
+)
+
+
+class Gradients:
+    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
+    there. (After it, gradients of 0 say that the rate is too high.)"""
+
+    def __init__(self, run: Searched) -> None:
+        self._run, self._steps = run, 0
+        self._have_begun: Any = False  # perhaps a tensor on the device
+        self._idle: Any = 0.0
+
+    def note(self, *_: Any) -> None:
+        """Of a step, as they are now; as a hook of the optimizer, too."""
+        if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
+            self._steps += 1
+            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
+            self._idle = self._idle + (~self._have_begun).double()
+
+    def why_given_up(self) -> str:
+        """Where that were most steps, on all ranks together: one collective."""
+        row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
+        steps, idle = self._run.replicas.sum_rows(row).sum(0).tolist()
+        return NO_GRADIENTS if idle > steps / 2 else ""
 
 
 class Arms:
@@ -48,6 +76,7 @@ class Arms:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
+        self.gradients = Gradients(run)
         self.in_place = InPlace(run.module, run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
@@ -80,12 +109,7 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self,
-        arm: Snapshot,
-        closure: Closure,
-        factor: float,
-        may_skip: bool = False,
-        note_gradients: Callable[[], object] | None = None,
+        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -94,7 +118,6 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
-            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
@@ -114,8 +137,7 @@ class Arms:
                 )
             self._average(gradients)
             if self._unscale(gradients) and gradients:
-                if note_gradients is not None:
-                    note_gradients()
+                self.gradients.note()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
