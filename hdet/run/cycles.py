@@ -322,13 +322,10 @@ class Cycles:
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
-        remedy = (
-            "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
-            if self.search is None or self.search.lower_may_help
-            else "Lower rates break too: look for NaN in data, loss and first weights"
-        )
         return ReplicasDiverged(
-            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. {remedy}"
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. Look for NaN in the "
+            "data; else resume from the last checkpoint with a lower rate or spread, or clip "
+            "gradients"
         )
 
     def _now(self) -> float:

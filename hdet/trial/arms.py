@@ -17,9 +17,35 @@ from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
 from .in_place import InPlace
+from .rule import STEPS
 from .searched import Closure, Searched, losses_by, mean_of
 
-__all__ = ["Arms"]
+__all__ = ["Arms", "Gradients"]
+
+NO_GRADIENTS = "gradients were 0 in most of the first steps: is the loss masked, or its weight 0?"
+
+
+class Gradients:
+    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
+    there. (After it, gradients of 0 say that the rate is too high.)"""
+
+    def __init__(self, run: Searched) -> None:
+        self._run, self._are_seen = run, False
+        self._have_begun: Any = False  # perhaps a tensor on the device
+        self._idle: Any = 0.0
+
+    def note(self, *_: Any) -> None:
+        """Of a step, as they are now; as a hook of the optimizer, too."""
+        if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
+            self._are_seen = True
+            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
+            self._idle = self._idle + (~self._have_begun).double()
+
+    def why_given_up(self) -> str:
+        """Where that were most of the first steps, on all ranks together: one collective."""
+        row = torch.tensor([self._are_seen, float(self._idle)], dtype=torch.float64)
+        ranks, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
+        return NO_GRADIENTS if idle > ranks * STEPS / 2 else ""
 
 
 class Arms:
@@ -52,6 +78,8 @@ class Arms:
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
         self._needs_closure = False  # the optimizer's step, as SAM's
+        self.gradients = Gradients(run)
+        self._noted: Snapshot | None = None  # the arm whose gradients these are, the first one
         self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
@@ -75,7 +103,9 @@ class Arms:
     def begin(self) -> Snapshot:
         """A new arm. It has the first weights."""
         self.run.restore(self.first)
-        return self.run.take_snapshot(self._place)
+        arm = self.run.take_snapshot(self._place)
+        self._noted = self._noted or arm
+        return arm
 
     def num_bytes(self, arms: Iterable[Snapshot | None]) -> int:
         """What these take here, with the first weights and the run's own."""
@@ -84,12 +114,7 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self,
-        arm: Snapshot,
-        closure: Closure,
-        factor: float,
-        may_skip: bool = False,
-        note_gradients: Callable[[], object] | None = None,
+        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -98,7 +123,6 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
-            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
@@ -106,8 +130,8 @@ class Arms:
             losses = self._backward(closure)
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
-                if note_gradients is not None:
-                    note_gradients()
+                if arm is self._noted:
+                    self.gradients.note()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():

@@ -15,13 +15,13 @@ from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import within
 from ..optim.snapshot import Snapshot
-from .arms import Arms
+from .arms import Arms, Gradients
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
 from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import Cost, Gradients, LoopLoss, OwnSteps, TrialSteps
+from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -234,11 +234,6 @@ class AutoLR(Controller):
         self.done = not (repeats and factor < 1)
         self._repeats += not self.done
         return factor
-
-    @property
-    def lower_may_help(self) -> bool:
-        """Have far lower rates not been tried in vain?"""
-        return self.interval is None or self.interval.reason != NOT_THE_RATE
 
     @property
     def note(self) -> str:

@@ -8,7 +8,7 @@ It needs no copy of the model and no closure, and works on whatever part of a ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -56,10 +56,6 @@ class Displacement:
         now = self._samples()
         return {name: (now[name] - first).norm() / first.norm()
                 for name, first in self._first.items()}  # fmt: skip
-
-    def leave_out(self, keys: Collection[tuple[bool, str]]) -> None:
-        """They are not measured any more."""
-        self._first = {key: first for key, first in self._first.items() if key not in keys}
 
     def is_pretrained(self, replicas: Replicas) -> bool:
         """Were the first weights trained already? Then rows and columns differ in size. One
