@@ -383,20 +383,20 @@ class RateFree(torch.optim.SGD):
 
 
 DECAYS = functools.partial(torch.optim.AdamW, weight_decay=0.1)
-GRADIENTS, TRIED = "all gradients were 0", ["trial", "find_rate"]
+GRADIENTS, BOTH = "all gradients were 0", ["trial", "find_rate"]
 NO_MEASUREMENT = {
-    "masked": (DECAYS, lambda losses, step: 0 * losses, GRADIENTS, [*TRIED, "free"]),
-    "clamped": (DECAYS, lambda losses, step: losses.clamp(min=99), GRADIENTS, [*TRIED, "free"]),
+    "masked": (DECAYS, lambda losses, step: 0 * losses, GRADIENTS, [*BOTH, "free"]),
+    "clamped": (DECAYS, lambda losses, step: losses.clamp(min=99), GRADIENTS, [*BOTH, "free"]),
     "decay is a gradient": (
         functools.partial(torch.optim.Adam, weight_decay=0.1),
-        lambda losses, step: 0 * losses, GRADIENTS, [*TRIED, "free"]),
+        lambda losses, step: 0 * losses, GRADIENTS, [*BOTH, "free"]),
     "switched on late": (
-        DECAYS, lambda losses, step: losses * (step > 40), GRADIENTS, [*TRIED, "free"]),
+        DECAYS, lambda losses, step: losses * (step > 40), GRADIENTS, [*BOTH, "free"]),
     "only scores are equal": (
         DECAYS, lambda losses, step: losses if torch.is_grad_enabled() else 0 * losses + 1,
         "no rate changed the losses", ["trial"]),
-    "steps of one length": (RateFree, lambda losses, step: losses, "not use its rate", TRIED),
-    "begin at 0": (DECAYS, None, "depends on the rate", [*TRIED, "free"]),
+    "steps of one length": (RateFree, lambda losses, step: losses, "not use its rate", BOTH),
+    "begin at 0": (DECAYS, None, "depends on the rate", [*BOTH, "free"]),
 }  # fmt: skip
 
 
