@@ -306,6 +306,7 @@ def test_a_damaged_state_is_refused_and_nothing_changed() -> None:
         ("cost",): -1.0,
         ("interval",): 3,
         ("repeats",): 0.5,
+        ("best",): [1.0, 2],
         ("interval", "low"): "0",
         ("interval", "trial", "arms"): 3,
         ("interval", "trial", "arms", 0, "rate"): "1",
@@ -354,6 +355,13 @@ def test_the_weights_with_the_lowest_held_out_loss_come_back() -> None:
     assert f"best held-out loss: {best:.4g} at step {at} of 1200" in report
     assert losses[-1] > 1.1 * best
     assert run.controller.restore_best_weights() == best == held_out_loss(run)
+
+
+def test_best_weights_are_not_in_a_state_and_the_load_says_so() -> None:
+    run, resumed = overfits().steps(40), overfits()
+    with pytest.warns(UserWarning, match=r"best weights so far \(held-out loss .* at step [24]0\)"):
+        resumed.ensemble.load_state_dict(run.ensemble.state_dict())
+    assert "at step 60 of 60" in resumed.steps(20).ensemble.report()
 
 
 def test_best_weights_that_are_not_there_are_refused() -> None:
