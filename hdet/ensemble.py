@@ -324,12 +324,18 @@ class Ensemble:
             ValueError: another version, missing or damaged values, other knobs, another controller
                 or scheduler; nothing is changed then.
         """
+        with self.taken_over(state):
+            pass
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
         self.cycles.check_at_rest("load_state_dict")
-        with self.schedule.taken_over(state):
-            self.engine.load_state_dict(state)
+        with self.schedule.taken_over(state), self.engine.taken_over(state):
+            yield
         self.engine.restart()
         self.schedule.write(self.engine)
-        self._parts.lost_correction = ""
+        self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
         self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
         self.cycles.note_load()

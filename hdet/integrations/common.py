@@ -137,6 +137,15 @@ class Adapter:
         ensemble.records.tell = self.tell
         return ensemble
 
+    def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
+        """Let an Ensemble know what the framework steps inside `Ensemble.rescheduling`: see
+        `Schedule.simulate`. Of what cannot be simulated, an AutoLR says so, and moves nothing."""
+        if schedulers and ensemble.engine.controller is not None:
+            try:
+                ensemble.schedule.simulate(ensemble.optimizer, schedulers)
+            except ValueError as error:
+                ensemble.schedule.doubt = str(error)
+
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are
         averaged, and a new Ensemble goes on where the old one was.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -132,7 +133,13 @@ class HdetCallback(Adapter, _Callback):
                 if not isinstance(config.scheduler, _Rescheduled):
                     stand_in = _Rescheduled(config.scheduler, self, number)
                     self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
-            ensemble.schedule.stepped_elsewhere = [config.scheduler for config in configs]
+            self.follow(ensemble, [(of.scheduler.inner, self._period(of)) for of in configs])
+
+    def _period(self, config: Any) -> int:
+        """Of a scheduler, in optimizer steps."""
+        batches = self.trainer.num_training_batches
+        steps = batches // self.trainer.accumulate_grad_batches if batches < math.inf else 1
+        return max(1, int(config.frequency * (steps if config.interval == "epoch" else 1)))
 
     def _save_converged(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.converge()

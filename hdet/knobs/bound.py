@@ -76,6 +76,11 @@ class Bound:
 
     indices: Sequence[int] = ()
     """[cell]: its parameter group, if it is in one."""
+    entry: int | None = None
+    """Of a tuple in the group, such as ``betas``."""
+    simulated: Sequence[tuple[float, float]] = ()
+    """[cell]: the highest and lowest value of the untouched schedule in a simulation of it; none
+    where none was made."""
     scheduled: list[Any]
     """[cell]: the untouched schedule's values."""
     left: list[Any]
@@ -118,8 +123,7 @@ class Bound:
         self.is_neutral = not self.scale.bounded
         for value in self.scheduled:
             self._check_begin(value)
-        peaks = self.peaks()
-        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+        self.take_simulation(())
 
     def _check_begin(self, value: Any) -> None:
         is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
@@ -154,12 +158,19 @@ class Bound:
         return float(self.scheduled[0])
 
     def peaks(self) -> list[float]:
-        """[cell]: the highest value of the untouched schedule, as far as the cell knows."""
+        """[cell]: the highest value of the untouched schedule, as far as it is known."""
+        if self.simulated:
+            return [highest for highest, _ in self.simulated]
         return [float(value) for value in self.scheduled]
+
+    @property
+    def knows_peaks(self) -> bool:
+        """Does anything say what `peaks` are, where others write the values?"""
+        return True
 
     def floor(self) -> float:
         """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""
-        return 0.0
+        return self.simulated[0][1] if self.simulated else 0.0
 
     def effective(self, i: int, multiplier: float) -> float:
         """The multiplier that acts on the base value of cell ``i``; another one where a bound holds
@@ -186,6 +197,17 @@ class Bound:
         if self.is_neutral:
             self.left = self.scheduled
             self._marks = values if self.is_plain else _marks_of(values)
+
+    def take_simulation(self, simulated: Sequence[tuple[float, float]]) -> None:
+        """[cell]: see `simulated`."""
+        self.simulated = simulated
+        peaks = self.peaks()
+        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+
+    @property
+    def was_rescheduled(self) -> bool:
+        """Has somebody written the schedule's own values since `show_schedule`?"""
+        return self._find_write(self.scheduled) is not None
 
     def load(self, scheduled: Sequence[float], highest: float) -> None:
         """Continue at these values of the schedule. `write` follows."""

@@ -110,8 +110,10 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
-            "the controller reacts to losses"
+            "scheduler is ReduceLROnPlateau, whose step needs a metric: leave it out, and step it "
+            "where the metric is known:\n"
+            "    with ensemble.rescheduling():\n"
+            "        scheduler.step(metric)"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(

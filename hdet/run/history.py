@@ -48,13 +48,14 @@ class Records:
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
         self.history: list[dict[str, Any]] = []
-        self._last_report = self._told = ""
+        self._last_report, self._told = "", set[str]()
 
     def add(self, record: dict[str, Any]) -> None:
         self.history.append({key: value for key, value in record.items() if key != "record"})
         for note in record["notes"]:
-            if note != self._told:
+            if note not in self._told:
                 self.tell_note(note)
+        self._told.clear()
         self.tell_report()
         if self.log is not None:
             self.log(record, self.engine.step)
@@ -73,7 +74,7 @@ class Records:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         tell = self.tell or (_LOG.info if is_first else _LOG.debug)
         tell(f"hdet, step {self.engine.step}: {note}")
-        self._told = note
+        self._told.add(note)
 
     def tell_report(self) -> None:
         controller = self.engine.controller

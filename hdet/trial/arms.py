@@ -81,7 +81,12 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
+        self,
+        arm: Snapshot,
+        closure: Closure,
+        factor: float,
+        may_skip: bool = False,
+        note_gradients: Callable[[], object] | None = None,
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -90,6 +95,7 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
+            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
@@ -97,6 +103,11 @@ class Arms:
             losses = self._backward(closure)
             gradients = [p.grad for p in run.parameters if p.grad is not None]
             if not gradients and not (may_skip and losses is None):
+                if not any(p.requires_grad for p in run.parameters):
+                    raise ValueError(
+                        "each parameter of the optimizer is frozen (requires_grad=False): no rate "
+                        "trains it"
+                    )
                 raise ValueError(
                     "the closure gave losses without a graph, and left no gradients (is a return "
                     "missing?): compute the losses of the batch again inside it, without no_grad "
@@ -104,6 +115,8 @@ class Arms:
                 )
             self._average(gradients)
             if self._unscale(gradients) and gradients:
+                if note_gradients is not None:
+                    note_gradients()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():

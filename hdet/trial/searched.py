@@ -36,6 +36,7 @@ class Searched:
     shares_gradients: bool = True  # are gradients averaged over the replicas?
     aside: Callable[[], AbstractContextManager[None]] = nullcontext  # steps in it are not counted
     owns_weights: bool = False  # has the optimizer parameters that the model's follow?
+    find_doubt: Callable[[], str] = str  # why these may not be the peaks; "": nothing says so
 
     def __post_init__(self) -> None:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

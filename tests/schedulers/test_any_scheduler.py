@@ -7,14 +7,17 @@ a correction or a multiplier that stays in the group would compound: the factor 
 be 4, 8, 16 ... after the next steps.
 """
 
-from types import SimpleNamespace
+import functools
+import threading
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import TwoReplicas, policies
+from hdet.trial.rule import Arm, RateInterval, Trial
+from tests.harness import Scripted, TwoReplicas, policies
+from tests.trial.common import auto_run
 
 from . import cases
 from .cases import Toy, exact, hyperparameters, played, rates, sgd
@@ -161,18 +164,160 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
     assert (ensemble.cycle, ensemble.engine.step) == (STEPS // 3, STEPS)
 
 
-def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
-    """The same where a framework steps it, or wraps it."""
+# -- the peak ----------------------------------------------------------------------------------
+
+
+PEAK, TOTAL = 1e-5, 1500
+
+
+def triangle(step):
+    """Between a tenth and the whole of the peak, up and down in 60 steps."""
+    return 1 - 0.9 * abs(step / 60 % 2 - 1)
+
+
+class Wrapped:
+    """As accelerate's, which is no scheduler of torch's."""
+
+    def __init__(self, scheduler):
+        self.inside, self.optimizers, self.calls = scheduler, [scheduler.optimizer], 0
+
+    def step(self):
+        self.calls += 1
+        self.inside.step()
+
+    def get_last_lr(self):
+        return self.inside.get_last_lr()
+
+
+class Follows(torchs.LambdaLR):
+    """The same for the first ten steps, after which it does what the run does, as by its loss."""
+
+    def get_lr(self):
+        moved = self.optimizer.param_groups[0]["params"][0].numel() > 1 and self.last_epoch > 9
+        return [rate * (3 if moved else 1) for rate in super().get_lr()]
+
+
+def ratio(opt):
+    opt.param_groups[0]["lr"] *= triangle(0)
+    return torchs.MultiplicativeLR(opt, lambda step: triangle(step) / triangle(step - 1))
+
+
+TRIANGLES = {
+    "LambdaLR": lambda opt: torchs.LambdaLR(opt, triangle),
+    "ChainedScheduler": lambda opt: torchs.ChainedScheduler([torchs.LambdaLR(opt, triangle)]),
+    "SequentialLR": lambda opt: torchs.SequentialLR(
+        opt, [torchs.LambdaLR(opt, lambda t, by=by: triangle(t + by)) for by in (0, 20)], [20]
+    ),
+    "MultiplicativeLR": ratio,
+    "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.1 * PEAK, PEAK, 60, cycle_momentum=False),
+    "wrapped": lambda opt: Wrapped(torchs.LambdaLR(opt, triangle)),
+    "rescheduling, named": None,
+    "rescheduling": None,
+    "rescheduling, torch's": None,
+    "rescheduling, torch's, named": None,
+    "Follows": lambda opt: Follows(opt, triangle),
+}
+DOUBTS = {
+    "rescheduling": "is not known, where rescheduling",
+    "rescheduling, torch's": "give a torch scheduler to the Ensemble",
+    "Follows": "a copy of its schedule",
+}
+
+
+@functools.cache
+def searched(name):
+    """An AutoLR's free reading of the first steps of the same curve."""
+    run = auto_run(PEAK, scheduler=TRIANGLES[name], closure=False)
+    group, peaks = run.optimizer.param_groups[0], run.ensemble.schedule.peaks()
+    own = "torch's" in name
+    if name.endswith("named"):
+        group["max_lr" if own else "initial_lr"] = PEAK
+    with run.ensemble.rescheduling():
+        own = torchs.LambdaLR(run.optimizer, triangle) if own else None
+    while not run.controller.done:
+        if name.startswith("rescheduling"):
+            with run.ensemble.rescheduling():
+                group["lr"] = PEAK * triangle(run.index)
+        run.step()
+    return run, peaks, own
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_a_rate_is_corrected_by_what_its_peak_asks_for_however_it_is_scheduled(name):
+    run, peaks, _ = searched(name)
+    usual = searched("LambdaLR")[0].ensemble.corrections["lr"]
+    expected = 1.0 if name in DOUBTS else pytest.approx(usual, rel=1e-6)
+    assert run.ensemble.corrections["lr"] == expected and usual > 3
+    assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
+    if run.scheduler is not None:
+        later = Toy(sgd)
+        later.optimizer.param_groups[:] = [{**later.optimizer.param_groups[0], "lr": PEAK}]
+        scheduler = TRIANGLES[name](later.optimizer)
+        for _ in range(100):
+            scheduler.step()
+        scripted = {"controller": Scripted(), "total_steps": TOTAL}
+        resumed = hdet.Ensemble(later.optimizer, scheduler, **scripted).schedule.peaks()
+        assert peaks == [[pytest.approx(PEAK)]] == resumed
+
+
+def test_a_schedule_is_asked_for_its_peak_once():
+    """One function for all groups, as transformers have it."""
+    asked, net = [], torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(20))
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in net], lr=1e-3)
+    scheduler = torchs.LambdaLR(optimizer, lambda step: asked.append(step) or 1.0)
+    auto = hdet.AutoLR(net, budget=0)
+    ensemble = hdet.Ensemble(optimizer, scheduler, controller=auto, total_steps=TOTAL)
+    for _ in range(30):
+        sum(part(torch.ones(2)) for part in net).square().backward()
+        optimizer.step()
+        ensemble.step(1.0)
+    assert auto.done and len(asked) == 20 + (TOTAL - 1) + 30 * 20
+
+
+@pytest.mark.parametrize("controller", [None, "AutoLR"])
+def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed(controller):
     toy = Toy(sgd)
-    factor = lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5)
-    noam = torchs.LambdaLR(toy.optimizer, factor)
-    methods = {name: getattr(noam, name) for name in ("step", "state_dict", "load_state_dict")}
-    for scheduler in (noam, None, SimpleNamespace(scheduler=noam, **methods)):
-        ensemble = hdet.Ensemble(toy.optimizer, scheduler, total_steps=200)
-        if scheduler is None:
-            ensemble.schedule.stepped_elsewhere.append(noam)
-        assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
-        ensemble.close()
+    scheduler = torchs.StepLR(toy.optimizer, 5)
+    scheduler.lock = threading.Lock()
+    given = {"controller": controller and hdet.AutoLR(toy.net), "total_steps": TOTAL}
+    if controller is None:
+        hdet.Ensemble(toy.optimizer, scheduler, **given).step(toy.step())
+        return
+    with pytest.raises(ValueError, match=r"the peak of StepLR is not known.*lock.*'max_lr'"):
+        hdet.Ensemble(toy.optimizer, scheduler, **given)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, cases.sgd_shared_tensor_lr])
+@pytest.mark.parametrize("name", [*SCHEDULERS, "CosineAnnealingLR over 0"])
+def test_a_rate_is_applied_to_the_whole_of_a_schedule_that_was_made_before(name, optimizer):
+    """Exactly, and in the tensors that the optimizer holds."""
+    make = SCHEDULERS.get(name, lambda opt: torchs.CosineAnnealingLR(opt, 10, eta_min=0.01))
+    one, other = Toy(optimizer), Toy(optimizer)
+    plain, scheduler = make(one.optimizer), make(other.optimizer)
+    before = [group["lr"] for group in other.optimizer.param_groups]
+    arms = (Arm(0.5),)
+    RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, arms)).apply(other.optimizer, scheduler)
+    now = [group["lr"] for group in other.optimizer.param_groups]
+    assert all(a is b for a, b in zip(before, now, strict=True) if torch.is_tensor(a))
+    for _ in range(STEPS):
+        assert rates(other.optimizer) == pytest.approx([4 * rate for rate in rates(one.optimizer)])
+        plain.step(), scheduler.step()
+
+
+def test_a_schedule_with_rates_in_a_place_of_its_own_is_not_applied_to():
+    class Own(torchs.LRScheduler):
+        def get_lr(self):
+            return [0.1, 0.2]
+
+    toy = Toy(sgd)
+    scheduler = Own(toy.optimizer)
+    interval = RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, ()))
+    with pytest.raises(ValueError, match=r"Own keeps its rates .* make it afterwards"):
+        interval.apply(toy.optimizer, scheduler)
+    assert rates(toy.optimizer) == [0.1, 0.2]
+    with pytest.warns(UserWarning, match="a scheduler was made for this optimizer"):
+        interval.apply(toy.optimizer)
 
 
 @pytest.mark.parametrize("total", [STEPS, None])
@@ -182,4 +327,5 @@ def test_a_decay_that_cannot_work_is_refused_at_once(total):
     settings = {"replicas": TwoReplicas(), "total_steps": total}
     controller = hdet.SoftmaxController(decay="floor")
     with pytest.raises(ValueError, match="above zero" if total else "total_steps"):
-        hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 5), controller=controller, **settings)
+        scheduler = torchs.LambdaLR(optimizer, lambda step: 1 - step / (STEPS - 1))
+        hdet.Ensemble(optimizer, scheduler, controller=controller, **settings)

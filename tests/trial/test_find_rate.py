@@ -74,6 +74,8 @@ def test_what_it_cannot_be_given_is_refused() -> None:
         hdet.find_rate(run.net, run.optimizer, losses_of, BATCHES, total_steps=1500)
     with pytest.raises(TypeError, match=r"find_rate\(model, optimizer, ...\): got AdamW and Seq"):
         hdet.find_rate(run.optimizer, run.net, losses_of, BATCHES, total_steps=1500)
+    with pytest.raises(ValueError, match="each parameter of the optimizer is frozen"):
+        found(1e-4, net=model().requires_grad_(False))
     for count in (0, ALL - 1):
         with pytest.raises(ValueError, match=f"batches has {count}, and a trial takes 56"):
             found(1e-4, batches=iter(BATCHES[:count]))
@@ -114,15 +116,20 @@ def test_an_optimizer_that_asks_for_a_closure_gets_the_arms_own() -> None:
 
 
 WARMED = lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 100))
-SCHEDULES = {"max_lr": one_cycle(0.01, 1500), "initial_lr": WARMED, "lr": lambda made: None}
+CYCLIC = lambda made: torch.optim.lr_scheduler.CyclicLR(made, 1e-3, 0.1, 50, cycle_momentum=False)
+SCHEDULES = {
+    "OneCycleLR": one_cycle(0.01, 1500), "LambdaLR": WARMED, "CyclicLR": CYCLIC,
+    "None": lambda made: None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_is_a_groups_peak(name: str) -> None:
+def test_the_rate_is_a_schedules_peak(name: str) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    SCHEDULES[name](optimizer)
+    given = {"scheduler": SCHEDULES[name](optimizer), "total_steps": 1500}
     before = optimizer.param_groups[0]["lr"]
-    interval = hdet.find_rate(net, optimizer, losses_of, BATCHES, total_steps=1500)
-    assert interval.rate == 0.01 and interval.trial.arms[1].rate == 0.01
+    interval = hdet.find_rate(net, optimizer, losses_of, BATCHES, **given)
+    peak = 0.1 if name == "CyclicLR" else 0.01
+    assert interval.rate == interval.trial.arms[1].rate == pytest.approx(peak)
     assert optimizer.param_groups[0]["lr"] == before
