@@ -52,7 +52,7 @@ class AutoLR(Controller):
         before_step: called between an arm's backward pass and its step, for what the loop does
             there, such as clipping.
         on_restart: called on every rank when the first weights are back: for averages of weights
-            that the loop keeps, which begin anew (``averaged.n_averaged.zero_()``).
+            that the loop keeps, which begin again (``averaged.n_averaged.zero_()``).
         scaler: the loop's GradScaler, under float16.
         place: "device" or "host", where copies live. A trial holds up to seven copies of all that
             is trained (parameters, masters, moments, buffers, a teacher in the model); without a
@@ -122,7 +122,7 @@ class AutoLR(Controller):
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
         self.on_restart = on_restart or (lambda: None)
-        self._advice = "" if on_restart else ": begin averages of weights anew (on_restart=)"
+        self._advice = "" if on_restart else ": begin averages of weights again (on_restart=)"
         self._has_restarted = self._is_told = False
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None

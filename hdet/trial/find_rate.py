@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..core.validate import whole
 from ..optim.snapshot import forget_states, optimizers_in, without_hooks
@@ -84,6 +84,8 @@ def find_rate(
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
     with random_states_kept(model, _generators_of(batches)):
         taken = list(islice(batches, STEPS + SCORES))
+    if isinstance(batches, DataLoader):
+        batches._iterator = None  # of workers that stay: a new one draws their seed
     missing = torch.tensor([float(STEPS + SCORES - len(taken))])
     if replicas.sum_rows(missing, purpose="batches of find_rate").sum():
         raise ValueError(
