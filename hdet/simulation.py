@@ -141,7 +141,8 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
     ]
     memo: dict[int, Any] = {id(optimizer): stand_in, id(own): groups}
     parts = _parts(schedulers)
-    for x in chain(*map(_held, parts), *(group["params"] for group in own)):
+    memo |= {id(p): p for group in own for p in group["params"]}
+    for x in chain(*map(_held, parts)):
         # of a method, also of a partial one: a schedule may ask whoever trains
         owner = getattr(getattr(x, "func", x), "__self__", None)
         is_own = owner is None or isinstance(owner, LRScheduler) or id(owner) in map(id, parts)
@@ -159,7 +160,8 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+    return value.item() if is_one else value
 
 
 def _held(one: Any) -> Iterator[Any]:
