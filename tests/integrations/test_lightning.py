@@ -15,6 +15,7 @@ from .contract import Float16, Trained
 from .frameworks import (
     EVERY,
     FIRST,
+    LOOKED,
     PARTS,
     SPREAD,
     STEPS,
@@ -283,6 +284,13 @@ def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_l
     assert all(map(torch.equal, one, two)) and not torch.equal(first[8], second[8])
     if kind == "ema":  # of each replica half of what it was and half of what it is, averaged
         assert not torch.equal(one[1], one[2][1])
+
+
+def test_an_average_begins_again_where_the_run_does(tmp_path: Path) -> None:
+    average = pl.callbacks.EMAWeightAveraging(decay=0.9)
+    module, ensemble = Net(1e6, LOOKED, "constant"), {"controller": partial(hdet.AutoLR, budget=0)}
+    trainer = fit(str(tmp_path), ensemble, module, before=[average], gradient_clip_val=None)
+    assert trainer.hdet.ensemble.corrections["lr"] < 1 and weights(module).isfinite().all()
 
 
 class Transfer(Net):
