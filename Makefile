@@ -1,5 +1,6 @@
 # make demo: from a clean clone to a trained model.
-# make test: the whole suite.
+# make test: the tests that need no compiler and no long training, in a few minutes.
+# make test-all: the whole suite.
 # make docs: the site. All create .venv first.
 # make test-frameworks: transformers, accelerate, lightning, peft, trl, torchtitan and megatron-core
 #     with hdet in them, in an environment of their own.
@@ -23,7 +24,7 @@ PYTHON312 ?= python3.12
 MATRIX := oldest:$(PYTHON310):torch==2.10.* \
     middle:$(PYTHON312):torch==2.11.*+triton==3.6.*+numpy==2.3.* newest:$(PYTHON):torch+triton
 
-.PHONY: demo test test-matrix test-installs test-frameworks docs gpu lint wheel wheels clean
+.PHONY: demo test test-all test-matrix test-installs test-frameworks docs gpu lint wheel wheels clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other
 # build.
@@ -44,8 +45,12 @@ demo: $(BIN)/hdet.stamp
 
 # Three processes for two cores, as some wait for a compiler or for ranks that they have started; a
 # file's tests in one of them.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 test: $(BIN)/hdet.stamp
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: $(BIN)/hdet.stamp
+	$(PYTEST)
 
 # The frameworks themselves, as the extra pins them, apart from .venv: what they bring with them is
 # nobody else's business.

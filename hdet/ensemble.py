@@ -45,7 +45,7 @@ class Ensemble:
         divergence: when a replica is left out of an average, or a cycle rolled back: `Divergence`.
         design: ``"permutation"``, each knob's grid of multipliers by itself, as published; or
             ``"orthogonal"``, two levels, which tells the effects of several knobs apart best.
-            Default: orthogonal for 2 to N - 1 knobs.
+            Default: orthogonal for 2 to N - 1 knobs where N is a power of two.
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
@@ -305,6 +305,8 @@ class Ensemble:
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
+        if self.cycles.search is not None:
+            self.cycles.search.note_save()
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def check_state(self, state: Any) -> None:
@@ -322,12 +324,18 @@ class Ensemble:
             ValueError: another version, missing or damaged values, other knobs, another controller
                 or scheduler; nothing is changed then.
         """
+        with self.taken_over(state):
+            pass
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
         self.cycles.check_at_rest("load_state_dict")
-        with self.schedule.taken_over(state):
-            self.engine.load_state_dict(state)
+        with self.schedule.taken_over(state), self.engine.taken_over(state):
+            yield
         self.engine.restart()
         self.schedule.write(self.engine)
-        self._parts.lost_correction = ""
+        self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
         self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
         self.cycles.note_load()

@@ -88,21 +88,22 @@ class WandB:
 
 
 class History:
-    """Appends records to a JSON Lines file: what ``hdet report`` and ``hdet replay`` read.
+    """Appends records to a JSON Lines file: what ``hdet report`` reads.
 
     A record is an ``event`` at a ``step``. ``cycle`` is what the Ensemble logs. You may write
-    ``start`` (with ``settings``, a dict), ``train`` (``loss``, and ``lr``, the base rate),
-    ``validation`` (``loss``) and ``end`` (``seconds``, of training) beside it.
+    ``train`` (``loss``, and ``lr``, the base rate) and ``validation`` (``loss``) beside it, and,
+    without a step, ``start`` (``settings``, a dict) and ``end`` (``seconds``, of training).
 
     Args:
         path: a new file, with a suffix. Its folder is made. ``hdet report`` looks for
             ``history.jsonl``.
         resume_step: of the checkpoint from which the run goes on. The file is continued then, and
-            what was recorded after that step is dropped.
+            what was recorded after that step is dropped, and every ``end``.
 
     Raises:
         FileExistsError: there is a file, and no ``resume_step``.
-        ValueError: the path is that of a folder.
+        ValueError: the path is that of a folder; or a line of the file that is to be continued is
+            damaged. The file is as it was then.
 
     Example::
 
@@ -146,13 +147,38 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and records. A last line without its end was torn by a kill: it is left out.
+
+    Raises:
+        ValueError: no regular file, or a line that is no JSON object.
+    """
+    try:
+        if not path.is_file():  # reading a pipe or a device may never end
+            raise ValueError(f"history {str(path)!r} is not a regular file")
+        *lines, _torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"history {str(path)!r} cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"line {number} of {str(path)!r} is damaged: remove that line")
+        yield number, record
+
+
 def _drop_later_records(path: Path, step: int) -> None:
-    """Also a last line that a killed process has not written to its end, and that it had ended."""
-    *whole, _torn = path.read_bytes().split(b"\n")
-    kept = []
-    for line in whole:
-        record = json.loads(line)
-        if record["step"] <= step and record["event"] != "end":
+    """Also a last line that a killed process has not written to its end, and that it had ended.
+    Raises as `read_records`, and for a step that is no number."""
+    records, kept = list(read_records(path)), []
+    for (number, record), line in zip(records, path.read_bytes().split(b"\n"), strict=False):
+        event = record.get("event")
+        at = record.get("step", None if event in ("cycle", "train", "validation") else step)
+        if isinstance(at, bool) or not isinstance(at, (int, float)):
+            raise ValueError(f"line {number} of {str(path)!r} has no step: remove that line")
+        if at <= step and event != "end":
             kept.append(line + b"\n")
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(b"".join(kept))

@@ -9,21 +9,22 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
 
 from .core import schema
 from .core.engine import Engine
-from .knobs import Bound
+from .knobs import Bound, GroupKnob
 from .replicas.agreement import ReplicaDisagreement, digest
 from .replicas.layout import brief
+from .simulation import simulate
 
 __all__ = ["Schedule", "Scheduler", "plain"]
 
 LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
 STATE = "the ensemble's state"
-PLACES = 1000
-"""Steps of a run at which the factors of a LambdaLR are asked for."""
+SAME = 0.01
+"""Two rates that differ by this part of them are the same: one may have been rounded."""
 
 
 class Scheduler(Protocol):
@@ -54,9 +55,11 @@ class Schedule:
         self.scheduler, self.knobs = scheduler, list(knobs)
         own_length: int | None = getattr(scheduler, "total_steps", None)
         self.total_steps = own_length if total_steps is None else total_steps
-        self.stepped_elsewhere: list[Any] = []
-        """Schedulers that a framework steps inside `rescheduling`; they are asked for `peaks`."""
-        self._moved = [knob for knob in self.knobs if knob.indices]
+        self.doubt = ""
+        """Why the peaks may not be those of the run."""
+        self._rows: dict[int, list[float]] = {}
+        """What a simulation says of the first steps, of `_moved`."""
+        self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
         self._is_shown = False
         self.is_neutral = False
         """Are all base values the schedule's own? Then `advance` leaves them."""
@@ -65,6 +68,24 @@ class Schedule:
     def step(self) -> int | None:
         """Steps of the schedule done; None where nobody counts them."""
         return getattr(self.scheduler, "last_epoch", None)
+
+    def simulate(self, optimizer: Optimizer, schedulers: Sequence[tuple[Any, int]]) -> None:
+        """Let peaks and floors be those of a simulation. Asked for before the first step, and where
+        a framework has other schedulers by now; it takes as long as all their steps in the run.
+
+        Args:
+            schedulers: the run's, each with the number of optimizer steps from one of its steps to
+                the next.
+
+        Raises:
+            ValueError: one that cannot be simulated.
+        """
+        places = [(i, knob.key, knob.entry) for knob in self._moved for i in knob.indices]
+        course = simulate(schedulers, optimizer, self.total_steps, places)
+        highest, lowest, self._rows = iter(course.highest), iter(course.lowest), course.rows
+        for knob in self._moved:
+            knob.simulated = [(next(highest), next(lowest)) for _ in knob.indices]
+            knob.note_peaks()
 
     def advance(self) -> bool:
         """One step. `write` must follow, unless the schedule `is_neutral`. Returns whether the
@@ -146,6 +167,13 @@ class Schedule:
             yield
         finally:
             self._is_shown = False
+            rates = [knob for knob in self._moved if knob.key == "lr" and not self.doubt]
+            if any(not k.knows_peaks and k.find_foreign_write() is not None for k in rates):
+                self.doubt = (
+                    "its highest value is not known, where rescheduling() writes it: give a torch "
+                    "scheduler to the Ensemble, or set group['max_lr'] to that value in each "
+                    "parameter group"
+                )
             for knob in moved:
                 knob.take_schedule()
             self.write(engine)
@@ -179,11 +207,7 @@ class Schedule:
 
     def peaks(self) -> list[list[float]]:
         """[knob][cell]: the highest values of the untouched schedule."""
-        peaks, factors = [knob.peaks() for knob in self.knobs], self._highest_factors()
-        for knob, row in zip(self.knobs, peaks, strict=True):
-            if factors is not None and knob.key == "lr":
-                row[:] = [row[i] * factors[index] for i, index in enumerate(knob.indices)]
-        return peaks
+        return [knob.peaks() for knob in self.knobs]
 
     def peak_rates(self) -> list[tuple[int, float]]:
         """(parameter group, its schedule's peak with the correction in use), of each rate."""
@@ -194,23 +218,18 @@ class Schedule:
             for index, peak in zip(knob.indices, row, strict=True)
         ]
 
-    def _highest_factors(self) -> list[float] | None:
-        """Of a LambdaLR the highest factor for each parameter group: its rates may lie far from the
-        group's at all times (Noam's do). Of other schedulers None: the group has the peak.
-
-        Asked for at the first hundred steps and at a thousand places of the run, if its length is
-        known.
-        """
-        known = [self.scheduler, *self.stepped_elsewhere]
-        wrapped = [part for one in known for part in getattr(one, "__dict__", {}).values()]
-        found = next((one for one in (*known, *wrapped) if type(one) is LambdaLR), None)
-        total = self.total_steps
-        if found is None or total is None:
-            return None
-        places = {round(i * total / PLACES) for i in range(PLACES + 1)}
-        steps = sorted(places | set(range(min(total, 100))))
-        highest = [max(float(factor(step)) for step in steps) for factor in found.lr_lambdas]
-        return [factor if factor > 0 else 1.0 for factor in highest]
+    def find_doubt(self) -> str:
+        """Why the peaks may not be those of the run; "" where nothing says so. Waits for the device
+        of a tensor."""
+        expected = iter(self._rows.get(-1 if self.step is None else self.step, ()))
+        for knob in self._moved:
+            for now, peak in zip(knob.scheduled, knob.peaks(), strict=True):
+                own = next(expected, None)
+                is_other = own is not None and abs(float(now) - own) > SAME * own + 1e-6 * peak
+                if knob.key == "lr" and (is_other or float(now) > (1 + SAME) * peak):
+                    said = f"{own:g} in this step" if is_other else f"at most {peak:g}"
+                    return self.doubt or f"it is {float(now):g}, and a copy of its schedule {said}"
+        return self.doubt
 
     def highest(self) -> list[float]:
         """Of the untouched schedule, now and in the steps since `forget_highest`."""
@@ -306,9 +325,7 @@ class Schedule:
         """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the
         scheduler itself refuses; nothing is changed then."""
         values = self.check_state(state)
-        with schema.unchanged_on_error(self.scheduler):
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(values["scheduler"])
+        with schema.loaded(self.scheduler, values["scheduler"]):
             yield
         for knob in self.knobs:
             high = values["highest"][knob.name]

@@ -26,30 +26,35 @@ with suppress(ImportError):  # make gpu runs where it may be missing
     settings.load_profile("a busy machine")
 
 
-LONGEST = [
+SLOW = (
     "kernels/test_shim.py",
-    "triton/test_interpreter.py",
-    "triton/test_compiled.py",
-    "kernels/test_step.py",
-    "trial/test_no_trace.py",
-    "trial/test_arms.py",
-    "examples/test_bytes.py",
-    "trial/test_layouts.py",
-    "faults/test_lost.py",
-    "checkpoint/test_resume.py",
-    "cli/test_report.py",
-]
-"""A quarter of a minute and more each, the longest first.
-
-One of them that begins last keeps a single process busy while the others wait.
-"""
+    "triton/",
+    "build/",
+    "adversary/",
+    "faults/",
+    "examples/",
+    "benchmarks/",
+    "test_docs.py",
+    "test_promises.py",
+    "test_rooms.py",
+    "test_adding_a",
+)
+"""Folders, files and tests for `make test-all`, the longest first: what compilers, sanitizers and
+interpreters prove, long trainings, killed processes, documents and benchmarks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, which --no-loadscope-reorder leaves so; all else in the order in
-    which it stands."""
-    place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(LONGEST)))
+    """Marks what is slow, and puts it first, which --no-loadscope-reorder leaves so: a long file
+    that begins last keeps a single process busy while the others wait."""
+
+    def place_of(item: pytest.Item) -> int:
+        name = item.nodeid.removeprefix("tests/")
+        return next((i for i, prefix in enumerate(SLOW) if name.startswith(prefix)), len(SLOW))
+
+    for item in items:
+        if place_of(item) < len(SLOW):
+            item.add_marker("slow")
+    items.sort(key=place_of)
 
 
 def pytest_collection_finish() -> None:

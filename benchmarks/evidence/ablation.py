@@ -8,19 +8,24 @@ Every row changes one thing in `hdet.trial.rule`, decides all recorded trials of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+from zlib import crc32
 
 from hdet.trial import rule
-from hdet.trial.rule import Trial
+from hdet.trial.rule import RateInterval, Trial
 
 from ..tables import table
 from . import auto, fixed_rates
-from .auto import NEAR, curves, summary
+from .auto import NEAR, Compared, compared, summary
 from .experiment import Record
-from .workloads import DEVELOPMENT, REPEATED, WORKLOADS
+from .workloads import DEVELOPMENT, REPEATED, TEST
 
 LONG = 10_000
 OFTEN = {
@@ -28,11 +33,14 @@ OFTEN = {
 }  # fmt: skip
 """Examples are seen so often that runs overfit at good rates, too."""
 FRESH = {name: one for name, one in DEVELOPMENT.items() if name not in OFTEN}
+HALVES = [{name for name in (*FRESH, *TEST) if crc32(name.encode()) % 2 == half} for half in (0, 1)]
+"""On the first half the upper end's exponent and the best guess were chosen; the second was looked
+at once, afterwards."""
 Change = Callable[[Trial], Trial]
 
 
 @contextmanager
-def _numbers(values: dict[str, float]) -> Iterator[None]:
+def _numbers(values: Mapping[str, float]) -> Iterator[None]:
     """Inside, the rule has these."""
     before = {name: getattr(rule, name) for name in values}
     vars(rule).update(values)
@@ -58,11 +66,14 @@ CHANGES: dict[str, Change] = {
 }
 NUMBERS: dict[str, dict[str, float]] = {
     "tie: 1 standard error": {"TIE": 1.0},
-    "tie: 3 standard errors": {"TIE": 3.0},
-    "exponent 0: the length of the run does not count": {"EXPONENT": 0.0},
-    "exponent 0.2": {"EXPONENT": 0.2},
-    "exponent 0.4": {"EXPONENT": 0.4},
-    "lower bound 0.01": {"TOO_LITTLE": 0.01},
+    "tie: 2 standard errors": {"TIE": 2.0},
+    "lower end, exponent 0": {"LOW_EXPONENT": 0.0},
+    "lower end, exponent 0.2": {"LOW_EXPONENT": 0.2},
+    "lower end, exponent 0.4": {"LOW_EXPONENT": 0.4},
+    "upper end, exponent 0": {"HIGH_EXPONENT": 0.0},
+    "upper end, exponent 0.1": {"HIGH_EXPONENT": 0.1},
+    "upper end, exponent 0.2": {"HIGH_EXPONENT": 0.2},
+    "upper end, exponent 0.3": {"HIGH_EXPONENT": 0.3},
     "lower bound 0.03": {"TOO_LITTLE": 0.03},
     "upper bound 1": {"TOO_MUCH": 1.0},
     "upper bound 4": {"TOO_MUCH": 4.0},
@@ -71,20 +82,20 @@ NUMBERS: dict[str, dict[str, float]] = {
 }
 
 
-def outcomes(
-    records: Sequence[Record], fixed: Sequence[Record], change: Change, values: dict[str, float]
-) -> list[tuple[float, float]]:
-    """(gap with the fixed rate, gap with the changed rule), in percent, of every recorded trial."""
-    known, found = curves(fixed), []
-    for line in records:
-        curve = known.get((line["workload"], line["steps"], line["seed"]))
-        is_trial = line["trial"] is not None and not line["whole"] and line["steps"] == LONG
-        if is_trial and curve is not None and line["exponent"] in curve.losses:
-            with _numbers(values):
-                now = change(Trial.from_dict(line["trial"])).interval(LONG).suggestion
-            exponent = math.log2(now / WORKLOADS[line["workload"]].rate)
-            found.append((curve.gap(curve.losses[line["exponent"]]), curve.at(exponent)))
-    return found
+def decided(
+    records: Sequence[Record],
+    fixed: Sequence[Record],
+    change: Change = CHANGES["the rule"],
+    values: Mapping[str, float] = MappingProxyType({}),
+    choose: Callable[[RateInterval], float] = lambda found: found.suggestion,
+) -> list[Compared]:
+    """Every recorded trial with the changed rule, beside the fixed rate of its start."""
+    trials = [line for line in records if line["trial"] is not None and not line["whole"]]
+    with _numbers(values):
+        found = [change(Trial.from_dict(of["trial"])).interval(of["steps"]) for of in trials]
+        again = [{**line, "factor": choose(interval) / line["rate"]}
+                 for line, interval in zip(trials, found, strict=True)]  # fmt: skip
+    return compared(again, fixed)
 
 
 def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
@@ -92,11 +103,35 @@ def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     fresh = [line for line in records if line["workload"] in FRESH]
     heads = ["", "gap to the best run, mean", f"within {NEAR} %", "within 2 %",
              f"worse by over {NEAR} %", "worst"]  # fmt: skip
-    kinds = {name: (change, {}) for name, change in CHANGES.items()}
-    kinds |= {name: (CHANGES["the rule"], values) for name, values in NUMBERS.items()}
-    pairs = {name: outcomes(fresh, fixed, *kind) for name, kind in kinds.items()}
+    kinds = {name: decided(fresh, fixed, change) for name, change in CHANGES.items()}
+    kinds |= {name: decided(fresh, fixed, values=values) for name, values in NUMBERS.items()}
+    pairs = {name: [(run.fixed, run.read_off) for run in runs] for name, runs in kinds.items()}
     return table(heads, ([name, *summary(some)] for name, some in pairs.items() if some))
 
 
+def halves(records: Sequence[Record], fixed: Sequence[Record]) -> str:
+    """The upper end and the best guess on each half of the workloads: gaps in percent, fixed rate
+    -> the rule's, by start."""
+    starts, rows = range(-6, 7, 2), []
+    rules: dict[str, Any] = {
+        "upper end: highest tie": {"values": {"HIGH_EXPONENT": 0.0}},
+        "the rule": {},
+        "best guess": {"choose": lambda found: found.best or found.suggestion},
+    }
+    for group, half, (name, options) in product((FRESH, TEST), HALVES, rules.items()):
+        these = [line for line in records if line["workload"] in half & group.keys()]
+        runs = decided(these, fixed, **options)
+        by = [[run for run in runs if run.record["exponent"] == start] for start in starts]
+        pairs = [[fmean(getattr(run, of) for run in some) for of in ("fixed", "read_off")]
+                 for some in (runs, *by)]  # fmt: skip
+        worse = [sum(run.read_off > run.fixed + by for run in runs) for by in (NEAR, 2)]
+        kind = f"{'test set' if group is TEST else '10 000 steps'}, half {HALVES.index(half) + 1}"
+        rows.append([kind, name, len(runs), *(f"{a:.1f} → {b:.1f}" for a, b in pairs), *worse])
+    heads = ["", "", "runs", "gap", *(Fraction(2) ** start for start in starts), "worse by 0.5 %",
+             "by 2 %"]  # fmt: skip
+    return table(heads, rows)
+
+
 if __name__ == "__main__":
-    print(ablation(auto.EXPERIMENT.read(), fixed_rates.EXPERIMENT.read()), end="")
+    recorded = auto.EXPERIMENT.read(), fixed_rates.EXPERIMENT.read()
+    print(ablation(*recorded), halves(*recorded), sep="\n", end="")

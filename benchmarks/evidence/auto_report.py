@@ -30,7 +30,7 @@ from . import (
     seconds,
     several,
 )  # fmt: skip
-from .ablation import FRESH, LONG, OFTEN, ablation
+from .ablation import FRESH, LONG, OFTEN, ablation, halves
 from .auto import NEAR, Compared, compared, drawn, of_length
 from .experiment import Record
 from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TEST, WORKLOADS
@@ -161,21 +161,9 @@ def by_workload(runs: Sequence[Compared]) -> str:
 def workloads() -> str:
     """What each of them is, how it is trained, and its usual rate."""
     heads = ["workload", "field", "what", "optimizer", "schedule", "usual rate", "batch"]
-    return table(
-        heads,
-        (
-            [
-                name,
-                of.field,
-                of.what,
-                of.optimizer,
-                of.schedule,
-                f"{of.rate:g}",
-                of.problem.batch_size,
-            ]
-            for name, of in WORKLOADS.items()
-        ),
-    )
+    rows = ([name, of.field, of.what, of.optimizer, of.schedule, f"{of.rate:g}",
+             of.problem.batch_size] for name, of in WORKLOADS.items())  # fmt: skip
+    return table(heads, rows)
 
 
 def report() -> dict[str, str]:
@@ -218,6 +206,7 @@ def report() -> dict[str, str]:
         "Test set": counted({"test set": test}) + "\n" + harmed(test),
         "Examples that are seen many times": repeated(records),
         "Conditions": ablation(records, fixed),
+        "Halves": halves(records, fixed),
         "By workload": by_workload(long),
         "Workloads": workloads(),
         **{

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from argparse import Namespace
@@ -244,16 +243,3 @@ class Run:
             self.ensemble.load_state_dict(state["ensemble"])
         for name in ("step", "seconds", "validation"):
             setattr(self, name, state[name])
-
-
-def controller_of(settings: dict[str, Any]) -> hdet.Controller:
-    """For `hdet replay RUN --controller examples.bytes.training:controller_of`.
-
-    Builds the run that a history's ``start`` record describes, in this process alone.
-    """
-    nothing = Corpus(torch.zeros(1000), torch.zeros(1000), "")
-    ensemble = Run(Namespace(**settings), Path(), nothing, "cpu").ensemble
-    if ensemble is None or (controller := ensemble.engine.controller) is None:
-        raise ValueError(f"a run with controller {settings['controller']!r} decides nothing")
-    controller.start(dataclasses.replace(ensemble.run, replicas=settings["replicas"]))
-    return controller

@@ -174,7 +174,7 @@ def open_checkpoint(path: Path, must_exist: bool) -> tuple[Path, dict[str, Any]]
         )
     name, file = f"checkpoint {str(folder)!r}", folder / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes() if file.is_file() else "")  # a pipe would block
+        manifest = json.loads(file.read_bytes() if _is_regular(file) else "")
         digest, is_ours = manifest.pop("sha256", None), manifest["format"] == FORMAT
     except (ValueError, RecursionError, AttributeError, LookupError):
         is_ours = False
@@ -183,7 +183,7 @@ def open_checkpoint(path: Path, must_exist: bool) -> tuple[Path, dict[str, Any]]
             f"{name} has format {manifest.get('version')}, and this hdet reads format {VERSION}: "
             f"load it with the hdet that wrote it ({manifest.get('hdet')})"
         )
-    if not is_ours or digest != _digest(manifest):
+    if not is_ours or digest != _digest(manifest) or STATE not in manifest.get("files", ()):
         raise CheckpointError(
             f"the {MANIFEST} of {name} is missing or has changed{_damaged(folder)}"
         )
@@ -200,7 +200,7 @@ def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]], together:
     def verify() -> None:
         for name in sorted(files)[together.place :: together.size]:
             path, expected = folder / name, files[name]
-            if not _FILE.fullmatch(name) or path.is_symlink() or not path.is_file():
+            if not _FILE.fullmatch(name) or not _is_regular(path):
                 what = "is missing, or no regular file"
             elif (size := path.stat().st_size) != expected["bytes"]:
                 what = f"has {size} bytes instead of {expected['bytes']}"
@@ -213,6 +213,11 @@ def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]], together:
             )
 
     together.all(verify)
+
+
+def _is_regular(path: Path) -> bool:
+    """And no link: to read a pipe may never end."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _damaged(folder: Path) -> str:

@@ -1,11 +1,11 @@
-"""load: all is read and checked on all ranks before anything in the run is changed."""
+"""load: all is read and checked on all ranks, then taken over by all of them, or by none."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ..core.validate import whole
-from ..tensors.dtensor import like, local
+from ..tensors.dtensor import like
 from .folder import STATE, open_checkpoint, verify_files
 from .plain_data import decode
 from .run_state import Inventory, RunState, state_methods
 from .tensor_files import SavedRank
 from .together import Together
+from .undo import Undo
 
 
 def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None = None) -> int:
     """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or the latest of a root.
 
     Every rank calls it. All of it is read and checked before anything in the run is changed:
-    checksums, names, shapes, dtypes, and what Ensemble and optimizer say to their states. The
-    number of replicas may be another: base values, corrections and velocities go on. DTensors may
-    be sharded in another way. Objects in ``extra`` take their states over first; one that raises
-    then is the only thing that has changed.
+    checksums, names, shapes, dtypes and the Ensemble's state. Then model, optimizer, ``extra`` and
+    Ensemble take it over. If one of them refuses, on any rank, or the load is interrupted, all get
+    back what they had. The number of replicas may be another: base values, corrections and
+    velocities go on. DTensors may be sharded in another way.
 
     Args:
         missing: the step to begin at, such as 0, where ``root`` holds no checkpoint. The first rank
@@ -57,11 +57,13 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
         verify_files(folder, manifest["files"], together)
         problem = f"checkpoint {str(folder)!r} does not fit this run: "
         saved = SavedState(state, folder, manifest)
-        # Nothing is changed before all ranks have read. What can still refuse comes first.
-        for call in (saved.read, saved.give_extra, saved.load_ensemble, saved.load_tensors):
-            together.all(call, problem)
-        step: int = manifest["step"]
-        return step
+        together.all(saved.read, problem)
+        with Undo(saved.ours.tensors.values()) as undo:
+            for load_part in (saved.load_model, saved.load_optimizer, saved.load_extra):
+                together.all(partial(load_part, undo), problem)
+            ensemble = state.ensemble.taken_over(saved.parts["ensemble"])
+            together.all(lambda: undo.enter_context(ensemble), problem)
+        return saved.step
 
 
 class SavedState:
@@ -77,13 +79,15 @@ class SavedState:
     def read(self) -> None:
         """Read and check all of it; raise for what does not fit. The run is not changed."""
         run, content = self.run, json.loads((self.folder / STATE).read_bytes())
+        self.step: int = whole(self.manifest["step"], "step", 0)
         replicas, members = run.ensemble.replicas, self.manifest["members"]
         member = replicas.member % members
         number = replicas.index % self.manifest["replicas"] * members + member
-        own = SavedRank(self.folder, content, number, members)
+        place = self.folder, self.manifest["files"], content
+        own = SavedRank(*place, number, members)
         holders = dict.fromkeys(own.parts, own)
         if run.ensemble.sync.gradients != "local":
-            holders["optimizer"] = SavedRank(self.folder, content, member, members)
+            holders["optimizer"] = SavedRank(*place, member, members)
         if run.extra is None:
             holders.pop("extra", None)
         self.ours = Inventory(run)
@@ -100,7 +104,6 @@ class SavedState:
                 )
         self.optimizer = self._numbered(self.parts["optimizer"])
         run.ensemble.check_state(self.parts["ensemble"])
-        rehearse_load(run.optimizer, self.optimizer)
 
     def _read_tensor(self, rank: SavedRank, name: str) -> torch.Tensor:
         """Of what is laid out as a tensor of the model, what this rank holds; else all of it."""
@@ -115,7 +118,7 @@ class SavedState:
         return like(shard, tensor) if name.startswith("optimizer") else shard
 
     def _check_model(self, rank: SavedRank, is_cut_alike: bool) -> None:
-        stored = {name: value["$tensor"] for name, value in rank.parts["model"].items()}
+        stored = decode(rank.parts["model"], str)
         theirs = {name: "{1} of shape {0}".format(*rank.kind(key)) for name, key in stored.items()}
         ours = {n: f"{t.dtype} of shape {tuple(t.shape)}" for n, t in self.ours.tensors.items()}
         wrong = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
@@ -155,30 +158,28 @@ class SavedState:
 
     # -- taking over ------------------------------------------------------------------------------
 
-    def give_extra(self) -> None:
-        """Objects load their state; plain values are replaced."""
-        extra = self.run.extra
-        if extra is None:
-            return
-        for key, value in extra.items():
-            if methods := state_methods(value):
-                methods[1](self.extra[key])
-                self.extra[key] = value
-        extra.clear()
-        extra.update(self.extra)
-
-    def load_ensemble(self) -> None:
-        self.run.ensemble.load_state_dict(self.parts["ensemble"])
-
-    @torch.no_grad()
-    def load_tensors(self) -> None:
+    def load_model(self, undo: Undo) -> None:
         ours, model = self.ours, self.run.model
+
+        def load(modules: dict[str, Any]) -> None:
+            """By the model's own way as well, which has hooks and extra states."""
+            whole = {name: tensor.detach() for name, tensor in ours.tensors.items()} | modules
+            model.load_state_dict({raw: whole[name] for raw, name in ours.names.items()})
+
+        counted = tuple(t for t in ours.tensors.values() if not t.is_inference())
+        versions = tuple(t._version for t in counted)  # by which writes are noticed
+        undo.on_error(torch._C._autograd._unsafe_set_version_counter, counted, versions)
+        undo.on_error(load, copy.deepcopy(ours.modules))
         for name, tensor in ours.tensors.items():
-            local(tensor.detach()).copy_(self.parts["model"][name])
-        # By the model's own way as well, which has hooks and extra states.
-        whole = {n: t.detach() for n, t in ours.tensors.items()} | (self.parts["modules"] or {})
-        model.load_state_dict({raw: whole[name] for raw, name in ours.names.items()})
-        optimizer = self.run.optimizer
+            undo.keep_values(tensor).copy_(self.parts["model"].pop(name))
+        load(self.parts["modules"] or {})
+
+    def load_optimizer(self, undo: Undo) -> None:
+        """And what the Ensemble keeps for its averages."""
+        optimizer, ensemble, ours = self.run.optimizer, self.run.ensemble, self.ours
+        undo.keep(optimizer)
+        for follower in (ensemble.replicas, ensemble.weights.average):  # by hooks on it
+            undo.keep(vars(follower), writes=True)
         further = getattr(optimizer, "num_replicas", 1) - 1
         params = chain(*(group["params"] for group in optimizer.param_groups))
         for i, param in enumerate(params):
@@ -188,13 +189,18 @@ class SavedState:
         optimizer.load_state_dict(self.optimizer)
         average = self.parts.get("average") or {}
         if ours.averaged.keys() <= average.keys():  # of a run without it nothing: it begins again
-            tensors = [average[name] for name in ours.averaged]
-            self.run.ensemble.weights.average.load_state(tensors)
+            ensemble.weights.average.load_state([average[name] for name in ours.averaged])
 
-
-def rehearse_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state into a stand-in: raise what the optimizer would raise, and change nothing."""
-    stand_in: Any = object.__new__(type(optimizer))
-    hooks = [n for n in vars(optimizer) if n.startswith("_optimizer_") and n.endswith("_hooks")]
-    stand_in.__dict__.update({**vars(optimizer), **{name: OrderedDict() for name in hooks}})
-    type(optimizer).load_state_dict(stand_in, state)
+    def load_extra(self, undo: Undo) -> None:
+        """Objects load their state; plain values are replaced."""
+        extra = self.run.extra
+        if extra is None:
+            return
+        owners = {key: value for key, value in extra.items() if state_methods(value)}
+        for value in owners.values():
+            undo.keep_state(value)
+        undo.keep_contents(extra)
+        for key, value in owners.items():
+            state_methods(value)[1](self.extra[key])  # type: ignore[index]
+        extra.clear()
+        extra.update({**self.extra, **owners})

@@ -18,18 +18,24 @@ _KINDS: dict[str, Any] = {
 }
 """what JSON lacks, written as {kind: [items]}; dicts are lists of pairs"""
 _TAGS = {kind: tag for tag, kind in _KINDS.items()}
+DEEPEST = 100
+"""Lists in lists: JSON's reader ends at some hundreds."""
 
 
-def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = DEEPEST) -> Any:
     """Make JSON of a value; put its tensors into ``tensors``, under names that begin with ``name``.
 
     Raises:
         ValueError: the value, named by its place, is none that `decode` can give back.
     """
     kind = type(value)
+    if not depth:
+        raise ValueError(f"{name[:99]!r} ... is nested more than {DEEPEST} deep: flatten it")
+    if kind is int and value.bit_length() > 64:  # JSON's numbers end at some thousand digits
+        return {"$int": hex(value)}
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and _is_dense(value):
         while name in tensors:  # {"a": {"b": t}} and {"a.b": t}
             name += "'"
         tensors[name] = value.detach()
@@ -37,16 +43,26 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind is bytes:
         return {"$bytes": value.hex()}
     if kind is list:
-        return [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-    if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
-        return {key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return [encode(x, f"{name}.{i}", tensors, depth - 1) for i, x in enumerate(value)]
+    if kind is dict and all(type(key) is str for key in value):
+        pairs = [(key, encode(x, f"{name}.{key}", tensors, depth - 1)) for key, x in value.items()]
+        return {f"${key}" if key[:1] == "$" else key: item for key, item in pairs}
     if kind in _TAGS:
         items = [[*pair] for pair in value.items()] if isinstance(value, dict) else [*value]
-        return {_TAGS[kind]: encode(items, name, tensors)}
+        return {_TAGS[kind]: encode(items, name, tensors, depth - 1)}
+    called = kind.__name__
+    if isinstance(value, torch.Tensor):
+        called = f"{value.layout} tensor of {value.dtype} on {value.device}"
     raise ValueError(
-        f"{name} holds what a checkpoint cannot give back (a {kind.__name__}): "
-        "keep tensors, numbers, strings, lists and dicts"
+        f"{name} holds what a checkpoint cannot give back (a {called}): keep dense tensors, "
+        f"numbers, strings, lists and dicts{', such as its .tolist()' * hasattr(value, 'tolist')}"
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Neither sparse, nested, quantised nor without data."""
+    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not is_odd
 
 
 def decode(value: Any, read_tensor: Callable[[str], Any]) -> Any:
@@ -56,10 +72,12 @@ def decode(value: Any, read_tensor: Callable[[str], Any]) -> Any:
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
-    if tag[:1] != "$":
-        return {key: decode(item, read_tensor) for key, item in value.items()}
+    if tag[:1] != "$" or tag[:2] == "$$":
+        return {k.removeprefix("$"): decode(item, read_tensor) for k, item in value.items()}
     if tag == "$tensor":
         return read_tensor(value[tag])
+    if tag == "$int":
+        return int(value[tag], 16)
     if tag == "$bytes":
         return bytes.fromhex(value[tag])
     make, items = _KINDS[tag], decode(value[tag], read_tensor)

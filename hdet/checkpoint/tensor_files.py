@@ -114,11 +114,15 @@ def plan_files(holders: Holders, ranks: int) -> tuple[dict[str, Any], list[dict[
 def write_files(
     folder: Path, share: Mapping[str, Sequence[str]], tensors: Mapping[str, Any]
 ) -> None:
-    """Write this rank's files, flushed to the disk."""
+    """Write this rank's files, flushed to the disk. Raises CheckpointError for a tensor that a file
+    cannot give back, such as one of torch.float4_e2m1fn_x2."""
     for file, names in share.items():
         held = {name: to_host(_as_real(local(tensors[name]))) for name in names}
         save_file(held, folder / file)
         sync(folder / file)
+        with safe_open(folder / file, "pt") as written:
+            for name, tensor in held.items():
+                _part(written, name, tensor, ": keep its bytes, .view(torch.uint8)")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +133,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs: safetensors has not all kinds of them."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _part(file: Any, name: str, like: torch.Tensor, remedy: str = "") -> Any:
+    """A tensor in an open file, to be sliced. Raises CheckpointError if it has not the dtype and
+    the shape of ``like``."""
+    part, shape, none = file.get_slice(name), [*like.shape], slice(0) if like.dim() else ()
+    if part.get_shape() != shape or part[none].dtype != like.dtype:
+        raise CheckpointError(
+            f"{name!r} is {part.get_dtype()} of shape {part.get_shape()} in its file, and not "
+            f"{like.dtype} of shape {shape}{remedy}"
+        )
+    return part
 
 
 def _place_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -143,6 +159,7 @@ class SavedRank:
     """What one rank of the saved run held, in files that have been verified.
 
     Args:
+        files: of the manifest; others are not opened.
         content: of state.json.
         rank: its place in the saved run, each of whose replicas had so many ``members``.
 
@@ -150,8 +167,10 @@ class SavedRank:
         parts: its plain data, as JSON; None for a part that it had not.
     """
 
-    def __init__(self, folder: Path, content: Mapping[str, Any], rank: int, members: int) -> None:
-        self._index, self._rank = content["tensors"], rank
+    def __init__(
+        self, folder: Path, files: Any, content: Mapping[str, Any], rank: int, members: int
+    ) -> None:
+        self._files, self._index, self._rank = files, content["tensors"], rank
         self._replica = range(rank - rank % members, rank - rank % members + members)
         self._open = cache(lambda file: safe_open(folder / file, "pt"))
         parts = content["parts"].items()
@@ -185,12 +204,16 @@ class SavedRank:
         result = torch.empty(sizes, dtype=dtype)
         filled = torch.zeros(sizes, dtype=torch.bool)
         for chunk in self._chunks(name):
+            if chunk["file"] not in self._files:
+                raise CheckpointError(f"its index names {chunk['file']!r}, which is no file of it")
+            stored = _as_real(torch.empty(chunk["sizes"], dtype=dtype, device="meta"))
+            part = _part(self._open(chunk["file"]), name, stored)
             spans = list(zip(offsets, sizes, chunk["offsets"], chunk["sizes"], strict=True))
             low = [max(here, there) for here, _, there, _ in spans]
             high = [min(here + n, there + m) for here, n, there, m in spans]
             if all(first < end for first, end in zip(low, high, strict=True)):
                 target, source = (_slices(low, high, o) for o in (offsets, chunk["offsets"]))
-                _as_real(result)[target] = self._open(chunk["file"]).get_slice(name)[source]
+                _as_real(result)[target] = part[source]
                 filled[target] = True
         if not filled.all():
             raise CheckpointError(f"its index has gaps: no file holds all of {name!r}")

@@ -1,8 +1,7 @@
-"""The command line: `hdet report`, `hdet replay`, `hdet doctor`.
+"""The command line: `hdet report`, `hdet doctor`.
 
 A command is the function `run` of its module, which is imported when it is typed, and torch with
-it. Exit codes: 0 done; 1 a replayed run differs; 2 an error that the user can correct, in one line;
-130 interrupted.
+it. Exit codes: 0 done; 2 an error that the user can correct, in one line; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -74,13 +73,6 @@ def _build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     report.add_argument("--out", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
     report.add_argument("--html", type=Path, metavar="FILE", help="a page for the browser")
-    replay = commands.add_parser("replay", help="Make recorded decisions once more; compare.")
-    replay.set_defaults(module="replay_run")
-    replay.add_argument("folder", type=Path, metavar="RUN", help="folder with a history.jsonl")
-    replay.add_argument(
-        "--controller", required=True, metavar="MODULE:FUNCTION",
-        help="takes the run's settings (of the start record) and returns its controller, started",
-    )  # fmt: skip
     doctor = commands.add_parser("doctor", help="Print what can be used here.")
     doctor.set_defaults(module="doctor")
     return parser

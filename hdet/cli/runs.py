@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hdet.logging import read_records
 from hdet.trial.rule import RateInterval
 
 HISTORY = "history.jsonl"
@@ -147,28 +147,6 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     if not run.losses:
         run.losses, run.rates = run.cycle_losses, run.cycle_rates
     return run
-
-
-def read_records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Line numbers and records. A last line without its end was torn by a kill: it is left out.
-
-    Raises:
-        ValueError: no regular file, or a line that is no JSON object.
-    """
-    try:
-        if not path.is_file():  # reading a pipe or a device may never end
-            raise ValueError(f"history {str(path)!r} is not a regular file")
-        *lines, _torn = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"history {str(path)!r} cannot be read ({error.strerror})") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            raise ValueError(f"line {number} of {str(path)!r} is damaged: remove that line")
-        yield number, record
 
 
 def printable(text: str) -> str:

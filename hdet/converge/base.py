@@ -50,7 +50,7 @@ class Averaging:
     needs_processes: ClassVar[bool] = True
     """Does each replica need a process of its own?"""
     needs_rates_only: ClassVar[bool] = False
-    """May replicas differ in learning rates only, with multipliers that add up to N?"""
+    """May replicas differ in learning rates only?"""
 
     def build(self, task: Task) -> Averager:
         """The averager for this task; of one replica, one that does nothing.

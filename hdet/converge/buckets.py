@@ -101,6 +101,8 @@ def check_averageable(tensor: torch.Tensor, name: str) -> None:
         fault = f"layout {tensor.layout}: only dense tensors can be averaged in place"
     elif not tensor.is_floating_point():
         fault = f"dtype {tensor.dtype}: only floating-point tensors have an average"
+        if tensor.is_complex():
+            fault += ", so hold it as torch.view_as_real(...), and compute with view_as_complex"
     elif tensor.element_size() < 2:
         fault = (
             f"dtype {tensor.dtype}, which has no arithmetic: leave it out of the optimizer, whose "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from .controller import Controller
 from .design import table_of
 from .evidence import Evidence, KnobSpec
 from .plan import Decision, Plan
-from .schema import COUNT, MAPPING, instance, list_of, number, optional, read, unchanged_on_error
+from .schema import COUNT, MAPPING, instance, list_of, loaded, number, optional, read
 
 __all__ = ["STATE_VERSION", "CycleOutcome", "Engine", "KnobSpec"]
 
@@ -131,13 +132,6 @@ class Engine:
             )
         return self._table
 
-    def value(self, knob: int, scheduled: float) -> float:
-        """The base value in use, given the untouched schedule's."""
-        held, scale = self.held[knob], self.knobs[knob].scale
-        if held is not None:
-            return scale.hold(held)
-        return scale.corrected(scheduled, self.corrections[knob])
-
     # -- count -------------------------------------------------------------------------------------
 
     def tick(self) -> bool:
@@ -163,6 +157,7 @@ class Engine:
         measured: Mapping[str, Rows] | None = None,
         *,
         scheduled: Sequence[float],
+        values: Sequence[float] | None = None,
         **seen: Any,
     ) -> CycleOutcome:
         """End the cycle: give the evidence to the controller, apply its decisions, go on.
@@ -170,7 +165,8 @@ class Engine:
         Args:
             losses: [replica] mean training loss; NaN, infinity and None are left out.
             measured: by name, [replica][number]; rows that are not finite are left out.
-            scheduled, seen: as in `Evidence`: also step, peak, floor, highest, local.
+            scheduled, values, seen: as in `Evidence`: also step, peak, floor, highest, local.
+                Values are those of the schedule by default.
 
         Raises:
             ValueError: the controller's answer is not one Decision for each knob.
@@ -180,14 +176,14 @@ class Engine:
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
         notes = self._notes_of_missing(name, left_out)
-        bases = [self.value(k, value) for k, value in enumerate(scheduled)]
-        table = self._effective(bases)
+        values = scheduled if values is None else values
+        table = self._effective(values)
         decisions, evidence = [Decision()] * len(self.knobs), None
         if self.controller is not None and self.clock.controls(self.step):
             defaults = {"step": self.step, "peak": scheduled, "floor": [0.0] * len(self.knobs)}
             evidence = Evidence(
                 cycle=self.cycle, knobs=[knob.name for knob in self.knobs], multipliers=table,
-                losses=losses, scheduled=scheduled, values=bases, measured=rows,
+                losses=losses, scheduled=scheduled, values=values, measured=rows,
                 corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step),
                 **asdict(self.clock), **{**defaults, **seen},
@@ -344,12 +340,17 @@ class Engine:
         return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments
-        go on. Raises as `check_state`; nothing is changed then."""
+        """See `taken_over`."""
+        with self.taken_over(state):
+            pass
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Continues from `state_dict`, unless what is done inside raises. The seed of the saved run
+        is kept, so that its assignments go on. Raises as `check_state`; nothing is changed then."""
         values = self.check_state(state)
-        with unchanged_on_error(self.controller):
-            if self.controller is not None:
-                self.controller.load_state_dict(values["controller_state"])
+        with loaded(self.controller, values["controller_state"]):
+            yield
         self.held = values["bases"]
         for key in (*COUNTS, "seed", "level", "corrections"):
             setattr(self, key, values[key])

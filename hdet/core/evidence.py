@@ -76,7 +76,7 @@ class Evidence:
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
-    """[knob]: the base value in use."""
+    """[knob]: the base value now, as it is in the parameter group."""
     corrections: Sequence[float]
     """[knob]: the correction in use, > 0, which a decision's factor multiplies."""
     decisions_left: int | None = None

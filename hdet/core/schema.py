@@ -18,11 +18,11 @@ __all__ = [
     "Check",
     "instance",
     "list_of",
+    "loaded",
     "number",
     "optional",
     "plain",
     "read",
-    "unchanged_on_error",
 ]
 
 LARGEST = 1e100
@@ -111,21 +111,26 @@ def read(state: Any, fields: Mapping[str, Check], where: str) -> dict[str, Any]:
 
 
 @contextmanager
-def unchanged_on_error(thing: Any) -> Iterator[None]:
-    """Around the loading of a state: whatever is raised becomes ValueError, and ``thing`` (or None)
-    gets its own state back."""
+def loaded(thing: Any, state: Any) -> Iterator[None]:
+    """Loads a state into ``thing`` (or None), which gets its own back if it refuses that one, by
+    ValueError, or if what is done inside raises."""
     before = None if thing is None else copy.deepcopy(thing.state_dict())
     try:
+        try:
+            if thing is not None:
+                thing.load_state_dict(state)
+        except Exception as error:
+            if type(error) is ValueError:
+                raise
+            raise ValueError(
+                f"the {type(thing).__name__}'s state cannot be loaded ({type(error).__name__}: "
+                f"{error}): it is damaged, or of something else"
+            ) from error
         yield
-    except Exception as error:
+    except BaseException:
         if thing is not None:
             thing.load_state_dict(before)
-        if type(error) is ValueError:
-            raise
-        raise ValueError(
-            f"the {type(thing).__name__}'s state cannot be loaded ({type(error).__name__}: "
-            f"{error}): it is damaged, or of something else"
-        ) from error
+        raise
 
 
 def _wrong(where: str, value: Any, needed: str) -> ValueError:

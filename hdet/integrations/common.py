@@ -75,6 +75,9 @@ class Adapter:
     def clip_gradients(self) -> None:
         """Do what the framework does between backward and step, also in an arm of a trial."""
 
+    def begin_averages(self) -> None:
+        """Begin averages of weights that the framework keeps with those that are in place."""
+
     # -- beginning ---------------------------------------------------------------------------------
 
     def begin(
@@ -126,9 +129,22 @@ class Adapter:
                 raise ValueError(f"AutoLR {obstacle}")
             trial.before_step = partial(_call_in_turn, self.clip_gradients, trial.before_step)
             trial.scaler = trial.scaler or self.scaler
+        controller = made.get("controller")
+        if isinstance(controller, Controller) and controller.search is not None:
+            search: AutoLR = controller.search
+            search.on_restart = partial(_call_in_turn, self.begin_averages, search.on_restart)
         ensemble = Ensemble(optimizer, **made)
         ensemble.records.tell = self.tell
         return ensemble
+
+    def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
+        """Let an Ensemble know what the framework steps inside `Ensemble.rescheduling`: see
+        `Schedule.simulate`. Of what cannot be simulated, an AutoLR says so, and moves nothing."""
+        if schedulers and ensemble.engine.controller is not None:
+            try:
+                ensemble.schedule.simulate(ensemble.optimizer, schedulers)
+            except ValueError as error:
+                ensemble.schedule.doubt = str(error)
 
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are

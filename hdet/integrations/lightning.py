@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -132,7 +133,13 @@ class HdetCallback(Adapter, _Callback):
                 if not isinstance(config.scheduler, _Rescheduled):
                     stand_in = _Rescheduled(config.scheduler, self, number)
                     self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
-            ensemble.schedule.stepped_elsewhere = [config.scheduler for config in configs]
+            self.follow(ensemble, [(of.scheduler.inner, self._period(of)) for of in configs])
+
+    def _period(self, config: Any) -> int:
+        """Of a scheduler, in optimizer steps."""
+        batches = self.trainer.num_training_batches
+        steps = batches // self.trainer.accumulate_grad_batches if batches < math.inf else 1
+        return max(1, int(config.frequency * (steps if config.interval == "epoch" else 1)))
 
     def _save_converged(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.converge()
@@ -225,6 +232,23 @@ class HdetCallback(Adapter, _Callback):
             trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
 
+    @torch.no_grad()
+    def begin_averages(self) -> None:
+        for callback in self._averaging():
+            average = callback._average_model
+            counted = getattr(average, "n_averaged", getattr(callback, "n_averaged", None))
+            buffers = [buffer for buffer in average.buffers() if buffer is not counted]
+            now = (*self.module.parameters(), *self.module.buffers())
+            for averaged, tensor in zip((*average.parameters(), *buffers), now, strict=False):
+                averaged.copy_(tensor)
+            if counted is not None:
+                counted.zero_()
+
+    def _averaging(self) -> list[Any]:
+        # Lightning has no public name for the average
+        callbacks = (each for each in self.trainer.callbacks if isinstance(each, _AVERAGING))
+        return [each for each in callbacks if each._average_model is not None]
+
     # -- where others look -------------------------------------------------------------------------
 
     def converge(self) -> None:
@@ -233,12 +257,11 @@ class HdetCallback(Adapter, _Callback):
         for ensemble in self.ensembles[:1]:
             if ensemble.sync.gradients != "local" and not any(k.spread > 0 for k in ensemble.knobs):
                 continue  # replicas never differ
-            for callback in self.trainer.callbacks:
-                if isinstance(callback, _AVERAGING):
-                    module = callback._average_model  # Lightning has no public name for it
-                    tensors = (*module.parameters(), *module.buffers())
-                    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
-                    average_tensors(floats, ensemble.replicas)
+            for callback in self._averaging():
+                module = callback._average_model
+                tensors = (*module.parameters(), *module.buffers())
+                floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+                average_tensors(floats, ensemble.replicas)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.converge()

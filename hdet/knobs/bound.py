@@ -118,8 +118,7 @@ class Bound:
         self.is_neutral = not self.scale.bounded
         for value in self.scheduled:
             self._check_begin(value)
-        peaks = self.peaks()
-        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+        self.note_peaks()
 
     def _check_begin(self, value: Any) -> None:
         is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
@@ -154,12 +153,17 @@ class Bound:
         return float(self.scheduled[0])
 
     def peaks(self) -> list[float]:
-        """[cell]: the highest value of the untouched schedule, as far as the cell knows."""
+        """[cell]: the highest value of the untouched schedule, as far as it is known."""
         return [float(value) for value in self.scheduled]
 
     def floor(self) -> float:
         """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""
         return 0.0
+
+    def note_peaks(self) -> None:
+        """They may be others now."""
+        peaks = self.peaks()
+        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
 
     def effective(self, i: int, multiplier: float) -> float:
         """The multiplier that acts on the base value of cell ``i``; another one where a bound holds

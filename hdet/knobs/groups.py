@@ -26,6 +26,9 @@ class GroupKnob(Bound):
         entry: of a tuple in the group, such as ``betas``.
     """
 
+    simulated: Sequence[tuple[float, float]] = ()
+    """[cell]: the highest and lowest value of the untouched schedule, if it was simulated."""
+
     def __init__(
         self,
         name: str,
@@ -38,7 +41,7 @@ class GroupKnob(Bound):
         entry: int | None = None,
         **settings: Any,
     ) -> None:
-        self.optimizer, self.indices, self._entry = optimizer, list(indices), entry
+        self.optimizer, self.indices, self.entry = optimizer, list(indices), entry
         cells = [group_cell(optimizer, i, key, entry) for i in indices]
         super().__init__(name, spread, cells, scale, key=key, **settings)
 
@@ -46,19 +49,31 @@ class GroupKnob(Bound):
         values, groups = [], self.optimizer.param_groups
         for i in self.indices:  # without a call for each: this is in every step
             value = groups[i][self.key]
-            values.append(value if self._entry is None else value[self._entry])
+            values.append(value if self.entry is None else value[self.entry])
         return values
 
     def floor(self) -> float:
-        return float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
+        own = self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0
+        return max(self.simulated[0][1] if self.simulated else 0.0, 0.0) or float(own)
 
     def peaks(self) -> list[float]:
+        if self.simulated:
+            return [highest for highest, _ in self.simulated]
         # Without a schedule the group holds the corrected value: the schedule's own is what counts.
         groups = [self.optimizer.param_groups[i] for i in self.indices]
         return [
             float(group.get("max_" + self.key, group.get("initial_" + self.key, value)))
             for group, value in zip(groups, self.scheduled, strict=True)
         ]
+
+    @property
+    def knows_peaks(self) -> bool:
+        """Does anything say what they are, where others write the values?"""
+        groups = [self.optimizer.param_groups[i] for i in self.indices]
+        keys = {"max_" + self.key}
+        if not hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            keys.add("initial_" + self.key)  # torch's schedulers write it, whatever their peak is
+        return bool(self.simulated) or all(keys & group.keys() for group in groups)
 
 
 class ProductKnob(GroupKnob):

@@ -12,7 +12,15 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer
 
 from ..rules import RULES
-from ..tensors.buffers import BufferCopies, Copy, ReplicaTensors, keep, put, tensors_in
+from ..tensors.buffers import (
+    BufferCopies,
+    Copy,
+    ReplicaTensors,
+    averages_in,
+    keep,
+    put,
+    tensors_in,
+)
 from ..tensors.dtensor import local_parts
 from .fused import FusedOptimizer
 from .masters import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
@@ -21,10 +29,11 @@ from .schedule_free import ScheduleFree
 
 __all__ = [
     "CycleStarts",
-    "GroupNumbers",
     "Masters",
+    "OwnData",
     "Snapshot",
     "beside",
+    "forget_states",
     "in_train_mode",
     "inner_optimizer",
     "is_known",
@@ -45,9 +54,11 @@ Masters = Callable[[], Sequence[torch.Tensor | None]]
 optimizer makes masters in its first step."""
 SETTINGS = {
     "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum",
-    "weight_decay", "eps",
+    "weight_decay", "eps", "betas",
 }  # fmt: skip
 """Numbers of a group that users, schedules and knobs write."""
+_OF_TORCH = {"state", "param_groups", "defaults"}
+"""Attributes of each optimizer."""
 
 
 # -- what an optimizer is, and keeps ---------------------------------------------------------------
@@ -218,42 +229,68 @@ def _renew(
             reset_master(tensor, master)
 
 
-class GroupNumbers:
-    """A copy of what an optimizer that is neither torch's nor ours, or is schedule-free, keeps in
-    its groups, beside settings: the steps counted there, or the distance that it has found; as
-    numbers, tensors or lists of tensors."""
+def forget_states(optimizer: Optimizer, but: Mapping[int, set[Any]]) -> None:
+    """Drops what was made for keys of states that are not in ``but``, by id of the optimizer."""
+    for one in optimizers_in(optimizer):
+        for key in one.state.keys() - but[id(one)]:
+            del one.state[key]
+        if isinstance(one, FusedOptimizer):
+            one.forget_plans()
+
+
+class OwnData:
+    """A copy of what an optimizer keeps outside of its state: in groups, beside settings (the steps
+    counted there, the distance that it has found), and in attributes. torch's and hdet's keep
+    nothing there, but for schedule-free ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        has_none = is_known(optimizer) and not is_schedule_free(optimizer)
-        groups = [] if has_none else optimizer.param_groups
-        self._kept = [{key: keep(group[key]) for key in _numbers_of(group)} for group in groups]
+        self._optimizer, memo = optimizer, parameters_in(optimizer)
+        self._kept = [{name: keep(held[name], memo=memo) for name in names}
+                      for held, names in _own_data(optimizer)]  # fmt: skip
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Those that were not there are gone."""
         # Other dicts than then, if a state has been loaded since.
-        for group, before in zip(self._optimizer.param_groups, self._kept, strict=False):
-            for key in _numbers_of(group) - before.keys():
-                del group[key]
-            group.update({key: put(group.get(key), value) for key, value in before.items()})
+        for (held, names), before in zip(_own_data(self._optimizer), self._kept, strict=False):
+            for name in names - before.keys():
+                del held[name]
+            held.update({name: put(held.get(name), kept) for name, kept in before.items()})
 
 
-def _numbers_of(group: Mapping[str, Any]) -> set[str]:
-    own = {key: group[key] for key in keys_of_own(group)}
-    return {
-        key
-        for key, x in own.items()
-        if type(x) in (int, float, bool) or any(True for _ in tensors_in(x))
-    }
+def parameters_in(optimizer: Optimizer) -> dict[int, Any]:
+    """By id."""
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _own_data(optimizer: Optimizer) -> list[tuple[dict[str, Any], set[str]]]:
+    """(where, by which names): attributes, then each group."""
+    own: dict[str, Any] = {}
+    if not type(optimizer).__module__.startswith(("torch.optim.", "hdet.")):
+        own = vars(optimizer)
+    names = {name for name, value in own.items() if _is_data(optimizer, name, value)}
+    has_none = is_known(optimizer) and not is_schedule_free(optimizer)
+    groups = [] if has_none else optimizer.param_groups
+    return [(own, names), *((group, keys_of_own(group)) for group in groups)]
+
+
+def _is_data(optimizer: Optimizer, name: str, value: Any) -> bool:
+    """Is an attribute what an optimizer counts or collects, and no handle of a trainer's?"""
+    if name in _OF_TORCH or name.startswith("_optimizer_"):
+        return False
+    if isinstance(value, (torch.Tensor, torch.Generator, nn.Module)):
+        return True
+    home = type(value).__module__
+    is_plain = home.split(".")[0] in ("builtins", "collections", "numpy", "random")
+    return home == type(optimizer).__module__ or (is_plain and not callable(value))
 
 
 # -- snapshots -------------------------------------------------------------------------------------
 
 
 class Snapshot:
-    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of
-    an optimizer's state, and that of optimizers inside of it.
+    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and
+    `averages_in` it, and of all that an optimizer keeps, and those inside of it.
 
     Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their
     device or (``place`` "host") in the host's, pinned for CUDA. `take` and `restore` are one pass
@@ -267,14 +304,16 @@ class Snapshot:
         place: str,
         model: nn.Module | None = None,
     ) -> None:
-        self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
+        averages = [] if model is None else averages_in(model, tensors)
+        self._tensors, self._optimizer = [*tensors, *averages], optimizer
+        self._on_host = place == "host"
         self._buffers = None if model is None else BufferCopies(model, self._on_host)
         self._copies: list[Any] = [None] * len(self._tensors)
-        self._states: list[tuple[Optimizer, dict[Any, Any], GroupNumbers]] = []
+        self._states: list[tuple[Optimizer, dict[Any, Any], OwnData]] = []
 
     @torch.no_grad()
     def take(self) -> None:
-        """Remember what is there now."""
+        """Remember what is there now. Raises ValueError for what cannot be copied."""
         pairs = zip(self._tensors, self._copies, strict=True)
         self._copies = [Copy(tensor, self._on_host, before) for tensor, before in pairs]
         if self._buffers is not None:
@@ -284,8 +323,14 @@ class Snapshot:
         for one in optimizers_in(self._optimizer):
             state = {key: one.state[owner] for key, owner in owners_in(one) if owner in one.state}
             state = {key: values for key, values in state.items() if values != {}}
-            kept = keep(state, self._on_host, befores.get(id(one)))
-            self._states.append((one, kept, GroupNumbers(one)))
+            try:
+                kept = keep(state, self._on_host, befores.get(id(one)), parameters_in(one))
+                self._states.append((one, kept, OwnData(one)))
+            except ValueError as error:
+                raise ValueError(
+                    f"{type(one).__name__} keeps {error}, so that neither a trial nor a rollback "
+                    "could put it back: leave AutoLR and Divergence(rollback=) out"
+                ) from error
 
     @property
     def num_bytes(self) -> int:
@@ -304,9 +349,9 @@ class Snapshot:
             copy.put(tensor)
         if self._buffers is not None:
             self._buffers.put_back(keep_new_buffers)
-        for optimizer, state, numbers in self._states:
+        for optimizer, state, data in self._states:
             _put_back(optimizer, state, weights=True)
-            numbers.put_back()
+            data.put_back()
 
 
 class CycleStarts:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 from ..converge.buckets import check_averageable
 from ..converge.sync import Sync
 from ..core.controller import Controller
-from ..core.design import columns
+from ..core.design import is_orthogonal_possible
 from ..core.divergence import Divergence
 from ..core.evidence import Run
 from ..knobs import Bound
@@ -33,6 +33,7 @@ from .moments import follows_gradients
 __all__ = [
     "averaged_tensors",
     "check_arguments",
+    "check_averaged",
     "check_controller",
     "checked_design",
 ]
@@ -109,8 +110,10 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; "
-            "the controller reacts to losses"
+            "scheduler is ReduceLROnPlateau, whose step needs a metric: leave it out, and step it "
+            "where the metric is known:\n"
+            "    with ensemble.rescheduling():\n"
+            "        scheduler.step(metric)"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
@@ -138,23 +141,24 @@ def averaged_tensors(
 ) -> ReplicaTensors:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an
     average, whichever those are by then.
-    Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of
-    another kind."""
+    Raises ValueError if there are no parameters, TypeError for buffers of another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
     if isinstance(buffers, nn.Module):
         _check_buffers_stay(buffers)
-        found = ReplicaTensors(tensors, model=buffers)
-    else:
-        listed = list(buffers)
-        if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
-            raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
-        found = ReplicaTensors(tensors, listed)
-    for name, group in (("parameter", tensors), ("buffer", found.buffers)):
+        return ReplicaTensors(tensors, model=buffers)
+    listed = list(buffers)
+    if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
+        raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
+    return ReplicaTensors(tensors, listed)
+
+
+def check_averaged(tensors: ReplicaTensors) -> None:
+    """Raises ValueError, by name, for a tensor that has no average."""
+    for name, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
-    return found
 
 
 def _check_buffers_stay(model: nn.Module) -> None:
@@ -202,7 +206,7 @@ def checked_design(
     _check_moments(knobs, optimizer, replicas, sync)
     found = _design_of(design, len(knobs), replicas.count)
     if sync.converge.needs_rates_only:
-        _check_mean_is_base(knobs, replicas.count, found)
+        _check_mean_is_base(knobs)
     return found
 
 
@@ -221,15 +225,16 @@ def _check_several(
 
 
 def _design_of(design: str | None, knobs: int, replicas: int) -> str:
-    enough = knobs <= max(replicas - 1, 1)
+    is_possible = is_orthogonal_possible(replicas, knobs)
     if design not in (None, "permutation", "orthogonal"):
         raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
-    if design == "orthogonal" and not enough:
+    if design == "orthogonal" and not is_possible:
         raise ValueError(
-            f"design is 'orthogonal', but {replicas} replicas can tell at most {replicas - 1} "
-            f"knobs apart, got {knobs}: use fewer knobs, more replicas, or design='permutation'"
+            f"design is 'orthogonal', but there are {replicas} replicas for {knobs} "
+            f"knob{'s' * (knobs > 1)}: it needs a power of two, and more replicas than knobs. Or "
+            "use design='permutation'"
         )
-    return design or ("orthogonal" if knobs > 1 and enough else "permutation")
+    return design or ("orthogonal" if knobs > 1 and is_possible else "permutation")
 
 
 def _check_acts(knob: Bound, replicas: Replicas, shared: bool) -> None:
@@ -294,21 +299,15 @@ def _check_average_is_one(knobs: Sequence[Bound], optimizer: Optimizer) -> None:
             )
 
 
-def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> None:
-    """ExactLocal's mean is the trajectory at the base values, if rates alone differ, and their
-    multipliers add up to N."""
+def _check_mean_is_base(knobs: Sequence[Bound]) -> None:
+    """ExactLocal's mean is the trajectory at the base values, if rates alone differ. Multipliers of
+    both designs add up to N."""
     for knob in knobs:
         if knob.key != "lr" or knob.scale.bounded:
             raise ValueError(
                 "converge is ExactLocal(), whose mean is that of replicas that differ in nothing "
                 f"but rates without bounds, but there is the knob {knob.name!r}: use Plain()"
             )
-    if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
-        raise ValueError(
-            "converge is ExactLocal(), which needs multipliers that add up to N, but no orthogonal "
-            f"design of {replicas} replicas for {len(knobs)} knobs is balanced: use Plain(), "
-            "design='permutation', or another N"
-        )
 
 
 def decides_at_ends(controller: Controller) -> bool:

@@ -177,6 +177,7 @@ class Cycles:
             schedule.write(self.engine)
         if factor < 1:  # the first weights are in place again
             self.note_restore()
+            search.on_restart()
         assert search.interval is not None
         self.trial = search.interval.to_dict()
         self.notes.append(search.note)
@@ -309,8 +310,9 @@ class Cycles:
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
+        schedule.write(engine)  # the base values of the next step
         outcome = engine.close(
-            stats.losses, voting, scheduled=schedule.values(),
+            stats.losses, voting, scheduled=schedule.values(), values=schedule.base_values(),
             peak=[own[0] for own in schedule.peaks()], floor=schedule.floors(),
             highest=schedule.highest(), local=self.has_local_gradients,
             step=engine.step if schedule.step is None else schedule.step,
@@ -320,9 +322,13 @@ class Cycles:
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
+        remedy = (
+            "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
+            if self.search is None or self.search.lower_may_help
+            else "Lower rates break too: look for NaN in data, loss and first weights"
+        )
         return ReplicasDiverged(
-            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. Resume from the last "
-            "checkpoint with a lower rate or spread, or clip gradients"
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. {remedy}"
         )
 
     def _now(self) -> float:

@@ -42,6 +42,7 @@ class FanOut:
             draws random numbers.
         on_cycle_start: called before the first step after an average.
         skippable: replicas may skip a step each by itself, and count it nevertheless.
+        needs_dense: are sparse gradients refused?
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class FanOut:
         first_replica: int,
         on_cycle_start: Callable[[], object],
         skippable: bool,
+        needs_dense: bool,
     ) -> None:
         self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
@@ -64,6 +66,7 @@ class FanOut:
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._on_cycle_start, self._skippable = on_cycle_start, skippable
+        self._needs_dense = needs_dense
         self._first = first_replica
         self._steps = self._idle_calls = 0  # done, and calls of `take_stepped` without one
         self._is_told = False  # that there are such calls
@@ -136,7 +139,8 @@ class FanOut:
     def _begin(self, is_ready: bool) -> None:
         """Before the first step of a cycle. ``is_ready``: are there gradients already?"""
         self._wait_for_state()
-        _check_dense_gradients(self.optimizer)  # in each step it would cost too much
+        if self._needs_dense:  # in each step it would cost too much
+            _check_dense_gradients(self.optimizer)
         if self.gradient_norm is None and is_ready:
             self.gradient_norm = self._norm()
         self._on_cycle_start()
@@ -305,6 +309,7 @@ def _check_dense_gradients(optimizer: Optimizer) -> None:
         for i, p in enumerate(group["params"]):
             if p.grad is not None and p.grad.layout is not torch.strided:
                 raise ValueError(
-                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense "
-                    "gradients (Embedding(sparse=False))"
+                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}, whose steps "
+                    "have no average: use dense gradients (Embedding(sparse=False)) and an "
+                    "optimizer that takes them"
                 )

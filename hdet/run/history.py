@@ -49,13 +49,14 @@ class Records:
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
         self.history = deque[dict[str, Any]](maxlen=1000)
-        self._last_report = self._told = ""
+        self._last_report, self._told = "", set[str]()
 
     def add(self, record: dict[str, Any]) -> None:
         self.history.append({key: value for key, value in record.items() if key != "record"})
         for note in record["notes"]:
-            if note != self._told:
+            if note not in self._told:
                 self.tell_note(note)
+        self._told.clear()
         self.tell_report()
         if self.log is not None:
             self.log(record, self.engine.step)
@@ -75,7 +76,7 @@ class Records:
         tell = self.tell or (_LOG.info if is_first else _LOG.debug)
         where = f", step {self.engine.step}" if self.engine.step else ""
         tell(f"hdet{where}: {note}")
-        self._told = note
+        self._told.add(note)
 
     def tell_report(self) -> None:
         controller = self.engine.controller

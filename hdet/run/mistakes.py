@@ -10,15 +10,16 @@ from typing import NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from ..core.engine import Engine
 from ..knobs.cells import close
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
+from ..simulation import has_begun
 
 __all__ = [
-    "lost_correction",
+    "find_lost_state",
     "refuse_backward",
     "refuse_eval_mode",
     "refuse_join",
@@ -56,21 +57,30 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
         )
 
 
-def lost_correction(optimizer: Optimizer, scheduler: object) -> str:
-    """Says that a run goes on with the states of optimizer and scheduler alone; "" if it does not.
-    These schedulers compute rates from their first ones, so the next step takes corrections of the
-    rate back."""
-    if not isinstance(scheduler, (LambdaLR, OneCycleLR)) or scheduler.last_epoch <= 0:
-        return ""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for rate, own in zip(rates, scheduler.get_last_lr(), strict=False):
+def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> str:
+    """Says that the states of optimizer, scheduler and Ensemble were not all loaded; "" where they
+    seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for rate, own in zip(rates, getattr(scheduler, "get_last_lr", list)(), strict=False):
         if not close(rate, own):
             return (
                 f"the optimizer's learning rate was {float(rate):g}, its scheduler's "
-                f"{float(own):g}, which holds from the next step on. If a former Ensemble has "
-                "corrected the rate, that is lost: save ensemble.state_dict() and load it too "
-                "(docs/checkpoints.md). If the optimizer's state was not loaded, load it"
+                f"{float(own):g}. On resuming load the states of both, and ensemble.state_dict(), "
+                "without which a correction is lost (docs/checkpoints.md). Of a new run, make the "
+                "scheduler after the rate was written; find_rate(...).apply writes to both"
             )
+    is_new = scheduler is not None and not has_begun(scheduler)
+    if scheduler is None:  # there was one
+        is_new = any(
+            not close(group.get("initial_lr", group["lr"]), group["lr"]) for group in groups
+        )
+    steps = (state.get("step", 0) for state in optimizer.state.values() if is_new and searches)
+    if any(map(_some, steps)):
+        return (
+            "the optimizer has made steps, and no scheduler has, so no rate is searched. On "
+            "resuming load the state of the scheduler, and ensemble.state_dict()"
+        )
     return ""
 
 
@@ -109,6 +119,10 @@ def _refuse_backward(_: torch.Tensor) -> NoReturn:
     )
 
 
+def _some(steps: object) -> bool:
+    return isinstance(steps, (int, float, torch.Tensor)) and bool(steps > 0)
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
@@ -122,5 +136,5 @@ def warn_of_no_controller(engine: Engine, saved: str) -> None:
         f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
         f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}",
-        stacklevel=3,
+        stacklevel=5,  # past a context manager,
     )

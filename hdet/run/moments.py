@@ -24,7 +24,7 @@ from ..converge import digest
 from ..converge.buckets import Buckets, Part
 from ..converge.collectives import all_gather
 from ..optim.snapshot import (
-    GroupNumbers,
+    OwnData,
     inner_optimizer,
     is_known,
     keys_of_own,
@@ -63,9 +63,7 @@ class Moments:
             bucket_bytes,
             in_place=True,
         )
-        self._first_numbers = [
-            GroupNumbers(one) for one in optimizers_in(optimizer) if not is_known(one)
-        ]
+        self._first_data = [OwnData(one) for one in optimizers_in(optimizer) if not is_known(one)]
 
     @property
     def are_averaged(self) -> bool:
@@ -140,8 +138,8 @@ class Moments:
         """As before the first step, also the counters. Masters stay."""
         for optimizer in optimizers_in(self._optimizer):
             reset_moments(optimizer)
-        for numbers in self._first_numbers:
-            numbers.put_back()
+        for data in self._first_data:
+            data.put_back()
 
     def tensors_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """What an average writes for this parameter."""

@@ -26,6 +26,7 @@ from ..trial.searched import Searched
 from .compatibility import (
     averaged_tensors,
     check_arguments,
+    check_averaged,
     check_controller,
     checked_design,
     decides_at_ends,
@@ -35,7 +36,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import lost_correction, refuse_join, warn_of_idle_run
+from .mistakes import find_lost_state, refuse_join, warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -77,6 +78,8 @@ class Parts:
         self.tensors = averaged_tensors(optimizer, self.sync.buffers)
         check_tied(self.sync.tied, self.tensors)
         self.replicas = self._replicas(replicas)
+        if self.replicas.count > 1:
+            check_averaged(self.tensors)
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
         self.design = checked_design(
             design, self.knobs, optimizer, self.replicas, controller, self.sync
@@ -84,13 +87,17 @@ class Parts:
         if total_steps is not None:
             whole(total_steps, "total_steps", of="steps")
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
+        if controller is not None and scheduler is not None:
+            self.schedule.simulate(optimizer, [(scheduler, 1)])
         length = self.schedule.total_steps
         if sync is None and length and controller is not None and not decides_at_ends(controller):
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
-        self.lost_correction = lost_correction(optimizer, scheduler)
+        searches = controller is not None and controller.search is not None
+        self.lost_state = find_lost_state(optimizer, scheduler, searches)
         """Told in the first step, unless the Ensemble's state is loaded before."""
+        self.schedule.doubt = self.lost_state.partition(". ")[0]
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)
@@ -103,7 +110,9 @@ class Parts:
         self.search: Any = None if self.controller is None else self.controller.search
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         first, is_local = self.replicas.local[0], sync.gradients == "local"
-        self.fan_out = FanOut(optimizer, self.schedule, first, self._on_cycle_start, is_local)
+        self.fan_out = FanOut(
+            optimizer, self.schedule, first, self._on_cycle_start, is_local, self.replicas.count > 1
+        )
         self._watch()
         models = self._models()
         self.weights = ReplicaWeights(
@@ -141,9 +150,9 @@ class Parts:
         with self.during("agreement"):
             self.agreement.check(self.weights.device)
         self.weights.moments.check()
-        if self.lost_correction:
-            warnings.warn(self.lost_correction, stacklevel=3)
-            self.lost_correction = ""
+        if self.lost_state:
+            warnings.warn(self.lost_state, stacklevel=3)
+            self.lost_state = ""
         self.records.tell_report()  # not earlier: the state and `tell` may change
 
     def check_gradients(self) -> None:
@@ -202,7 +211,7 @@ class Parts:
         self.search.attach(
             Searched(
                 self.search.model, self.optimizer, self.replicas, self.schedule.peak_rates, shares,
-                self.fan_out.aside, refreshes,
+                self.fan_out.aside, refreshes, self.schedule.find_doubt,
             )
         )  # fmt: skip
         self.search.done = self.search.done or self.engine.step > 0  # the first steps are over

@@ -137,6 +137,7 @@ class Agreement:
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
             "scheduler": self._of_scheduler(of_groups=False),
+            "whether its peak is known": not self.schedule.doubt,
         }
 
     def _of_peers(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Buffers by module and name, tensors in nested values, and copies of them.
+"""Buffers by module and name, tensors in nested values, and copies of such values.
 
 A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and
 `model.double()` does. So buffers are looked up whenever they are needed.
@@ -6,13 +6,27 @@ A forward pass may put a new tensor in a buffer's place (`self.count = self.coun
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .dtensor import is_sharded, like, local, local_parts
+from .dtensor import is_sharded, like, local
+
+_ATOMS = (
+    int, float, str, type(None), type, ModuleType, FunctionType, MethodType, functools.partial,
+    Optimizer,
+)  # fmt: skip
+"""They cannot change, or are no data: a copy holds them as they are."""
 
 
 def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -77,6 +91,16 @@ class ReplicaTensors(Sequence[torch.Tensor]):
         )
 
 
+def averages_in(model: nn.Module, trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters of a model that have no gradient and may be averages of those that are trained,
+    such as a teacher's: of each shape at most twice as many. More are a frozen backbone, which does
+    not move, and is large."""
+    known = set(map(id, trained))
+    others = [p for p in model.parameters() if id(p) not in known and p.grad is None]
+    of_trained, of_others = (Counter(t.shape for t in group) for group in (trained, others))
+    return [p for p in others if of_others[p.shape] <= 2 * of_trained[p.shape]]
+
+
 class Copy:
     """A tensor's values at a moment; of a DTensor those of this rank's shard.
 
@@ -86,9 +110,19 @@ class Copy:
     """
 
     def __init__(self, tensor: torch.Tensor, on_host: bool = False, before: Any = None) -> None:
-        own = local_parts([tensor])[0]
+        own, before = local(tensor), before if isinstance(before, Copy) else None
         self.device, self._layout = own.device, tensor if is_sharded(tensor) else None
-        room = before.values if isinstance(before, Copy) else None
+        self.parts: dict[str, Copy] = {}
+        """Of a tensor that is made of others (codes and scales), which need not know how to copy
+        itself: copies of those."""
+        if is_traceable_wrapper_subclass(own):
+            olds = before.parts if before else {}
+            names, context = own.__tensor_flatten__()
+            self.parts = {n: Copy(getattr(own, n), on_host, olds.get(n)) for n in names}
+            self._made_of: Any = type(own), context, own.size(), own.stride()
+            return
+        own = own.detach()
+        room = before.values if before and not before.parts else None
         target = torch.device("cpu") if on_host else own.device
         now = (own.shape, own.dtype, target)
         if room is None or (room.shape, room.dtype, room.device) != now:
@@ -100,14 +134,82 @@ class Copy:
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 
-    def put(self, current: Any) -> torch.Tensor:
+    def put(self, current: Any) -> Any:
         """Into ``current``, in place, if it has this shape; else, and in place of None, into a new
         tensor. Returns which it was."""
-        if isinstance(current, torch.Tensor) and local(current).shape == self.values.shape:
-            local_parts([current])[0].copy_(self.values, non_blocking=True)
+        own: Any = local(current) if isinstance(current, torch.Tensor) else None
+        if self.parts:
+            kind, context, *form = self._made_of
+            olds = {n: getattr(own, n) if type(own) is kind else None for n in self.parts}
+            news = {name: part.put(olds[name]) for name, part in self.parts.items()}
+            if all(new is olds[name] for name, new in news.items()):
+                return current
+            made = kind.__tensor_unflatten__(news, context, *form)
+        elif own is not None and own.shape == self.values.shape:
+            own.detach().copy_(self.values, non_blocking=True)
             return current
-        made = self.values.to(self.device, copy=True)
+        else:
+            made = self.values.to(self.device, copy=True)
         return made if self._layout is None else like(made, self._layout)
+
+
+class ObjectCopy:
+    """What any other object holds at a moment: its items, its attributes, or what a pickle of it
+    would. `put` writes it into the very same object; of one that cannot be written to it gives a
+    copy."""
+
+    def __init__(self, value: Any, on_host: bool, memo: dict[int, Any]) -> None:
+        memo[id(value)], self._value, self._is_entered = self, value, False
+        state = _state_of(value)
+        self._whole = copy.deepcopy(value) if state is None else None
+        self.parts = keep(state, on_host, None, memo)
+
+    @contextmanager
+    def entered(self) -> Iterator[Any]:
+        """Its parts; nothing inside of itself, because objects may hold each other."""
+        parts, self._is_entered = None if self._is_entered else self.parts, True
+        yield parts
+        self._is_entered = parts is None
+
+    def put(self) -> Any:
+        value = self._value
+        if hasattr(value, "setflags"):  # an array of numpy
+            value[...] = self._whole
+            return value
+        if self.parts is None:
+            return copy.deepcopy(self._whole)
+        with self.entered() as parts:
+            if parts is not None:
+                now = _state_of(value)
+                state = put(now, parts)
+                if now is not getattr(value, "__dict__", None):
+                    _write(getattr(value, "bit_generator", value), state)
+        return value
+
+
+def _state_of(value: Any) -> Any:
+    """What can be written into an object; None: nothing. numpy's Generator keeps it elsewhere."""
+    value = getattr(value, "bit_generator", value)
+    plain: dict[Any, Any] = {dict: dict, set: frozenset, (list, deque, bytearray): list}
+    for kind, make in plain.items():
+        if isinstance(value, kind):
+            return make(value)
+    reduced = value.__reduce_ex__(4)
+    if hasattr(value, "setflags") or not isinstance(reduced, tuple) or len(reduced) < 3:
+        return None
+    is_dict = reduced[2] is None or isinstance(reduced[2], dict)
+    return vars(value) if is_dict and hasattr(value, "__dict__") else reduced[2]
+
+
+def _write(value: Any, state: Any) -> None:
+    if hasattr(value, "clear"):
+        value.clear()
+        (value.extend if hasattr(value, "extend") else value.update)(state)
+    elif hasattr(value, "__setstate__"):
+        value.__setstate__(state)
+    else:  # attributes and slots
+        for name, held in ((state[0] or {}) | state[1]).items():
+            setattr(value, name, held)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -115,24 +217,58 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Copy):
-        yield value.values
+        yield from tensors_in(value.parts or value.values)
+    elif isinstance(value, ObjectCopy):
+        with value.entered() as parts:
+            yield from tensors_in(parts)
     elif isinstance(value, (Mapping, list, tuple)):
         for held in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(held)
 
 
-def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
-    """A copy of the tensors in a value, however nested in dicts, lists and tuples; what else there
-    is, as it is. ``before``: as of `Copy`."""
+def keep(
+    value: Any, on_host: bool = False, before: Any = None, memo: dict[int, Any] | None = None
+) -> Any:
+    """A copy of a value, whatever it is made of: `Copy` of tensors, `ObjectCopy` of objects. What
+    is a handle (a lock, a process group), a module that trains, or of `_ATOMS` is as it is.
+
+    Args:
+        on_host, before: as of `Copy`.
+        memo: copies of what is known already, by id.
+
+    Raises:
+        ValueError: an iterator that cannot be copied.
+    """
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
     if isinstance(value, torch.Tensor):
         return Copy(value, on_host, before)
-    if isinstance(value, dict):
+    if isinstance(value, _ATOMS):
+        return value
+    if type(value) is dict:
         old = before if isinstance(before, dict) else {}
-        return {key: keep(held, on_host, old.get(key)) for key, held in value.items()}
-    if type(value) in (list, tuple):
+        return {key: keep(held, on_host, old.get(key), memo) for key, held in value.items()}
+    if type(value) is list or isinstance(value, tuple):
         olds = before if _matches(before, value) else [None] * len(value)
-        return type(value)(keep(held, on_host, old) for held, old in zip(value, olds, strict=True))
-    return value
+        pairs = zip(value, olds, strict=True)
+        return _made(type(value), [keep(held, on_host, old, memo) for held, old in pairs])
+    if isinstance(value, nn.Module) and any(id(p) in memo for p in value.parameters()):
+        return value
+    try:
+        return ObjectCopy(value, on_host, memo)
+    except (TypeError, NotImplementedError, pickle.PicklingError) as error:
+        if isinstance(value, Iterator):
+            raise ValueError(
+                f"a {type(value).__name__} (an iterator), which cannot be copied"
+            ) from error
+        memo[id(value)] = value
+        return value
+
+
+def _made(kind: Any, held: list[Any]) -> Any:
+    """A list or tuple; a named tuple takes its fields one by one."""
+    return kind(*held) if hasattr(kind, "_fields") else kind(held)
 
 
 def _matches(one: Any, other: Sequence[Any]) -> bool:
@@ -141,22 +277,24 @@ def _matches(one: Any, other: Sequence[Any]) -> bool:
 
 def put(current: Any, kept: Any) -> Any:
     """What is to stand where ``current`` does, so that it is what was kept: in place, as far as
-    there are tensors, dicts and lists for it."""
+    there are tensors, dicts, lists and objects for it."""
     if isinstance(kept, Copy):
         return kept.put(current)
-    if isinstance(kept, dict):
+    if isinstance(kept, ObjectCopy):
+        return kept.put()
+    if type(kept) is dict:
         values = current if isinstance(current, dict) else {}
         for key in values.keys() - kept.keys():
             del values[key]
         values.update({key: put(values.get(key), held) for key, held in kept.items()})
         return values
-    if type(kept) in (list, tuple):
+    if type(kept) is list or isinstance(kept, tuple):
         olds = current if _matches(current, kept) else [None] * len(kept)
         made = [put(old, held) for old, held in zip(olds, kept, strict=True)]
         if type(current) is list and type(kept) is list:
             current[:] = made
             return current
-        return type(kept)(made)
+        return _made(type(kept), made)
     return kept
 
 

@@ -46,7 +46,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Of all gradients there are, or of their shards on this rank: 0-d float64; 0 without any.
     Does not wait for the device."""
     gradients = local_parts([p.grad for p in parameters if p.grad is not None])
-    dense = [g for g in gradients if g.numel()]
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = [g for g in values if g.numel()]
     if not dense:
         return torch.zeros((), dtype=torch.float64)
     norms = [norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]

@@ -7,17 +7,20 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from .buffers import BufferCopies, Copy, places
+from .buffers import BufferCopies, Copy, keep, places, put
 
 
 @contextmanager
-def random_states_kept(model: nn.Module) -> Iterator[None]:
+def random_states_kept(model: nn.Module, generators: Sequence[Any] = ()) -> Iterator[None]:
     """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of
-    Python's ``random`` and, if it is loaded, of numpy are what they were."""
+    Python's ``random``, of numpy, if it is loaded, and of ``generators`` of any of these are what
+    they were."""
+    kept = keep([*generators])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     numpy_state = numpy_random.get_state() if numpy_random else None
@@ -26,6 +29,7 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        put([*generators], kept)
         random.setstate(python_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)

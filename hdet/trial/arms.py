@@ -51,7 +51,8 @@ class Arms:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
-        self.in_place = InPlace(run.module, run.optimizer)
+        self._needs_closure = False  # the optimizer's step, as SAM's
+        self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
     @contextmanager
@@ -83,7 +84,12 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
+        self,
+        arm: Snapshot,
+        closure: Closure,
+        factor: float,
+        may_skip: bool = False,
+        note_gradients: Callable[[], object] | None = None,
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -92,6 +98,7 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
+            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
@@ -99,10 +106,12 @@ class Arms:
             losses = self._backward(closure)
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
+                if note_gradients is not None:
+                    note_gradients()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
-                    run.optimizer.step()
+                    self._step(arm, closure)
         run.clear_gradients()
         arm.take()
         return mean_of(losses)
@@ -118,6 +127,25 @@ class Arms:
         return run.take_snapshot(self._place) if arm is None else arm
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _step(self, arm: Snapshot, closure: Closure) -> None:
+        """An optimizer that asks for a closure gets one that computes the arm's gradients again."""
+
+        def compute_again() -> torch.Tensor | None:
+            losses = self._backward(closure)
+            self._gradients(can_lack=losses is None)
+            return mean_of(losses)
+
+        step: Any = self.run.optimizer.step
+        try:
+            step(*[compute_again] * self._needs_closure)
+        except Exception as error:
+            if not isinstance(error, TypeError) and "closure" not in repr(error).lower():
+                raise
+            self.run.restore(arm)
+            compute_again()
+            step(compute_again)
+            self._needs_closure = True
 
     def _backward(self, closure: Closure) -> torch.Tensor | None:
         """Losses of the current batch, and their gradients in place."""
@@ -158,6 +186,11 @@ class Arms:
             lacks, *counts = own.tolist()
             self._averaged = [p for p, n in zip(parameters, counts, strict=True) if n]
         if lacks:
+            if not any(p.requires_grad for p in parameters):
+                raise ValueError(
+                    "each parameter of the optimizer is frozen (requires_grad=False): no rate "
+                    "trains it"
+                )
             raise ValueError(
                 "the closure gave losses without a graph, and left no gradients (is a return "
                 "missing?): compute the losses of the batch again inside it, without no_grad "

@@ -12,16 +12,16 @@ from torch import nn
 from ..core.controller import Controller
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision
-from ..core.schema import COUNT, FLAG, MAPPING, number, optional, read
+from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import within
 from ..optim.snapshot import Snapshot
 from .arms import Arms
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
-from .rule import STEPS, RateInterval, Trial
+from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
+from .steps import Cost, Gradients, LoopLoss, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -51,10 +51,12 @@ class AutoLR(Controller):
             steps, at most 196.
         before_step: called between an arm's backward pass and its step, for what the loop does
             there, such as clipping.
+        on_restart: called on every rank when the first weights are back: for averages of weights
+            that the loop keeps, which begin anew (``averaged.n_averaged.zero_()``).
         scaler: the loop's GradScaler, under float16.
         place: "device" or "host", where copies live. A trial holds up to seven copies of all that
-            is trained (parameters, masters, moments, buffers); without a closure it is one copy,
-            for 28 steps.
+            is trained (parameters, masters, moments, buffers, a teacher in the model); without a
+            closure it is one copy, for 28 steps.
         val_batches: ``(loss_fn, batches)`` with ``loss_fn(model, batch)`` -> losses: held-out data
             by which the best weights of the run are kept, see `restore_best_weights`.
         spread_arms: does each replica train arms of its own, on its own part of the batch? Then a
@@ -70,7 +72,7 @@ class AutoLR(Controller):
         done: is the search over?
 
     Raises:
-        TypeError: ``model`` is no module, ``before_step`` no function.
+        TypeError: ``model`` is no module, ``before_step`` or ``on_restart`` no function.
         ValueError: an argument that cannot be used.
 
     Example::
@@ -96,6 +98,7 @@ class AutoLR(Controller):
         *,
         budget: float | None = None,
         before_step: Callable[[], object] | None = None,
+        on_restart: Callable[[], object] | None = None,
         scaler: Any = None,
         place: str = "device",
         val_batches: tuple[Callable[[nn.Module, Any], Any], Sequence[Any]] | None = None,
@@ -108,15 +111,19 @@ class AutoLR(Controller):
             )
         if place not in ("device", "host"):
             raise ValueError(f"place must be 'device' or 'host', got {place!r}")
-        if before_step is not None and not callable(before_step):
-            raise TypeError(
-                "before_step must be a function without arguments, got a "
-                f"{type(before_step).__name__}: write before_step=lambda: ..."
-            )
+        for name, call in (("before_step", before_step), ("on_restart", on_restart)):
+            if call is not None and not callable(call):
+                raise TypeError(
+                    f"{name} must be a function without arguments, got a {type(call).__name__}: "
+                    f"write {name}=lambda: ..."
+                )
         if budget is not None:
             within(budget, "budget", "[0, 1)", "it is a part of the run: for 3 % write 0.03")
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
         self.budget, self.spread_arms = budget, spread_arms
+        self.on_restart = on_restart or (lambda: None)
+        self._advice = "" if on_restart else ": begin averages of weights anew (on_restart=)"
+        self._has_restarted = self._is_told = False
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
@@ -126,7 +133,9 @@ class AutoLR(Controller):
         self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
         self._repeats = 0
         self._run: Any = None  # a `Searched`, from `attach` on
-        self._begun: tuple[Snapshot, Displacement] | None = None  # of and since the first weights
+        # of and since the first weights
+        self._begun: tuple[Snapshot, Displacement, Gradients] | None = None
+        self._hook: Any = None  # by which the optimizer's steps are noted
         self._steps: TrialSteps | OwnSteps | None = None
         self._arms: Arms | None = None
 
@@ -167,7 +176,9 @@ class AutoLR(Controller):
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
         if not self.done and self._begun is None:
-            self._begun = self._run.take_snapshot(self.place), Displacement(self._run.weights)
+            run, gradients = self._run, Gradients(self._run)
+            self._hook = run.optimizer.register_step_post_hook(gradients.note)
+            self._begun = run.take_snapshot(self.place), Displacement(run.weights), gradients
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> float | None:
         """After each optimizer step, with its rates still in use and its loss. Returns the factor
@@ -177,13 +188,17 @@ class AutoLR(Controller):
             self.best_weights.after_step()
         if self.done or self._begun is None or not self._run.rate:
             return None  # the search begins with the first step that has a rate
-        if self._steps is None:
-            self._steps = self._make_steps(*self._begun, closure)
-        trial = self._steps.after_step(closure, loss)
-        if trial is None:
-            return None
-        self._add(self._steps.cost)
-        factor = self._decide(trial)
+        run: Searched = self._run
+        trial = Trial(run.rate, (Arm(run.rate),))
+        if self._steps or not run.find_doubt():
+            self._steps = self._steps or self._make_steps(closure)
+            measured = self._steps.after_step(closure, loss)
+            if measured is None:
+                return None
+            trial = measured
+            self._add(self._steps.cost)
+        factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
+        self._has_restarted = factor < 1
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()
@@ -194,13 +209,12 @@ class AutoLR(Controller):
         self.seconds += cost.seconds
         self.num_bytes = max(self.num_bytes, cost.num_bytes)
 
-    def _make_steps(
-        self, first: Snapshot, displacement: Displacement, closure: Closure | None
-    ) -> TrialSteps | OwnSteps:
-        run: Searched = self._run
+    def _make_steps(self, closure: Closure | None) -> TrialSteps | OwnSteps:
+        assert self._begun is not None
+        run, (first, displacement, gradients) = self._run, self._begun
         if closure is None or not self._budget.allows_trial:
             run.replicas.meet("a step without a closure")
-            return OwnSteps(run, displacement)
+            return OwnSteps(run, displacement, gradients)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
         spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
         self._arms = Arms(run, first, self.before_step, self.scaler, self.place, spread)
@@ -212,18 +226,39 @@ class AutoLR(Controller):
         if trial.needs_repeat and not repeats:
             trial = replace(trial, rate=given.rate, given_up=NOT_THE_RATE)
         interval = trial.interval(self.total_steps or STEPS)
-        self.interval = replace(interval, rate=given.rate)
+        if self.interval is not None and interval.suggestion == measured_at:
+            interval = replace(interval, reason=self.interval.reason)  # of what has moved it here
+        groups = sum(peak > 0 for _, peak in self._run.peaks())
+        self.interval = replace(interval, rate=given.rate, groups=groups)
         factor = interval.suggestion / measured_at if self.obeyed else 1.0
         self.done = not (repeats and factor < 1)
         self._repeats += not self.done
         return factor
 
     @property
+    def lower_may_help(self) -> bool:
+        """Have far lower rates not been tried in vain?"""
+        return self.interval is None or self.interval.reason != NOT_THE_RATE
+
+    @property
     def note(self) -> str:
         """What was decided, in a line."""
         assert self.interval is not None
         would = " would go" if self.interval.moves and not self.obeyed else ""
-        return str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
+        line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
+        restarts = f"; the run begins again with its first weights{self._advice}"
+        return line + restarts * self._has_restarted
+
+    def note_save(self) -> None:
+        """Warns, once, if a run that is resumed from here is another one."""
+        if self._steps is not None and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                "saved during AutoLR's search: a run that is resumed from here searches again, "
+                f"from these weights, and is another run; save after its first {STEPS + SCORES} "
+                "steps for one that goes on bitwise",
+                stacklevel=3,
+            )
 
     def check_in_place(self, what: str) -> None:
         """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another
@@ -235,6 +270,8 @@ class AutoLR(Controller):
         """Copies and hooks go. A search that was under way begins again with the next step."""
         if self._arms is not None:
             self._arms.in_place.close()
+        if self._hook is not None:
+            self._hook.remove()
         self._arms = self._steps = self._begun = None
 
     def restart(self) -> None:
@@ -305,11 +342,12 @@ class AutoLR(Controller):
         interval = None if self.interval is None else self.interval.to_dict()
         return {
             "done": self.done, "cost": self.cost, "repeats": self._repeats, "interval": interval,
+            "best": None if self.best_weights is None else self.best_weights.state(),
         }  # fmt: skip
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        checks = {"done": FLAG, "cost": number(0), "repeats": COUNT,
-                  "interval": optional(MAPPING)}  # fmt: skip
+        checks = {"done": FLAG, "cost": number(0), "repeats": COUNT, "interval": optional(MAPPING),
+                  "best": optional(list_of(number(), 3))}  # fmt: skip
         checked = read(state, checks, "the AutoLR's state")
         if checked["interval"] is not None:
             try:
@@ -324,9 +362,10 @@ class AutoLR(Controller):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checked = self.check_state(state)
-        self.close()
         self.done, self.cost, self.interval = checked["done"], checked["cost"], checked["interval"]
         self._repeats = checked["repeats"]
+        if self.best_weights is not None and checked["best"] is not None:
+            self.best_weights.load_state(checked["best"])
         if not self.done and self._run is not None:
             warnings.warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "

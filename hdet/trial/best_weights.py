@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -103,6 +104,22 @@ class BestWeights:
         self._buffers.put_back()
         self._run.forget_gathered()
         return self.loss
+
+    def state(self) -> list[float]:
+        """The lowest loss so far (0: none), its step, and the steps of the run. Not the weights."""
+        return [self.loss if self.step else 0.0, self.step, self._steps]
+
+    def load_state(self, state: Sequence[float]) -> None:
+        """Goes on to count. Warns of best weights that are lost."""
+        loss, step, steps = state
+        self._steps = int(steps)
+        if step:
+            warnings.warn(
+                f"val_batches: the best weights so far (held-out loss {loss:.4g} at step {step:g}) "
+                "are not in the checkpoint. restore_best_weights() gives the best ones after step "
+                f"{steps:g}, and returns their loss, which may be higher",
+                stacklevel=3,
+            )
 
     def __str__(self) -> str:
         return f"best held-out loss: {self.loss:.4g} at step {self.step} of {self._steps}"

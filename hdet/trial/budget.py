@@ -59,7 +59,7 @@ class Budget:
     def why_no_trial(self) -> list[str]:
         """What a run of known length lacked for a trial, in words; nothing for budget 0."""
         if self.allows_trial:
-            return ["a trial needs one loss for each example: ensemble.step(loss, closure=...)"]
+            return ["a trial needs a closure from the first step: ensemble.step(loss, closure=...)"]
         return [". ".join(self._too_few())] if self.is_too_small else []
 
     def _too_few(self) -> tuple[str, str]:

@@ -8,12 +8,15 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
 from ..core.validate import whole
-from ..optim.snapshot import without_hooks
+from ..optim.snapshot import forget_states, optimizers_in, without_hooks
 from ..replicas import Replicas
+from ..simulation import simulate_rates
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
 from .budget import SHORTEST
@@ -30,6 +33,7 @@ def find_rate(
     batches: Iterable[Any],
     *,
     total_steps: int,
+    scheduler: Any = None,
     before_step: Callable[[], object] | None = None,
     scaler: Any = None,
     replicas: Replicas | None = None,
@@ -43,11 +47,12 @@ def find_rate(
 
     Args:
         model: as the training loop will call it, with its first weights.
-        optimizer: with the peak rate that you would use (of a group, its ``max_lr`` or
-            ``initial_lr`` if a scheduler has put one there).
+        optimizer: with the peak rate that you would use. Without a rate of your own leave torch's
+            default, and take `RateInterval.best`.
         losses_of: ``losses_of(model, batch)`` -> losses, shape (examples,), or their mean.
         batches: training batches; 56 are taken. On several ranks, each rank's own.
         total_steps: length of the run in optimizer steps.
+        scheduler: of this optimizer, if one was made already: its highest rates are the peaks.
         before_step: called between an arm's backward pass and its step, such as clipping.
         scaler: a GradScaler, under float16.
         replicas: who averages gradients; default as of `hdet.Ensemble`.
@@ -55,7 +60,8 @@ def find_rate(
 
     Raises:
         TypeError: no model, or no optimizer.
-        ValueError: fewer than 56 batches, or a run whose copies could not be trained.
+        ValueError: fewer than 56 batches, a run whose copies could not be trained, or a scheduler
+            whose copy cannot be stepped.
 
     Example::
 
@@ -63,8 +69,7 @@ def find_rate(
             model, optimizer, losses_of, loader, total_steps=10_000
         )
         print(interval)  # learning rate: 1e-05 -> 0.0012 (...) ...
-        for group in optimizer.param_groups:
-            group["lr"] *= interval.suggestion / interval.rate
+        interval.apply(optimizer)  # or apply(optimizer, scheduler)
     """
     whole(total_steps, "total_steps", of="steps")
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -74,12 +79,17 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    with random_states_kept(model):
-        taken = list(islice(batches, STEPS + SCORES))
-    if len(taken) < STEPS + SCORES:
-        raise ValueError(f"batches has {len(taken)}, and a trial takes {STEPS + SCORES}: pass more")
-    own, parameters = _peaks(optimizer), [p for g in optimizer.param_groups for p in g["params"]]
+    own = _peaks(optimizer, scheduler, total_steps)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
+    with random_states_kept(model, _generators_of(batches)):
+        taken = list(islice(batches, STEPS + SCORES))
+    missing = torch.tensor([float(STEPS + SCORES - len(taken))])
+    if replicas.sum_rows(missing, purpose="batches of find_rate").sum():
+        raise ValueError(
+            f"batches has {len(taken)}, and a trial takes {STEPS + SCORES} on each rank: pass more"
+        )
+    states = {id(one): {*one.state} for one in optimizers_in(optimizer)}
     peaks = lambda: [(number, factor * peak) for number, peak in enumerate(own)]
     run = Searched(model, optimizer, replicas, peaks, aside=partial(without_hooks, optimizer))
     search = AutoLR(model, before_step=before_step, scaler=scaler, place=place, spread_arms=False)
@@ -92,14 +102,31 @@ def find_rate(
             factor *= next(found for found in map(search.after_step, closures) if found)
     finally:
         search.close()
-    assert search.interval is not None
-    return replace(search.interval.trial, rate=search.interval.rate).interval(total_steps)
+        forget_states(optimizer, states)
+    found = search.interval
+    assert found is not None
+    interval = replace(found.trial, rate=found.rate).interval(total_steps)
+    return replace(interval, groups=found.groups)
 
 
-def _peaks(optimizer: Optimizer) -> list[float]:
-    """By group. Raises ValueError if all are 0."""
+def _generators_of(batches: object) -> list[Any]:
+    """Of random numbers, that a loader, its samplers and its data set draw from."""
+    found, looked_at = [], [batches]
+    for one in looked_at:  # it grows
+        for value in getattr(one, "__dict__", {}).values():
+            if any(hasattr(value, name) for name in ("get_state", "getstate", "bit_generator")):
+                found.append(value)
+            elif isinstance(value, (Sampler, Dataset)) and all(value is not x for x in looked_at):
+                looked_at.append(value)
+    return found
+
+
+def _peaks(optimizer: Optimizer, scheduler: Any, total_steps: int) -> list[float]:
+    """By group. Raises ValueError if all are 0, or a scheduler that cannot be simulated."""
     groups = optimizer.param_groups
-    peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
+    peaks = simulate_rates(optimizer, scheduler, total_steps).highest
+    if scheduler is None:
+        peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
     if not max(peaks):
         raise ValueError(
             "every parameter group has learning rate 0: set the rate that you would use"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -83,5 +83,6 @@ def _signals_held_back() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in held.items():
-            handlers[number](number, frame)
+        with ExitStack() as calls:  # one that raises keeps no other from its call
+            for number, frame in reversed(held.items()):
+                calls.callback(handlers[number], number, frame)

@@ -7,15 +7,17 @@ losses of the batches that follow, which no arm has seen. The rule has three par
 1. **Losses.** An arm *ties* if its mean loss is within `TIE` standard errors of the best one's.
    Between the last arm that ties and the first that does not, the rate at which the loss crosses
    that threshold is interpolated. The best rate of a run falls with its length, so the interval
-   reaches further down:
+   does, too:
 
-       low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** EXPONENT
-       high = (highest rate that ties)
+       low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** LOW_EXPONENT
+       high = (highest rate that ties) * (steps of the trial / steps of the run) ** HIGH_EXPONENT
 
-   An end is open where the outermost arm ties. If no arm has learned anything, both are.
+   An end is open where the outermost arm ties. If no arm has learned anything, both are. Losses
+   that are equal to the bit at all rates are no measurement: then nothing moves.
 2. **Displacement**: how far the weights have moved, median over matrices of
    |change| / |first weights|. Rates that move less than `TOO_LITTLE` or more than `TOO_MUCH` are
-   outside, too. The lower bound does not hold for weights that are trained already.
+   outside, too. The lower bound does not hold for weights that are trained already. A distance
+   that no longer grows with the rate says nothing of how low a rate may be.
 3. **The rate.** Inside of the interval it stays. One below goes to the rate that moves the weights
    by `LITTLE`, one above to the rate that moves them by `MUCH`; or to the nearest end of the
    interval, if that lies outside.
@@ -29,7 +31,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import Any
 
 __all__ = ["BROKEN", "FARTHEST", "MULTIPLES", "RISE", "SCORES", "STEPS", "TIE", "Arm",
@@ -38,14 +40,21 @@ __all__ = ["BROKEN", "FARTHEST", "MULTIPLES", "RISE", "SCORES", "STEPS", "TIE", 
 # The shape of a trial.
 STEPS, RISE, SCORES = 28, 5, 28  # of an arm, those in which its rate rises, batches that score it
 MULTIPLES = (1 / 8, 1.0, 8.0, 64.0, 512.0)  # of the run's rate
-# The rule: six numbers.
+# The rule: seven numbers.
 TIE = 3.0  # standard errors of the best arm's mean loss
-EXPONENT = 0.3  # 0.32 in arXiv 2409.19913
+LOW_EXPONENT, HIGH_EXPONENT = 0.3, 0.15  # the best rate's is 0.32 in arXiv 2409.19913
 TOO_LITTLE, TOO_MUCH = 0.01, 2.0  # good rates of 80 % of the workloads move weights by .06 to 1.2
 LITTLE, MUCH = 0.05, 0.27  # where a rate goes from below, and from above
+MIDDLE = 0.1  # of these two: half of `RateInterval.best`
 # Rates that are far too high to measure anything.
+GROWS = 0.1  # exponent of the rate with which a displacement has to grow, to be continued
 BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another trial follows
 FARTHEST = 64.0  # the displacement in the place of all larger ones of a run's own steps
+
+# No measurement.
+RATE_UNUSED = "the optimizer took the same steps at rates far apart: it does not use its rate"
+NO_EFFECT = "no rate changed the losses: do they depend on the weights that the optimizer steps?"
+NOTHING = "nothing that was measured depends on the rate"
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class Trial:
     uncertainty: float = 1.0  # factor by which displacements may be too large
     given_up: str = ""  # why it says nothing; empty if it does
     ceiling: float = 1.0  # factor by which the highest rate that ties may be too low
+    error: str = ""  # the first one that an arm has raised
 
     @property
     def broke(self) -> bool:
@@ -93,6 +103,14 @@ class Trial:
         return self.broke or (len(self.arms) == 1 and self.arms[0].displacement == FARTHEST)
 
     @property
+    def unmeasured(self) -> str:
+        """Why nothing follows; empty if something may."""
+        scored = [arm.losses for arm in self.arms if arm.losses]
+        if self.given_up or len(scored) < 2 or len(set(scored)) > 1:
+            return self.given_up
+        return NO_EFFECT if scored[0] == self.first_losses else RATE_UNUSED
+
+    @property
     def has_learned(self) -> bool:
         """Is the best arm clearly better than the first weights?"""
         best = min(self.arms, key=lambda arm: arm.loss)
@@ -100,18 +118,23 @@ class Trial:
 
     def interval(self, total_steps: int) -> RateInterval:
         """What it says of a run of so many steps."""
-        low, high = self._bounds_by_losses(total_steps)
+        lowest, highest = self._tied_rates()
+        part = min(1.0, self.steps / total_steps)
+        low, high = lowest * part**LOW_EXPONENT, highest
         why_low, why_high = "learned less than higher rates", "learned less than lower rates"
+        if self.rate <= highest:
+            why_high = "too high for a run of this length"
         too_little, too_much = self._rate_that_moves(TOO_LITTLE), self._rate_that_moves(TOO_MUCH)
         if too_little is not None and not self.pretrained and too_little > low:
             low, why_low = too_little, "hardly moves the weights"
+        high = max(high * part**HIGH_EXPONENT, min(low, high))
         if too_much is not None and too_much * self.uncertainty < high:
             high, why_high = too_much * self.uncertainty, "moves the weights too far"
         if low > high:
             low = 0.0  # of two that contradict: too low costs time, too high may cost the run
         suggestion, reason = self.rate, "inside the interval"
-        if self.given_up:
-            low, high, reason = 0.0, math.inf, self.given_up
+        if self.unmeasured:
+            low, high, reason = 0.0, math.inf, self.unmeasured
         elif self.broke:
             suggestion, reason = self.rate * BROKEN, "every rate that was tried broke"
         elif self.rate < low:
@@ -120,9 +143,12 @@ class Trial:
         elif self.rate > high:
             wanted = self._rate_that_moves(LITTLE if self.pretrained else MUCH)
             suggestion, reason = max(low, min(high, wanted or high)), why_high
+        elif (low, high) == (0.0, math.inf):
+            reason = NOTHING
         return RateInterval(self.rate, low, high, suggestion, reason, total_steps, self)
 
-    def _bounds_by_losses(self, total_steps: int) -> tuple[float, float]:
+    def _tied_rates(self) -> tuple[float, float]:
+        """The lowest and the highest; 0 and infinity where an end is open."""
         low, high, arms = 0.0, math.inf, self.arms
         if not self.first_losses or not self.has_learned:
             return low, high
@@ -131,15 +157,15 @@ class Trial:
         tied = [number for number, arm in enumerate(arms) if arm.loss <= threshold]
         first, last = tied[0], tied[-1]
         if first > 0:
-            lowest = _rate_between(arms[first - 1], arms[first], threshold)
-            low = lowest * min(1.0, self.steps / total_steps) ** EXPONENT
+            low = _rate_between(arms[first - 1], arms[first], threshold)
         if last < len(arms) - 1:
             high = _rate_between(arms[last + 1], arms[last], threshold) * self.ceiling
         return low, high
 
     def _rate_that_moves(self, distance: float) -> float | None:
         """The weights so far in a trial: interpolated in logarithms, in proportion beyond the
-        outermost arms. None: no arm has moved a matrix."""
+        outermost arms. None: no arm has moved them, or far higher rates hardly move them
+        farther."""
         known = [(math.log(arm.rate), math.log(arm.displacement))
                  for arm in self.arms if arm.displacement]  # fmt: skip
         if not known:
@@ -150,6 +176,9 @@ class Trial:
                 part = (wanted - moved) / (next_moved - moved)
                 return math.exp(rate + part * (next_rate - rate))
         rate, moved = known[0] if wanted < known[0][1] else known[-1]
+        for before, moved_before in known[-2:-1] if moved < wanted < math.log(TOO_MUCH) else ():
+            if moved - moved_before < GROWS * (rate - before):
+                return None
         return math.exp(rate + wanted - moved)
 
     @staticmethod
@@ -184,6 +213,7 @@ class RateInterval:
         reason: why it moves, or stays.
         total_steps: of the run that it is for.
         trial: what was measured.
+        groups: how many move together; `rate` is the first one's.
 
     Example::
 
@@ -202,29 +232,74 @@ class RateInterval:
     reason: str
     total_steps: int
     trial: Trial = field(repr=False)
+    groups: int = 1
+
+    def apply(self, optimizer: Any, scheduler: Any = None, rate: float | None = None) -> None:
+        """Multiplies the optimizer's rates, and those that a scheduler which was made before keeps,
+        so that the peak is ``rate``, of the first group that has one; None: the suggestion. All
+        of the schedule is multiplied, with its lowest rates. Call it before the first step, and
+        before an Ensemble is made.
+
+        Raises:
+            ValueError: a scheduler that keeps its rates in a place of its own, which is found out
+                by a simulation: make it afterwards. Nothing is changed then.
+        """
+        from ..simulation import apply_factor
+
+        factor = (self.suggestion if rate is None else rate) / self.rate
+        apply_factor(optimizer, scheduler, factor, self.total_steps)
 
     @property
     def moves(self) -> bool:
         """Does the rate lie outside?"""
         return self.suggestion != self.rate
 
+    @property
+    def best(self) -> float | None:
+        """The best guess for those who have no rate, about the same whichever was given: between
+        the best arm's rate, scaled to the length of the run, and the one that moves the weights by
+        0.1, within the interval.
+
+        The latter alone if no arm has learned anything, the former alone for weights that are
+        trained already. None if that leaves neither: without a trial, or if it was given up.
+        """
+        trial, guesses = self.trial, list[float]()
+        arm = min(trial.arms, key=lambda arm: arm.loss)
+        if trial.given_up or not arm.losses:
+            return None
+        if trial.has_learned:
+            guesses.append(arm.rate * min(1.0, trial.steps / self.total_steps) ** HIGH_EXPONENT)
+        if not trial.pretrained and (moving := trial._rate_that_moves(MIDDLE)):
+            guesses.append(moving)
+        return max(self.low, min(self.high, geometric_mean(guesses))) if guesses else None
+
     def __str__(self) -> str:
         rate, arms = f"{self.rate:.2g}", [arm for arm in self.trial.arms if arm.losses]
         to = f"{rate} -> {self.suggestion:.2g}" if self.moves else f"{rate} stays"
+        if self.moves and self.groups > 1:
+            to += f", all {self.groups} groups x {self.suggestion / self.rate:.3g}"
         lines = [
             f"learning rate: {to} ({self.reason})",
             f"good rates for {self.total_steps} steps: {self._ends()}",
         ]
         if arms:
             tried = ", ".join(f"{arm.loss:.4g} at {arm.rate:.2g}" for arm in arms)
+            lost = sum(arm.rate > arms[0].rate and not arm.losses for arm in self.trial.arms)
+            tried += f"; {lost} higher rates broke or fell far behind" if lost else ""
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
-            if not self.trial.has_learned:
+            if self.trial.unmeasured:
+                pass
+            elif not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
-            elif self._is_best_outermost:
+            if self.trial.has_learned and self._is_best_outermost:
                 top = f"{arms[-1].rate:.2g}"
                 lines.append(f"the best loss is at the highest rate: try {top} next")
-        elif len(self.trial.arms) == 1:
+            elif self.best is not None:
+                lines.append(f"best guess without a rate of your own: {self.best:.2g}")
+        elif len(self.trial.arms) == 1 and not self.trial.given_up:
             lines.append(f"no trial: only how far {self.trial.steps} steps move the weights counts")
+        if self.trial.error:
+            lines.append(self.trial.error)
         return "\n".join(lines)
 
     @property

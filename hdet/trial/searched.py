@@ -36,6 +36,7 @@ class Searched:
     shares_gradients: bool = True  # are gradients averaged over the replicas?
     aside: Callable[[], AbstractContextManager[None]] = nullcontext  # steps in it are not counted
     owns_weights: bool = False  # has the optimizer parameters that the model's follow?
+    find_doubt: Callable[[], str] = str  # why these may not be the peaks; "": nothing says so
 
     def __post_init__(self) -> None:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -77,7 +78,7 @@ class Searched:
         any."""
         masters = masters_of(self.optimizer, self.parameters, 0)()
         # A split master is the parameter's further bits: not a number by itself.
-        return {name: master if master is not None and master.is_floating_point() else p
+        return {name: master if master is not None and master.is_floating_point() else _real(p)
                 for name, p, master in zip(self._names, self.parameters, masters, strict=True)
                 if name is not None}  # fmt: skip
 
@@ -165,6 +166,11 @@ class Searched:
                 "its gradient (an optimizer inside the backward pass?), which a trial would "
                 "trigger: put all parameters into one optimizer"
             )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as real and imaginary parts, side by side."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 def losses_by(closure: Closure) -> torch.Tensor | None:

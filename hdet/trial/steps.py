@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -13,14 +12,15 @@ from typing import Any
 
 import torch
 
+from ..tensors.dtensor import gradient_norm
 from ..tensors.profiling import ranged
 from .arms import Arms
 from .budget import FORWARD
 from .displacement import Displacement, Ratios, medians
-from .rule import FARTHEST, MULTIPLES, SCORES, STEPS, Arm, Trial, arm_factor
+from .rule import FARTHEST, MULTIPLES, RATE_UNUSED, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched, mean_of
 
-__all__ = ["Cost", "OwnSteps", "TrialSteps"]
+__all__ = ["Cost", "Gradients", "OwnSteps", "TrialSteps"]
 
 UNCERTAINTY = 2.0
 """A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
@@ -42,6 +42,11 @@ OTHER_NUMBERS = 8.0
 """If the mean of what the closure returned differs from the loop's loss by this factor, it is no
 table of losses."""
 
+NO_GRADIENTS = (
+    "all gradients were 0 in most of the first steps, so nothing was measured: is the loss masked, "
+    "or a term of weight 0?"
+)
+
 Loss = torch.Tensor | None
 """Of one batch. None: this rank saw none."""
 LoopLoss = torch.Tensor | float | None
@@ -59,13 +64,36 @@ class Cost:
     """the most that copies took"""
 
 
+class Gradients:
+    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
+    there. (After it, gradients of 0 say that the rate is too high.)"""
+
+    def __init__(self, run: Searched) -> None:
+        self._run, self._steps = run, 0
+        self._have_begun: Any = False  # perhaps a tensor on the device
+        self._idle: Any = 0.0
+
+    def note(self, *_: Any) -> None:
+        """Of a step, as they are now; as a hook of the optimizer, too."""
+        if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
+            self._steps += 1
+            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
+            self._idle = self._idle + (~self._have_begun).double()
+
+    def why_given_up(self) -> str:
+        """Where that were most steps, on all ranks together: one collective."""
+        row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
+        steps, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
+        return NO_GRADIENTS if idle > steps / 2 else ""
+
+
 class OwnSteps:
     """Counts the first `STEPS` steps of a run: the free reading."""
 
     cost = Cost()
 
-    def __init__(self, run: Searched, displacement: Displacement) -> None:
-        self._run, self._displacement = run, displacement
+    def __init__(self, run: Searched, displacement: Displacement, gradients: Gradients) -> None:
+        self._run, self._displacement, self._gradients = run, displacement, gradients
         self._position = 0
         self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
 
@@ -83,8 +111,10 @@ class OwnSteps:
             whole = sum(arm_factor(position) for position in range(1, STEPS + 1))
             distance = min(distance * whole / done, FARTHEST) if done > 0 else None
         arm = Arm(run.rate, (), distance)
-        pretrained = self._displacement.is_pretrained(run.replicas)
-        return Trial(arm.rate, (arm,), pretrained=pretrained, uncertainty=UNCERTAINTY)
+        return Trial(
+            arm.rate, (arm,), pretrained=self._displacement.is_pretrained(run.replicas),
+            uncertainty=UNCERTAINTY, given_up=self._gradients.why_given_up(),
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -114,7 +144,8 @@ class TrialSteps:
         self._copies = [_Copy(multiple) for multiple in MULTIPLES]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
-        self._given_up = ""
+        self._gradients = Gradients(self._run)  # of the lowest arm there is: higher ones saturate
+        self._given_up = self._error = ""
         self.cost = Cost()
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
@@ -142,6 +173,7 @@ class TrialSteps:
             if compares:
                 self._compare_steps(own, part, is_loop=loss is not None)
             if self._position == STEPS:
+                self._given_up = self._given_up or self._gradients.why_given_up()
                 self._end_training()
             if self._position == 2:  # optimizers have made their states, and no arm has stopped
                 self.cost.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
@@ -168,16 +200,16 @@ class TrialSteps:
             if self._position == 0:
                 copy.weights = self._arms.begin()
             factor = copy.multiple * arm_factor(self._position + 1)
+            note = self._gradients.note if copy is self._live[0] else None
             try:
-                losses[copy] = self._arms.train(copy.weights, closure, factor, may_skip)
+                losses[copy] = self._arms.train(copy.weights, closure, factor, may_skip, note)
             except Exception as error:  # a high rate may break in whatever way the model has
                 if self._position == 0 or copy.multiple <= 1 or self._is_loops_own(error):
                     raise
                 self._live.remove(copy)
-                warnings.warn(
-                    f"AutoLR: {copy.multiple:g} times the rate counts as a rate that breaks: "
-                    f"the closure raised {type(error).__name__}: {error}",
-                    stacklevel=2,
+                self._error = self._error or (
+                    f"{copy.multiple:g} times the rate counts as broken: the closure raised "
+                    f"{type(error).__name__}: {error}"
                 )
         for copy in self._live:
             copy.trained.append(losses.get(copy))
@@ -204,8 +236,7 @@ class TrialSteps:
     def _end_training(self) -> None:
         """Measures displacements; of spread arms, every replica gets the weights of every arm."""
         for copy in self._copies_of(self._replicas.index):
-            self._run.restore(copy.weights)
-            copy.ratios = self._displacement.ratios()
+            copy.ratios = self._ratios(copy)
         for copy in self._live if self._arms.spread else ():
             owner = self._copies.index(copy) % self._replicas.count
             mine = copy.weights if owner == self._replicas.index else None
@@ -234,6 +265,10 @@ class TrialSteps:
         """Is it to be raised? Of several ranks each would have to know of it."""
         is_several = self._replicas.world_group is not None
         return is_several or isinstance(error, torch.OutOfMemoryError)
+
+    def _ratios(self, copy: _Copy) -> Ratios:
+        self._run.restore(copy.weights)
+        return self._displacement.ratios()
 
     # -- what ranks know together ------------------------------------------------------------------
 
@@ -274,7 +309,7 @@ class TrialSteps:
         return Trial(
             self._rate, tuple(arms), tuple(scores.get(self._first, ())),
             pretrained=self._displacement.is_pretrained(self._replicas), given_up=self._given_up,
-            ceiling=CEILING if self._arms.spread else 1.0,
+            ceiling=CEILING if self._arms.spread else 1.0, error=self._error,
         )  # fmt: skip
 
     def _check_seen(self, losses: Sequence[float]) -> None:
@@ -294,13 +329,19 @@ class TrialSteps:
     def _compare_steps(self, own: Ratios, part: float, is_loop: bool) -> None:
         """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say.
         ``is_loop``: has the run made one? Not in `find_rate`."""
-        copy, ratios = self._copies[MULTIPLES.index(1.0)], dict[str, torch.Tensor]()
-        if own:
-            self._run.restore(copy.weights)
-            found = self._displacement.ratios()
-            ratios = {name: ratio * (part / arm_factor(1)) for name, ratio in found.items()}
-        run, arm = (moved or 0.0 for moved in medians(self._replicas, own, ratios))
+        low, high = (self._ratios(self._copies[number]) for number in (0, -1))
+        # What the same gradient moves as far at rates 4 096 apart does not follow them.
+        stuck = {key: moved for key, moved in low.items()
+                 if float(moved) > 0 and math.isclose(moved, high[key], rel_tol=0.01)}  # fmt: skip
+        self._displacement.leave_out(stuck)
+        own = {key: moved for key, moved in own.items() if key not in stuck}
+        same = self._ratios(self._copies[MULTIPLES.index(1.0)])
+        scaled = {key: same[key] * (part / arm_factor(1)) for key in own}
+        *moves, follows, stays = medians(self._replicas, own, scaled, same, stuck)
+        run, arm = (moved or 0.0 for moved in moves)
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
+        if follows is None and stays is not None:
+            self._given_up = RATE_UNUSED
         if is_loop and run == 0 < arm and not self._arms.has_scaler:
             self._given_up = (
                 "the trial was given up: the loop's first step moved no weight, and a copy's did. "

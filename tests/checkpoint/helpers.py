@@ -155,6 +155,18 @@ compressed = partial(ddp, converge=converge.Compressed("int8"))
 exact_local = partial(ddp, converge=converge.ExactLocal())
 
 
+def drop_in(rank: int, world: int, make: Make = torch_adamw) -> Run:
+    """The schedule and its Ensemble in one."""
+    run = ddp(rank, world, make, controller=None)
+    run.ensemble.close()
+    run.scheduler = hdet.OneCycleAutoLR(
+        run.optimizer, 3e-3, 40, auto_lr_warmup_steps=0, model_sync_interval=5, rank=rank,
+        world_size=world,
+    )  # fmt: skip
+    run.ensemble = run.scheduler.ensemble
+    return run
+
+
 def groups(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """Two replicas of world / 2 ranks each, data parallel inside and between."""
     half = world // 2

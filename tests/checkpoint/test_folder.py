@@ -9,9 +9,11 @@ import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,10 +21,11 @@ from torch import nn
 import hdet
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError, folder, tensor_files
+from hdet.optim.snapshot import inner_optimizer
 
 from ..adversary.common import bits, tree
 from ..distributed import run_ranks
-from .helpers import Run, alone, ddp, mlp
+from .helpers import Run, alone, ddp, fused_fp32, mlp
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -142,13 +145,15 @@ def sign(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object])
     content = json.dumps(state).encode()
     (path / "state.json").write_bytes(content)
     sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["files"]["state.json"] = sums
+    if manifest["files"]:
+        manifest["files"]["state.json"] = sums
     del manifest["sha256"]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
 
 
 WEIGHT, FITS = "model.0.weight", "does not fit this run"
+MOMENT = "optimizer.state.0.weight.exp_avg"
 
 
 def values(state: dict[str, Any], part: str) -> dict[str, Any]:
@@ -157,7 +162,13 @@ def values(state: dict[str, Any], part: str) -> dict[str, Any]:
 
 # of manifest and state
 CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), f"no file.*'{WEIGHT}'"),
+    "a gap": (lambda m, s: s["tensors"][WEIGHT][0].update(offsets=[1, 0]), f"no file.*'{WEIGHT}'"),
+    "a shape": (lambda m, s: s["tensors"][WEIGHT][0].update(sizes=[8, 5]), "6] in its file"),
+    "too large": (lambda m, s: s["tensors"][MOMENT][0].update(shape=[1 << 60]), FITS),
+    "another dtype": (lambda m, s: s["tensors"][MOMENT][0].update(dtype="int32"), "torch.int32"),
+    "a file outside": (lambda m, s: s["tensors"][MOMENT][0].update(file="../x"), "no file of it"),
+    "no list of the state": (lambda m, s: m["files"].clear(), MANIFEST),
+    "no step": (lambda m, s: m.pop("step"), FITS),
     "no chunk": (lambda m, s: s["tensors"].update({"model.0.bias": []}), FITS),
     "float64": (lambda m, s: s["tensors"][WEIGHT][0].update(dtype="float64"), "is torch.float64 o"),
     "no optimizer": (lambda m, s: s["parts"].pop("optimizer"), FITS),
@@ -176,6 +187,100 @@ def test_contents_that_are_wrong_under_right_checksums_change_nothing(tmp_path, 
     change, says = CHANGES[how]
     sign(tmp_path / "step-00000003", change)
     assert re.search(says, refusal(tmp_path, alone().steps(2)))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's and many others: all is the inner optimizer's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        super().__init__(inner.param_groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+        self._share()
+
+
+class InPlace(torch.optim.SGD):
+    """Writes into the state that there is, too."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.state.values(), state["state"].values(), strict=False):
+            own["momentum_buffer"].copy_(saved["momentum_buffer"])
+        super().load_state_dict(state)
+
+
+class Part(nn.Identity):
+    """Takes its own state over, also where it refuses it then."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen[:] = state["seen"]
+        if self.refuses:
+            refuse()
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("not this one")
+
+
+class Picky(torch.optim.lr_scheduler.OneCycleLR):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        if state["last_epoch"] == 3:
+            refuse()
+
+
+# who refuses when all has been read and checked
+REFUSING: dict[str, Callable[[Run, list[Part]], object]] = {
+    "an extra state": lambda run, parts: setattr(parts[0], "refuses", True),
+    "the last object": lambda run, parts: setattr(parts[2], "refuses", True),
+    "a module's hook": lambda run, parts: run.net[2].register_load_state_dict_post_hook(refuse),
+    "an optimizer's hook": lambda run, parts:
+        inner_optimizer(run.optimizer).register_load_state_dict_post_hook(refuse),
+    "the scheduler": lambda run, parts: setattr(run.scheduler, "__class__", Picky),
+}  # fmt: skip
+WRAPPED: list[Callable[..., torch.optim.Optimizer]] = [
+    lambda params, **settings: Wrapper(Wrapper(torch.optim.AdamW(params, **settings))),
+    lambda params, **settings: Wrapper(InPlace(params, momentum=0.9, **settings)),
+    fused_fp32,
+]
+
+
+@pytest.mark.parametrize("make", WRAPPED)
+@pytest.mark.parametrize("who", REFUSING)
+def test_what_refuses_when_it_takes_over_leaves_all_as_it_was(tmp_path, who, make) -> None:
+    def build(steps: int) -> tuple[Run, list[Part]]:
+        parts = [Part(), Part(), Part()]
+        dtype = torch.bfloat16 if make is fused_fp32 else torch.float32
+        run = alone(make, net=mlp(dtype).append(parts[0]))
+        run.extra |= {"first": parts[1], "last": parts[2]}
+        REFUSING[who](run, parts)
+        return run.steps(steps), parts
+
+    run, parts = build(3)
+    for part in parts:
+        part.seen += [1]
+    checkpoint.save(tmp_path, run.state, 3)
+    (run, parts), (twin, _) = build(2), build(2)
+    assert "not this one" in refusal(tmp_path, run)
+    assert [part.seen for part in parts] == [[0]] * 3
+    assert run.steps(3).facts() == twin.steps(3).facts()
 
 
 def test_a_checkpoint_of_the_former_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -223,10 +328,15 @@ def one_cycle() -> hdet.OneCycleAutoLR:
     return hdet.OneCycleAutoLR(optimizer, max_lr=0.1, total_steps=10, controller=None)
 
 
-def opened_later(run: Run) -> checkpoint.RunState:
+def later(run: Run, value: Any) -> checkpoint.RunState:
+    """Put in after the constructor has looked."""
     state = State(run.net, run.ensemble, {"index": 1})
-    state.extra["open"] = Path
+    state.extra["open"] = value
     return state
+
+
+FLOAT4 = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+DEEP = reduce(lambda inner, _: [inner], range(101), [])
 
 
 State, save, load = checkpoint.RunState, checkpoint.save, checkpoint.load
@@ -236,13 +346,16 @@ NO_FOLDER = "FileExistsError|NotADirectoryError"
 ARGUMENTS: list[tuple[Callable[[Path, Run], object], type[Exception], str]] = [
     (lambda at, run: save(at, run.state, -1), ValueError, "step must be a whole number"),
     (lambda at, run: save(at, run.state, 1, keep=0), ValueError, "keep must be a whole"),
-    (lambda at, run: save(at, opened_later(run), 1), CheckpointError, f"extra.{LOST}"),
+    (lambda at, run: save(at, later(run, Path), 1), CheckpointError, f"extra.{LOST}"),
+    (lambda at, run: save(at, later(run, FLOAT4), 1), CheckpointError, "open' is F4.*, and not"),
+    (lambda at, run: save(at, later(run, DEEP), 1), CheckpointError, "open.* more than 100 deep"),
     (lambda at, run: save(at / "file", run.state, 1), CheckpointError, NO_FOLDER),
     (lambda at, run: load(at, run.state, missing=-1), ValueError, "missing must be a"),
     (lambda at, run: State(run.net, one_cycle()), TypeError, "OneCycleAutoLR.*pass its .ensemble"),
     (lambda at, run: State(mlp(), run.ensemble), ValueError, "parameters that are not in model"),
     (lambda at, run: State(run.net, run.ensemble, run), TypeError, "extra must be a dict, got Run"),
     (lambda at, run: State(run.net, run.ensemble, {"open": Path}), ValueError, LOST),
+    (lambda at, run: State(run.net, run.ensemble, {"open": np.ones(2)}), ValueError, r"\.tolist"),
     (lambda at, run: export(at / "model.pt", run.net, run.ensemble), ValueError,
         "path must end in .safetensors, got"),
     (lambda at, run: export(at / "file" / "model.safetensors", run.net, run.ensemble),
@@ -327,6 +440,7 @@ def test_a_second_writer_is_refused_and_the_first_is_not_disturbed(tmp_path, mon
 
 def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
     run = ddp(rank, world).steps(10)
+    run.extra["part"] = Part()
     # The first rank says whether there is one: the other is on a disk that only the second sees.
     assert checkpoint.load(Path(root, "own", str(rank)), run.state, missing=2) == 2
     path = checkpoint.save(root, run.state, 10)
@@ -334,7 +448,10 @@ def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
     other = ddp(rank, world).steps(2)
     if rank == 1:
         other.optimizer.param_groups[0]["params"].reverse()
-    before, found, cases = (run.facts(), other.facts()), [], [(path, other)]
+    picky, twin = (ddp(rank, world).steps(2) for _ in range(2))
+    picky.extra["part"] = Part()
+    picky.extra["part"].refuses = rank == 1
+    before, found, cases = (run.facts(), other.facts()), [], [(path, other), (path, picky)]
     for how in ("flipped", "truncated"):
         cases.append((Path(root, how, "step-00000010"), run))
         if rank == 0:
@@ -345,7 +462,8 @@ def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(place, into.state)
         found.append(str(caught.value))
-    assert (run.facts(), other.facts()) == before
+    assert (run.facts(), other.facts()) == before and picky.extra["part"].seen == [0]
+    assert picky.steps(5).facts() == twin.steps(5).facts()
     run.steps(2)  # nobody hangs, and training goes on
     return found
 
@@ -353,7 +471,8 @@ def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
 def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
     saved(tmp_path / "own" / "1", 3)
     one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
-    assert one == two and len(one) == 3
+    assert one == two and len(one) == 4
+    assert one[1].endswith("not this one (on rank 1)")
     assert one[0].endswith("build the optimizer as the saved run did (on rank 1)")
 
 

@@ -138,7 +138,7 @@ class Normed(nn.Module):
         self.embed, self.norm = nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight  # tied
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_parameter("$frozen", nn.Parameter(torch.randn(3), requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.embed(x)))
@@ -165,7 +165,7 @@ def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averag
     assert found.pop("model.norm.num_batches_tracked")
     statistics, once = [[0, 1]] if averaged else [[0], [1]], [[0, 1]]
     assert found == {
-        **{f"model.{n}": once for n in ("embed.weight", "norm.weight", "norm.bias", "frozen")},
+        **{f"model.{n}": once for n in ("embed.weight", "norm.weight", "norm.bias", "$frozen")},
         **{f"model.norm.running_{n}": statistics for n in ("mean", "var")},
     }  # a tied one once
 
@@ -247,6 +247,12 @@ def test_coresident_replicas(tmp_path: Path, at: int) -> None:
     mean = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     assert not any("replica" in name for name in holders(folder))
     other = together(3).steps(2)
+    before, hooks = all_of(other), other.optimizer.register_load_state_dict_post_hook
+    refuses = hooks(lambda _: 1 / 0)
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        checkpoint.load(tmp_path, state_of(other))
+    refuses.remove()
+    assert all_of(other) == before
     other.index = checkpoint.load(tmp_path, state_of(other))
     first, *others = all_of(other)
     assert others == [first] * 2, "before anybody uses them"
@@ -282,9 +288,9 @@ def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> Non
 
 VALUES: dict[str, Any] = {
     "tuple": (3, (1, [2, 3]), 1.5),  # as random.getstate() is
-    "keys": {0: "a", (1, 2): {"b": None}, "$tensor": 1},
+    "keys": {0: "a", (1, 2): {"b": None}, "$tensor": 1}, "$b": {"$$": 1, "c": [{"$tensor": 2}]},
     "kinds": [OrderedDict(b=1, a=2), Counter("aab"), {1, 2}, torch.Size([2]), b"\0x"],
-    "numbers": [1e300, -0.0, float("inf"), float("nan"), 10**30, True],
+    "numbers": [1e300, -0.0, float("inf"), float("nan"), -(10**5000), True],
     "text": "\ud800 \u00fc",
     "a.b": torch.zeros(1),
     "a": {"b": torch.ones(2, 3).t(), "views": [t := torch.arange(6.0), t[:2], t[3:]]},

@@ -14,7 +14,7 @@ import torch
 
 import hdet
 from hdet.cli.main import main
-from hdet.cli.runs import read_records
+from hdet.logging import read_records
 
 from ..limits import HANG_S
 from .common import one_line, write_run
@@ -128,12 +128,23 @@ def test_another_history_is_not_written_over(tmp_path: Path) -> None:
 
 def test_resuming_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
-    kept = b'{"event": "train", "step": 4, "loss": 0.30000000000000004}\n'
-    later = b'{"event": "train", "step": 9}\n{"event": "end", "step": 4}\n{"event": "train", "st'
+    kept = b'{"event": "start"}\n{"event": "train", "step": 4, "loss": 0.30000000000000004}\n'
+    later = b'{"event": "train", "step": 9}\n{"event": "end"}\n{"event": "train", "st'
     path.write_bytes(kept + later)
     hdet.logging.History(path, resume_step=4)
     assert path.read_bytes() == kept and list(tmp_path.iterdir()) == [path]
     hdet.logging.History(tmp_path / "absent.jsonl", resume_step=4)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "3", "null", "", '{"event": "cycle"}', '{"step": "4"}', '{"step": true}']
+)
+def test_a_damaged_line_is_named_when_a_history_is_continued(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text(text := f'{{"event": "start"}}\n{line}\n{{"event": "end"}}\n')
+    with pytest.raises(ValueError, match="line 2 of .*h.jsonl.*: remove that line"):
+        hdet.logging.History(path, resume_step=4)
+    assert path.read_text() == text
 
 
 def test_a_line_that_a_kill_has_torn_is_left_out(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_names_and_notes_are_shown_as_they_are(
     out, text = capsys.readouterr().out, page.read_text(encoding="utf-8")
     shown = HOSTILE.replace("\x1b", " ").replace("\x07", " ")
     name = shown.replace("/", "|")
-    assert out.count(shown) == 2 and out.count(name + ":") == 4
+    assert out.count(shown) == 2 and out.count(name + ":") == 5
     assert text.count(escape(shown)) == 4  # two of the settings, a note, the trial's reason
     assert text.count(escape(name)) == 6  # two titles, in the table, over trial, events, settings
     assert not {"\x1b", "\x07"} & {*out, *text}

@@ -1,22 +1,72 @@
-"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas,
-and deaf to a replica of weight 0; what it sends; what it refuses."""
+"""Every way of averaging, on tensors and under an Ensemble: right against float64, bitwise equal on
+all replicas, and deaf to a replica of weight 0; what it sends; how a run with it ends and loads."""
 
 from __future__ import annotations
 
+import copy
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hdet
 from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain, Task
 from hdet.replicas import Replicas
+from hdet.tensors.dtensor import part_of
+from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import run_ranks
 from .helpers import KINDS, account, equal, exact, held, rounding_of, task, written
 
-WAYS: list[Averaging] = [Plain(), Compressed("bf16"), Compressed("int8", 32)]
+Sent = list[tuple[str, float]]
+"""Collectives and bytes of an average."""
+
+
+class WayInfo(NamedTuple):
+    """What is expected of a way."""
+
+    way: Averaging
+    first: Sent
+    """What the first average sends of `P` bytes on each of four ranks."""
+    later: Sent
+    half_step: float = 0.0
+    """Of a rounded displacement, as a part of the largest one; the first average is exact."""
+    off: float = 0.0
+    """How far a run of 45 steps ends from the plain one's weights and loss, relative."""
+    keeps_back: bool = False
+    """Does it keep something back for the next average?"""
+    averages_any: bool = True
+    """Any tensors, of shared gradients, without an optimizer of its own?"""
+
+
+P = 4 * 2048
+RING = 2 * 3 / 4 * P
+DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * 2 * 8)
+"""Two numbers of each of four replicas."""
+WHOLE: Sent = [("all_reduce", RING)]
+
+
+def coded(size: float) -> Sent:
+    return [(name, size) for name in ("all_to_all", "all_gather")]
+
+
+WAYS = {
+    "plain": WayInfo(Plain(), WHOLE, WHOLE),
+    "bf16": WayInfo(Compressed("bf16"), WHOLE, coded(RING / 4), 2.0**-9, 2e-3, True),
+    "int8": WayInfo(
+        Compressed("int8", 16), WHOLE, coded(RING / 8 * (1 + 4 / 16)), 0.5 / 127, 5e-3, True
+    ),
+    "exact local": WayInfo(ExactLocal(3), [DIGESTS], [], off=2e-6, averages_any=False),
+    "outer": WayInfo(Outer(), [DIGESTS, *WHOLE], [DIGESTS, *WHOLE], averages_any=False),
+}
+OF_ANY = [name for name, info in WAYS.items() if info.averages_any]
+IN_RUNS = [name for name in WAYS if name != "outer"]  # which is no mean: test_outer.py
+
+
+# -- what comes of it ----------------------------------------------------------------------------
 
 
 def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[str], list[float]]:
@@ -33,77 +83,103 @@ def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[s
     return values, kinds, [w / sum(weights) for w in weights]
 
 
-def average_cases(rank: int, world: int, seeds: Any, way: Averaging, method: str) -> Any:
+def average_cases(rank: int, world: int, seeds: Any, name: str, method: str) -> Any:
+    """[case][average]: what was asked, what came, and all bits."""
     reports = []
     for seed in seeds:
         values, kinds, weights = random_case(seed, world)
         tensors, masters = held(values[rank], kinds)
-        if weights[rank] == 0:
-            for tensor in tensors:
-                tensor.fill_(torch.nan if seed % 2 else torch.inf)
         bucket = random.Random(seed).choice([1024, 1 << 14, 1 << 20])
-        made = way.build(task(tensors, masters, bucket_bytes=bucket))
-        if method == "end_cycle":
-            made.end_cycle(weights)
-        else:
-            made.complete(weights)
-            assert made.idle
-        for tensor, master in zip(tensors, masters, strict=True):
-            if master is not None and master.dtype != torch.int16:
-                assert torch.equal(tensor, master.bfloat16())
-        reports.append((written(tensors, masters), exact(tensors, masters)))
+        made = WAYS[name].way.build(task(tensors, masters, bucket_bytes=bucket))
+        reports.append([])
+        for turn in range(3):
+            generator = torch.Generator().manual_seed(1000 * turn + rank)
+            for i, value in enumerate(exact(tensors, masters) if turn else []):
+                move = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                (new,), (kept,) = held([value + 0.01 * move], [kinds[i]])
+                tensors[i].copy_(new)
+                if kept is not None:
+                    masters[i].copy_(kept)
+            before = exact(tensors, masters)
+            if weights[rank] == 0:
+                for tensor in tensors:
+                    tensor.fill_(torch.nan if (seed + turn) % 2 else torch.inf)
+            getattr(made, method)(weights)
+            assert made.idle == (not WAYS[name].keeps_back or turn == 0 or method == "complete")
+            for tensor, master in zip(tensors, masters, strict=True):
+                if master is not None and master.dtype != torch.int16:
+                    assert torch.equal(tensor, master.bfloat16())
+            reports[-1].append((before, exact(tensors, masters), written(tensors, masters)))
     return reports
 
 
-# The first average of Compressed is exact.
-@pytest.mark.parametrize(("world", "way", "method"), [
-    *((world, way, "end_cycle") for world in (2, 4) for way in WAYS),
-    *((4, way, "complete") for way in WAYS[1:]),
-], ids=repr)  # fmt: skip
-def test_the_average_is_right_and_the_same_everywhere(world: int, way: Any, method: str) -> None:
+@pytest.mark.parametrize(("world", "name", "method"), [
+    *((world, name, "end_cycle") for world in (2, 4) for name in OF_ANY),
+    *((4, name, "complete") for name in OF_ANY[1:]),
+])  # fmt: skip
+def test_the_average_is_right_and_the_same_everywhere(world: int, name: str, method: str) -> None:
     seeds = (0, 1, 3, 4, 5, 10)  # all kinds are among them
-    ranks = run_ranks(average_cases, world, seeds, way, method)
+    ranks = run_ranks(average_cases, world, seeds, name, method)
+    # A displacement, below 0.05 with what was kept back, is rounded once, and their sum once more;
+    # the next average gives back what this one has kept: as much again.
+    rounded = 4 * 0.05 * WAYS[name].half_step if method == "end_cycle" else 0.0
     for case, seed in enumerate(seeds):
-        values, kinds, weights = random_case(seed, world)
-        inputs = [exact(*held(values[r], kinds)) for r in range(world)]
-        for bits, got in (rank[case] for rank in ranks):
-            assert equal(bits, ranks[0][case][0]), (seed, "replicas differ")
-            for kind, value, *inputs_of in zip(kinds, got, *inputs, strict=True):
-                expected = sum(w * x for w, x in zip(weights, inputs_of, strict=True))
-                size = max(float(x.abs().max()) if x.numel() else 0.0 for x in inputs_of)
-                allowed = rounding_of(kind) * max(size, 1e-3) * 2
-                assert torch.allclose(value, expected, rtol=0, atol=allowed), (seed, kind)
+        _, kinds, weights = random_case(seed, world)
+        for turn in range(3):
+            before, after, bits = zip(*(rank[case][turn] for rank in ranks), strict=True)
+            assert all(equal(own, bits[0]) for own in bits), (seed, turn, "replicas differ")
+            for kind, value, *inputs in zip(kinds, after[0], *before, strict=True):
+                expected = sum(w * x for w, x in zip(weights, inputs, strict=True))
+                size = max(float(x.abs().max()) if x.numel() else 0.0 for x in inputs)
+                allowed = rounding_of(kind) * max(size, 1e-3) * 2 + (rounded if turn else 0.0)
+                off = (value - expected).abs()
+                assert bool((off <= allowed).all()), (seed, turn, kind)
 
 
-# -- what is sent -------------------------------------------------------------------------------
-
-P = 4 * 2048
-RING = 2 * 3 / 4 * P
-DIGESTS = 2 * 3 / 4 * 4 * 2 * 8
-"""Two numbers of each of four replicas."""
-Sent = list[tuple[str, float]]
-"""Collectives and bytes of an average."""
-WHOLE: Sent = [("all_reduce", RING)]
-OUTER: Sent = [("all_reduce", DIGESTS), ("all_reduce", RING)]
+def noise(cycle: int, i: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * cycle + i))
 
 
-def coded(size: float) -> Sent:
-    return [(name, size) for name in ("all_to_all", "all_gather")]
+def sharded(rank: int, world: int, way: Averaging) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net: Any = fully_shard(model(), mesh=mesh)
+    replicas = Replicas.from_mesh(mesh, replicate="dp_replicate")
+    made = way.build(task(list(net.parameters()), replicas=replicas))
+    found = []
+    for cycle in range(2):
+        with torch.no_grad():
+            for i, p in enumerate(net.parameters()):
+                own = part_of(noise(cycle, i, p.shape), p)
+                p.to_local().add_(0.01 * (1 + replicas.index) * own)
+        made.end_cycle([0.25, 0.75])
+        if cycle == 0:
+            made.complete([0.5, 0.5])
+            made.end_cycle([0.5, 0.5])
+        found.append(torch.cat([p.full_tensor().flatten() for p in net.parameters()]).detach())
+    return found
 
 
-SENT: list[tuple[Averaging, Sent, Sent]] = [
-    (Plain(), WHOLE, WHOLE), (Compressed("bf16"), WHOLE, coded(RING / 4)),
-    (Compressed("int8", 64), WHOLE, coded(RING / 8 * (1 + 4 / 64))), (Outer(), OUTER, OUTER),
-    (ExactLocal(10), [("all_reduce", DIGESTS)], []),
-]  # fmt: skip
+@pytest.mark.parametrize("name", OF_ANY)
+def test_shards_are_averaged_over_the_replicas(name: str) -> None:
+    ranks = run_ranks(sharded, 4, WAYS[name].way)
+    expected = [p.detach() for p in model().parameters()]
+    for cycle, got in enumerate(ranks[0]):
+        assert all(torch.equal(rank[cycle], got) for rank in ranks)
+        expected = [p + 0.01 * 1.75 * noise(cycle, i, p.shape) for i, p in enumerate(expected)]
+        off = float((got - torch.cat([p.flatten() for p in expected])).abs().max())
+        # two roundings of displacements below 0.1; the rest is fp32's
+        assert off <= (2 * 0.1 * WAYS[name].half_step * cycle or 1e-6)
 
 
-def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:
+# -- what is sent --------------------------------------------------------------------------------
+
+
+def sent_in_two_cycles(rank: int, world: int, name: str) -> Any:
     """By cycle; and what `complete` sends after them."""
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (1536, 512)]
     optimizer = hdet.FusedSGD(parameters, lr=0.1)
-    gradients = "local" if isinstance(way, Outer) else "shared"
-    made = way.build(task(parameters, optimizer=optimizer, gradients=gradients))
+    gradients = "local" if name == "outer" else "shared"
+    made = WAYS[name].way.build(task(parameters, optimizer=optimizer, gradients=gradients))
     cycles: list[Sent] = []
     for act in (made.end_cycle, made.end_cycle, made.complete):
         made.on_cycle_start()
@@ -113,9 +189,13 @@ def sent_in_two_cycles(rank: int, world: int, way: Averaging) -> Any:
     return cycles
 
 
-@pytest.mark.parametrize(("way", "first", "later"), SENT, ids=lambda x: repr(x)[:20])
-def test_what_a_cycle_sends_and_in_which_order(way: Averaging, first: Sent, later: Sent) -> None:
-    assert run_ranks(sent_in_two_cycles, 4, way) == [[first, later, WHOLE]] * 4
+@pytest.mark.parametrize("name", WAYS)
+def test_what_a_cycle_sends_and_in_which_order(name: str) -> None:
+    expected = [WAYS[name].first, WAYS[name].later, WHOLE]
+    assert run_ranks(sent_in_two_cycles, 4, name) == [expected] * 4
+
+
+# -- settings ------------------------------------------------------------------------------------
 
 
 def given(count: int, **changes: Any) -> Task:
@@ -135,7 +215,7 @@ def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) ->
         make()
 
 
-@pytest.mark.parametrize("way", [*WAYS, Outer()], ids=repr)
+@pytest.mark.parametrize("way", [info.way for info in WAYS.values()], ids=WAYS)
 def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
     other = eval(repr(way))
     assert isinstance(way, Averaging) and way == other and hash(way) == hash(other)
@@ -144,3 +224,52 @@ def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
     assert made.end_cycle([1.0]) == [] and made.idle and made.mean() is None
     made.complete([1.0])
     assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
+
+
+# -- in training ---------------------------------------------------------------------------------
+
+
+def run_of(rank: int, name: str) -> Run:
+    way = WAYS[name].way
+    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, every=5, converge=way)
+
+
+def trained(rank: int, world: int) -> dict[str, Any]:
+    report = {}
+    for name in IN_RUNS:
+        run = run_of(rank, name).steps(45)
+        before, converged = run.weights(), run.ensemble.in_sync
+        run.ensemble.converge()
+        loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
+        known = run.ensemble.mean() is not None
+        report[name] = (run.weights(), before, converged, run.ensemble.in_sync, loss, known)
+    return report
+
+
+def test_a_run_ends_where_the_plain_one_does() -> None:
+    """Weights: plain's last bits through 45 steps of Adam, or the rounding of bf16 and int8; a loss
+    that training takes from 7 to below 1."""
+    one, other = run_ranks(trained, 2)
+    plain, _, _, _, reference, _ = one["plain"]
+    assert reference < 1.0
+    for name, (weights, before, converged, after, loss, known) in one.items():
+        assert torch.equal(weights, other[name][0]) and after and known, name
+        assert converged != WAYS[name].keeps_back and torch.equal(before, weights), name
+        assert abs(loss - reference) <= WAYS[name].off * reference, name
+        assert float((weights - plain).norm() / plain.norm()) <= WAYS[name].off, name
+
+
+def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
+    run = run_of(rank, name).steps(14)
+    run.ensemble.converge()
+    saved, found = run.saved(), []
+    for more in (12, 10, 10):  # to the first step of a cycle, or the last but one
+        found.append(run.steps(more).weights())
+        run.loaded(copy.deepcopy(saved))
+    return found + [run.steps(12).weights()]
+
+
+@pytest.mark.parametrize("name", ["int8", "exact local"])
+def test_a_state_may_be_loaded_while_something_is_kept_back(name: str) -> None:
+    for found in run_ranks(loaded_into_a_live_run, 2, name):
+        assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])

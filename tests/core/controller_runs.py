@@ -30,6 +30,12 @@ def evidence(probes: Any = None, **given: Any) -> Evidence:
     return Evidence(**{**usual, **given})
 
 
+def value_of(engine: Engine, scheduled: float) -> float:
+    """The base value of the first knob, as a bound knob would write it."""
+    held, scale = engine.held[0], engine.knobs[0].scale
+    return scale.corrected(scheduled, engine.corrections[0]) if held is None else held
+
+
 def rows(slope: float) -> list[list[float]]:
     """The probe's, of a loss with this slope that scatters a little."""
     return [[slope * math.log(rho) * (1 + c / 100) for c in range(CHUNKS)] for rho in RHO]

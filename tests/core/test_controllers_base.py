@@ -21,7 +21,7 @@ from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Plan
-from tests.core.controller_runs import bowl, end_of, evidence, rows
+from tests.core.controller_runs import bowl, end_of, evidence, rows, value_of
 
 
 def softmax(**settings: Any) -> SoftmaxController:
@@ -73,8 +73,8 @@ def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
         for _ in range(10):
             engine.tick()
             losses = [slope * math.log(rho) for rho in engine.multipliers()[0]]
-            engine.close(losses, scheduled=[1.0], floor=[0.1])
-            values.append(engine.value(0, 1.0))
+            engine.close(losses, scheduled=[1.0], floor=[0.1], values=[value_of(engine, 1.0)])
+            values.append(value_of(engine, 1.0))
         return values
 
     neutral = values(SoftmaxController(), 0.0)

@@ -14,6 +14,8 @@ from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision
 from hdet.core.scale import Scale
 
+from .controller_runs import value_of
+
 
 class Scripted(Controller):
     """A controller that keeps what it sees and answers with given decisions."""
@@ -34,6 +36,7 @@ def engine(replicas: int = 2, controller: Controller | None = None, **settings: 
 def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
     while not engine.tick():
         pass
+    kwargs = {"values": [value_of(engine, 1.0)] * len(engine.knobs), **kwargs}
     return engine.close(losses, scheduled=[1.0] * len(engine.knobs), **kwargs)
 
 
@@ -73,12 +76,12 @@ def test_a_decay_goes_on_from_a_rate_that_was_lowered() -> None:
     """A cycle is taken back: Eq. 7 goes on from there."""
     own = Engine([KnobSpec("lr", 0.1)], 2, Clock(1, 0, 100), SoftmaxController(decay="floor"))
     run_cycle(own, [1.0, 1.0], floor=[1e-3])
-    before = own.value(0, 1.0)
+    before = value_of(own, 1.0)
     own.tick()
     own.roll_back(0.1)
-    assert own.value(0, 1.0) == pytest.approx(0.1 * before)
+    assert value_of(own, 1.0) == pytest.approx(0.1 * before)
     run_cycle(own, [1.0, 1.0], floor=[1e-3])
-    assert own.value(0, 1.0) == pytest.approx(0.1 * before, rel=0.2)
+    assert value_of(own, 1.0) == pytest.approx(0.1 * before, rel=0.2)
 
 
 def test_a_cycle_taken_back_lowers_rates_alone() -> None:
@@ -114,7 +117,7 @@ def test_the_controller_sees_the_multipliers_that_acted_and_corrections_end_at_t
     seen: Evidence = controller.seen[0]
     assert seen.multipliers[0] == [1.25 if rho == 1.5 else 0.5 for rho in drawn[0]]
     assert seen.multipliers[1] == drawn[1]
-    assert own.corrections == [1.25, 0.5] and own.value(0, 1.0) == 1.25
+    assert own.corrections == [1.25, 0.5] and value_of(own, 1.0) == 1.25
     assert any("bounded: correction 4 held at 1.25" in note for note in outcome.notes)
 
 
@@ -122,7 +125,7 @@ def test_a_decision_moves_a_value_on_its_scale() -> None:
     knobs = [KnobSpec("a", 0.5, Scale("linear", unit=0.1))]
     own = Engine(knobs, 2, Clock(1), Scripted(Decision(factor=math.e)))
     run_cycle(own, [1.0, 2.0])
-    assert own.value(0, 0.3) == pytest.approx(0.4)
+    assert value_of(own, 0.3) == pytest.approx(0.4)
 
 
 # -- state -----------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ import torch.distributed as dist
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
+from tests.core.controller_runs import value_of
 from tests.defects.common import ACTS, SPREAD, Watch, drop_in, optimizer_step, parameter, train
 from tests.distributed import run_ranks
 from tests.harness import Elsewhere
@@ -81,8 +82,9 @@ def test_05_decay_over_the_papers_run():
         engine.step += 999
         engine.position = 999
         assert engine.tick()
-        engine.close([1.0] * 8, scheduled=[9e-4], peak=[9e-4], floor=[9e-4 / 250_000])
-    assert engine.value(0, 9e-4) == pytest.approx(9e-4 / 250_000, rel=1e-9)
+        given = {"peak": [9e-4], "floor": [9e-4 / 250_000], "values": [value_of(engine, 9e-4)]}
+        engine.close([1.0] * 8, scheduled=[9e-4], **given)
+    assert value_of(engine, 9e-4) == pytest.approx(9e-4 / 250_000, rel=1e-9)
 
 
 def _noise_then_constructor(rank, world):
@@ -236,8 +238,9 @@ def test_18_constant_signal_never_breaks_the_base_value(decay, sign):
     for _ in range(400):
         losses = [100 * sign * rho for rho in engine.multipliers()[0]]
         engine.tick()
-        engine.close(losses, scheduled=[peak], peak=[peak], floor=[floor])
-        value = engine.value(0, peak)
+        given = {"peak": [peak], "floor": [floor], "values": [value_of(engine, peak)]}
+        engine.close(losses, scheduled=[peak], **given)
+        value = value_of(engine, peak)
         assert math.isfinite(value) and value > 0 and (decay is None or value >= floor)
     if decay is None:
         assert (value < peak) == (sign == 1)

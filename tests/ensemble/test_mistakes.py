@@ -73,11 +73,29 @@ def resumed(whole: bool) -> None:
     then.train(5, state=ensemble.state_dict() if whole else None)
 
 
+def half_resumed(is_before: bool) -> None:
+    """With the state of the optimizer alone; is its scheduler made before that is loaded?"""
+    first, then = Loop(lr=0.01), Loop()
+    first.train(3)
+    then.optimizer.load_state_dict(first.optimizer.state_dict())
+    then.optimizer.param_groups[0]["lr"] = 0.01
+    if not is_before:
+        then.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(then.optimizer, STEPS)
+    ensemble = then.train(40, controller=hdet.AutoLR(then.model, budget=0))
+    assert ensemble.corrections == {"lr": 1.0} and "stays (the optimizer" in ensemble.report()
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer.step is never called": (never_stepped, r"no optimizer\.step\(\) before it"),
     "ensemble.step is called twice": (stepped_twice, "called 40 times, but there were 20 steps"),
     "a resume leaves out the Ensemble's state": (
-        lambda: resumed(False), "was 0.01, its scheduler's 0.001.*If a former .* save ensemble",
+        lambda: resumed(False), r"was 0.01, its scheduler's 0.001.* ensemble.state_dict\(\)",
+    ),
+    "a new schedule of an optimizer that is loaded": (
+        lambda: half_resumed(True), "was 0.01, its scheduler's 0.001.*load the states of both",
+    ),
+    "a schedule that begins again": (
+        lambda: half_resumed(False), "optimizer has made steps, and no scheduler has.*load the",
     ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",

@@ -23,6 +23,8 @@ class Cosine:
     ) -> None:
         self.groups, self.length = optimizer.param_groups, t_initial
         self.warmup, self.low = warmup_t, warmup_lr_init
+        for group in self.groups:  # as timm's base class does
+            group.setdefault("initial_lr", group["lr"])
         self.peaks = [group["lr"] for group in self.groups]
         self.step_update(0)
 

@@ -7,14 +7,18 @@ a correction or a multiplier that stays in the group would compound: the factor 
 be 4, 8, 16 ... after the next steps.
 """
 
-from types import SimpleNamespace
+import functools
+import threading
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from hdet.simulation import simulate_rates
+from hdet.trial.rule import RateInterval, Trial
 from tests.harness import TwoReplicas, policies
+from tests.trial.common import auto_run
 
 from . import cases
 from .cases import Toy, exact, hyperparameters, played, rates, sgd
@@ -161,18 +165,130 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
     assert (ensemble.cycle, ensemble.engine.step) == (STEPS // 3, STEPS)
 
 
-def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
-    """The same where a framework steps it, or wraps it."""
+# -- the peak ----------------------------------------------------------------------------------
+
+
+PEAK, TOTAL = 1e-5, 1500
+
+
+def triangle(step):
+    """Between a tenth and the whole of the peak, up and down in 60 steps."""
+    return 1 - 0.9 * abs(step / 60 % 2 - 1)
+
+
+class Wrapped:
+    """As accelerate's, which is no scheduler of torch's."""
+
+    def __init__(self, scheduler):
+        self.inside, self.optimizers = scheduler, [scheduler.optimizer]
+        self.step, self.get_last_lr = scheduler.step, scheduler.get_last_lr
+
+
+class Follows(torchs.LambdaLR):
+    """Reads the run, in which it does after some steps what no copy does."""
+
+    def get_lr(self):
+        reads = self.optimizer.param_groups[0]["params"][0].numel() > 1 and self.last_epoch > 9
+        return [rate * (3 if reads else 1) for rate in super().get_lr()]
+
+
+def ratio(opt):
+    opt.param_groups[0]["lr"] *= triangle(0)
+    return torchs.MultiplicativeLR(opt, lambda step: triangle(step) / triangle(step - 1))
+
+
+TRIANGLES = {
+    "LambdaLR": lambda opt: torchs.LambdaLR(opt, triangle),
+    "ChainedScheduler": lambda opt: torchs.ChainedScheduler([torchs.LambdaLR(opt, triangle)]),
+    "SequentialLR": lambda opt: torchs.SequentialLR(
+        opt, [torchs.LambdaLR(opt, lambda t, by=by: triangle(t + by)) for by in (0, 20)], [20]
+    ),
+    "MultiplicativeLR": ratio,
+    "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.1 * PEAK, PEAK, 60, cycle_momentum=False),
+    "wrapped": lambda opt: Wrapped(torchs.LambdaLR(opt, triangle)),
+    "Follows": lambda opt: Follows(opt, triangle),
+    "initial_lr": None,  # a formula inside rescheduling(), and what says its peak
+    "max_lr": None,
+    "": None,
+}
+DOUBTS = {"": "is not known, where rescheduling", "Follows": "a copy of its schedule"}
+
+
+@functools.cache
+def searched(name):
+    """By an AutoLR, in the first steps of the same curve."""
+    run = auto_run(PEAK, scheduler=TRIANGLES[name], closure=False)
+    group = run.optimizer.param_groups[0]
+    group |= {name: PEAK} if name.endswith("_lr") else {}
+    while not run.controller.done:
+        with run.ensemble.rescheduling():
+            group["lr"] = group["lr"] if run.scheduler else PEAK * triangle(run.index)
+        run.step()
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_a_correction_does_not_depend_on_how_a_curve_is_scheduled(name):
+    """Nor a peak on how many steps of it are done."""
+    run, usual = searched(name), searched("LambdaLR").ensemble.corrections["lr"]
+    expected = 1.0 if name in DOUBTS else pytest.approx(usual, rel=1e-6)
+    assert run.ensemble.corrections["lr"] == expected and usual > 3
+    assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
+    if run.scheduler is not None:
+        assert simulate_rates(run.optimizer, run.scheduler, TOTAL).highest == pytest.approx([PEAK])
+        assert run.ensemble.schedule.peaks() == [[pytest.approx(PEAK)]]
+
+
+def test_a_schedule_is_asked_for_its_peak_once():
+    """One function for all groups, as transformers have it."""
+    asked, net = [], torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(20))
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in net], lr=1e-3)
+    scheduler = torchs.LambdaLR(optimizer, lambda step: asked.append(step) or 1.0)
+    auto = hdet.AutoLR(net, budget=0)
+    ensemble = hdet.Ensemble(optimizer, scheduler, controller=auto, total_steps=TOTAL)
+    for _ in range(30):
+        sum(part(torch.ones(2)) for part in net).square().backward()
+        optimizer.step()
+        ensemble.step(1.0)
+    assert auto.done and len(asked) == 20 + (TOTAL - 1) + 30 * 20
+
+
+def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed():
     toy = Toy(sgd)
-    factor = lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5)
-    noam = torchs.LambdaLR(toy.optimizer, factor)
-    methods = {name: getattr(noam, name) for name in ("step", "state_dict", "load_state_dict")}
-    for scheduler in (noam, None, SimpleNamespace(scheduler=noam, **methods)):
-        ensemble = hdet.Ensemble(toy.optimizer, scheduler, total_steps=200)
-        if scheduler is None:
-            ensemble.schedule.stepped_elsewhere.append(noam)
-        assert ensemble.schedule.peaks() == [[pytest.approx(0.008)] * 2]
-        ensemble.close()
+    scheduler = torchs.StepLR(toy.optimizer, 5)
+    scheduler.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"the peak of StepLR is not known.*lock.*'max_lr'"):
+        hdet.Ensemble(toy.optimizer, scheduler, controller=hdet.AutoLR(toy.net), total_steps=TOTAL)
+    hdet.Ensemble(toy.optimizer, scheduler, total_steps=TOTAL).step(toy.step())
+
+
+class Own(torchs.LRScheduler):
+    def get_lr(self):
+        return [0.1, 0.2]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize("optimizer", [sgd, cases.sgd_shared_tensor_lr])
+@pytest.mark.parametrize("name", [*SCHEDULERS, "Own"])
+def test_a_rate_is_applied_to_the_whole_of_a_schedule_that_was_made_before(name, optimizer):
+    """Exactly, and in the tensors that the optimizer holds."""
+    one, other = Toy(optimizer), Toy(optimizer)
+    plain, scheduler = (SCHEDULERS.get(name, Own)(toy.optimizer) for toy in (one, other))
+    interval = RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, ()))
+    before = [group["lr"] for group in other.optimizer.param_groups]
+    if name == "Own":
+        with pytest.raises(ValueError, match=r"Own keeps its rates .* make it afterwards"):
+            interval.apply(other.optimizer, scheduler)
+        with pytest.warns(UserWarning, match="a scheduler was made for this optimizer"):
+            interval.apply(one.optimizer)
+        return
+    interval.apply(other.optimizer, scheduler)
+    pairs = zip(other.optimizer.param_groups, before, strict=True)
+    assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
+    for _ in range(STEPS):
+        assert rates(other.optimizer) == pytest.approx([4 * rate for rate in rates(one.optimizer)])
+        plain.step(), scheduler.step()
 
 
 @pytest.mark.parametrize("total", [STEPS, None])
@@ -182,4 +298,5 @@ def test_a_decay_that_cannot_work_is_refused_at_once(total):
     settings = {"replicas": TwoReplicas(), "total_steps": total}
     controller = hdet.SoftmaxController(decay="floor")
     with pytest.raises(ValueError, match="above zero" if total else "total_steps"):
-        hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 5), controller=controller, **settings)
+        scheduler = torchs.LambdaLR(optimizer, lambda step: 1 - step / (STEPS - 1))
+        hdet.Ensemble(optimizer, scheduler, controller=controller, **settings)

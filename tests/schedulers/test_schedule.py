@@ -368,6 +368,28 @@ def test_decisions_are_of_what_was_scheduled() -> None:
     assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
 
 
+def test_a_controller_is_shown_the_values_that_the_groups_hold() -> None:
+    """Of a product too, whose decay follows the rate's correction."""
+    seen = []
+
+    class Looks(Scripted):
+        judges_held_out = True
+
+        def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+            seen.append([evidence.values[:], [group["lr"], group["weight_decay"]]])
+            return super().learn(evidence)
+
+    toy = Toy(adamw)
+    group = toy.optimizer.param_groups[0]
+    knobs: Any = [hdet.LearningRate(0.0), hdet.WeightDecay(0.0, product=True)]
+    controller = Looks([[0.5, 1.0]] * 3)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=knobs, controller=controller, sync=hdet.Sync(1))
+    for _ in range(4):
+        ensemble.step(toy.step())
+    assert [pytest.approx(own) for own, _ in seen] == [now for _, now in seen]
+    assert seen[-1][0] == pytest.approx([0.5 / 8, 0.1 * 8])
+
+
 def test_a_state_comes_back_from_json() -> None:
     """MultiStepLR's milestones are keys, and whole numbers; a beta stays below 1."""
 

@@ -52,6 +52,60 @@ def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
 
 
+class Taught(nn.Module):
+    """A student, and a teacher that is a mean of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = model(), model().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def follow(self) -> None:
+        pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+        [own.data.lerp_(p.data, 0.5) for own, p in pairs]
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_where_a_run_begins_again_averages_of_its_weights_do(closure: bool) -> None:
+    """One in the model is put back, others are begun by whoever keeps them."""
+    net, seen = Taught(), list[bool]()
+
+    def begin_again() -> None:
+        seen.append(same([*net.parameters()], [*Taught().parameters()]))
+        seen.append(run.controller.note.endswith("; the run begins again with its first weights"))
+
+    of = {"on_restart": begin_again}
+    optimizer = lambda parameters, **of: torch.optim.SGD([*net.net.parameters()], lr=30.0)
+    run = auto_run(30.0, net=net, optimizer=optimizer, of=of, closure=closure, every=1000)
+    while not run.controller.done:
+        net.follow()
+        run.step()
+    assert seen and all(seen)
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+def test_alone_a_run_may_have_parameters_that_have_no_average(kind: str) -> None:
+    net: Any = nn.Linear(6, 4, dtype=torch.complex64)
+    if kind == "sparse":
+        net = nn.Embedding(50, 8, sparse=True)
+    make = torch.optim.SparseAdam if kind == "sparse" else torch.optim.AdamW
+
+    def losses_at(step: int) -> torch.Tensor:
+        of = torch.randint(50, (16,)) if kind == "sparse" else torch.randn(16, 6) + 0j
+        return (net(of) - 1).abs().square().mean(1)
+
+    optimizer = make([*net.parameters()], lr=1e-6)
+    rollback = hdet.Divergence(rollback="device")
+    auto = hdet.AutoLR(net)
+    [*_] = training(
+        net, losses_at, ALL, optimizer=optimizer, controller=auto, divergence=rollback,
+        sync=hdet.Sync(20),
+    )  # fmt: skip
+    assert auto.interval.moves and auto.interval.suggestion > 1e-4
+
+
 def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights() -> None:
     """At once, however long a cycle is."""
     run = searched(auto_run(1e5, optimizer=sgd, scheduler=None, every=1000))
@@ -103,7 +157,7 @@ def test_a_trial_is_made_where_it_is_within_the_budget(
 
 def test_a_report_without_a_trial_says_what_it_lacked() -> None:
     run = auto_run(closure=False).steps(ALL)
-    assert run.ensemble.report().endswith("for each example: ensemble.step(loss, closure=...)")
+    assert run.ensemble.report().endswith("from the first step: ensemble.step(loss, closure=...)")
     assert "closure" not in auto_run(closure=False, of={"budget": 0}).steps(ALL).ensemble.report()
 
 
@@ -154,7 +208,7 @@ def test_a_warm_up_may_begin_at_rate_0(closure: bool) -> None:
 def test_a_rate_of_0_is_waited_for() -> None:
     run = auto_run(0.0, scheduler=None).steps(5)
     with run.ensemble.rescheduling():
-        run.optimizer.param_groups[0]["lr"] = 1e-6
+        run.optimizer.param_groups[0].update(lr=1e-6, initial_lr=1e-6)
     assert run.steps(ALL).controller.done and run.rate > 1e-4
 
 
@@ -192,11 +246,12 @@ def test_a_wrong_length_and_another_run_are_refused() -> None:
 
 def test_the_report_says_what_was_measured() -> None:
     run = auto_run(1e-3)
-    to, good, losses, cost = run.steps(ALL).ensemble.report().splitlines()[:4]
+    to, good, losses, best, cost = run.steps(ALL).ensemble.report().splitlines()[:5]
     found: RateInterval = run.controller.interval
     assert to == f"learning rate: 0.001 -> {found.suggestion:.2g} (learned less than higher rates)"
     assert good == f"good rates for 1500 steps: {found.low:.2g} to {found.high:.2g}"
     assert losses.startswith("losses after 28 steps: ") and losses.count(" at ") == 5
+    assert best == f"best guess without a rate of your own: {found.best:.2g}"
     weights = sum(p.nbytes for p in run.controller.model.parameters())
     moments = sum(x.nbytes for of in run.optimizer.state.values() for x in of.values())
     in_mb = f"{(7 * weights + 6 * moments) / 1e6:.1f}"  # the first weights have no moments
@@ -216,9 +271,12 @@ def test_the_cycles_record_has_the_trial_once() -> None:
 
 
 def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> None:
-    again = auto_run(1e-3)
-    with pytest.warns(UserWarning, match="saved during the search, which begins again"):
-        again.loaded(auto_run(1e-3).steps(10).saved())
+    again, saved = auto_run(1e-3), auto_run(1e-3).steps(10)
+    with pytest.warns(UserWarning, match="from these weights, and is another run; save after"):
+        saved.ensemble.state_dict()
+    with pytest.warns(UserWarning, match="saved during the search, which begins again") as told:
+        saved.ensemble.state_dict(), again.loaded(saved.saved())
+    assert len(told) == 1
     assert again.steps(ALL - 1).controller.interval is None
     assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
 
@@ -307,8 +365,99 @@ def test_best_weights_that_are_not_there_are_refused() -> None:
         auto_run(scheduler=None, total_steps=None, of={"val_batches": (loss_of, [batch(0)])})
 
 
-def test_a_model_without_a_matrix_keeps_its_rate() -> None:
-    vector = nn.Parameter(torch.ones(4))
-    net, losses_at = nn.ParameterList([vector]), lambda step: vector.square()
-    *_, ensemble = training(net, losses_at, STEPS + 1, controller=hdet.AutoLR(net, budget=0))
-    assert ensemble.corrections == {"lr": 1.0} and "stays" in ensemble.report()
+class RateFree(torch.optim.SGD):
+    """Whose steps are as long at every rate."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad.div_(self.param_groups[0]["lr"] / 1e-3)
+        return super().step()
+
+
+DECAYS = functools.partial(torch.optim.AdamW, weight_decay=0.1)
+GRADIENTS, BOTH = "all gradients were 0", ["trial", "find_rate"]
+NO_MEASUREMENT = {
+    "masked": (DECAYS, lambda losses, step: 0 * losses, GRADIENTS, [*BOTH, "free"]),
+    "clamped": (DECAYS, lambda losses, step: losses.clamp(min=99), GRADIENTS, [*BOTH, "free"]),
+    "decay is a gradient": (
+        functools.partial(torch.optim.Adam, weight_decay=0.1),
+        lambda losses, step: 0 * losses, GRADIENTS, [*BOTH, "free"]),
+    "switched on late": (
+        DECAYS, lambda losses, step: losses * (step > 40), GRADIENTS, [*BOTH, "free"]),
+    "only scores are equal": (
+        DECAYS, lambda losses, step: losses if torch.is_grad_enabled() else 0 * losses + 1,
+        "no rate changed the losses", ["trial"]),
+    "steps of one length": (RateFree, lambda losses, step: losses, "not use its rate", BOTH),
+    "begin at 0": (DECAYS, None, "depends on the rate", [*BOTH, "free"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, how) for name, (*_, ways) in NO_MEASUREMENT.items() for how in ways]
+)
+def test_a_measurement_that_does_not_depend_on_the_rate_moves_nothing(name: str, how: str) -> None:
+    make, change, reason, _ = NO_MEASUREMENT[name]
+    net = model()
+    if change is None:
+        for p in net.requires_grad_(False).parameters():
+            nn.init.zeros_(p)
+        net[2].bias.requires_grad_(True)
+    change = change or (lambda losses, step: losses)
+    losses_at = lambda step: change(losses_of(net, taught(100 * step)), step)
+    optimizer = make([p for p in net.parameters() if p.requires_grad], lr=1e-5)
+    if how == "find_rate":
+        at = lambda net, step: losses_at(step)
+        found = hdet.find_rate(net, optimizer, at, range(ALL), total_steps=1500)
+    else:
+        auto = hdet.AutoLR(net, budget=0 if how == "free" else None)
+        *_, ensemble = training(net, losses_at, ALL, optimizer=optimizer, controller=auto)
+        found = auto.interval
+        assert ensemble.corrections == {"lr": 1.0}
+    assert not found.moves and reason in found.reason and reason in str(found)
+
+
+@pytest.mark.parametrize("budget", [0, None])
+@pytest.mark.parametrize(("lr", "lowest", "highest"), [(1e-7, 1e-3, 1e-2), (300.0, 1e-3, 10.0)])
+def test_vectors_count_where_no_matrix_is_trained(
+    lr: float, lowest: float, highest: float, budget: float | None
+) -> None:
+    """As where the scales of a LayerNorm are tuned."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 1))
+    for layer in (net[0], net[3]):
+        layer.requires_grad_(False)
+    losses_at = lambda step: losses_of(net, taught(100 * step))
+    optimizer = torch.optim.AdamW(net[1].parameters(), lr=lr)
+    auto = hdet.AutoLR(net, budget=budget)
+    assert [*training(net, losses_at, ALL, optimizer=optimizer, controller=auto)]
+    assert lowest < optimizer.param_groups[0]["lr"] < highest
+
+
+def test_groups_that_do_not_follow_the_rate_are_not_measured() -> None:
+    """A group whose steps are always as long would hide how little the other one moves."""
+
+    class Half(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups[1:]:
+                for p in group["params"]:
+                    p.grad.div_(group["lr"] / 1e-3)
+            return super().step()
+
+    net = model()
+    optimizer = Half([{"params": layer.parameters()} for layer in (net[0], net[2])], lr=1e-6)
+    losses_at = lambda step: losses_of(net, taught(100 * step))
+    *_, ensemble = training(net, losses_at, ALL, optimizer=optimizer, controller=hdet.AutoLR(net))
+    assert ensemble.corrections["lr"] > 100 and "all 2 groups x" in ensemble.report()
+
+
+def test_what_is_decided_is_told_once_and_not_contradicted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = auto_run(1e-3, data=not_numbers, every=100)
+    with (
+        caplog.at_level("INFO", "hdet"),
+        pytest.raises(hdet.ReplicasDiverged, match="look for NaN"),
+    ):
+        run.steps(4 * ALL)
+    told = [line.partition(": ")[2] for line in caplog.messages]
+    assert len(told) == len(set(told)) and any("not the rate" in line for line in told)

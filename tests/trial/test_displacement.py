@@ -64,7 +64,7 @@ class Opaque(torch.Tensor):
         raise NotImplementedError
 
 
-def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> None:
+def test_what_is_0_at_first_and_vectors_beside_matrices_do_not_count() -> None:
     tensors = [*matrices((8, 8), (8,), ()), torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.int64)]
     tensors.append(torch.ones(8, 8).as_subclass(Opaque))
 
@@ -74,7 +74,9 @@ def test_matrices_that_are_0_at_first_and_what_is_no_matrix_do_not_count() -> No
             tensor.add_(100)
 
     assert moved(tensors, move) == pytest.approx(0.125, rel=BIN - 1)
-    assert moved([*matrices((8,)), torch.zeros(8, 8)], lambda: None) is None
+    assert moved([torch.zeros(8), torch.zeros(8, 8)], lambda: None) is None
+    vectors = [*matrices((9000,)), torch.zeros(8, 8)]
+    assert moved(vectors, lambda: vectors[0].mul_(1.125)) == pytest.approx(0.125, rel=BIN - 1)
 
 
 @pytest.mark.parametrize(("broken", "finite"), [(1, True), (2, False)])
@@ -109,7 +111,15 @@ MODELS = {
     "conv": lambda: nn.Conv2d(16, 32, 3),
     "embedding": lambda: nn.Embedding(200, 32),
     "transformer": lambda: nn.TransformerEncoderLayer(32, 4, 64),
+    "state space": lambda: made(STATES.repeat(64, 1), torch.randn(96, 64), torch.randn(64, 8)),
+    "zero halves": lambda: made(torch.cat([torch.zeros(32, 40), torch.randn(32, 40)])),
+    "sinusoids": lambda: made((STATES * STATES.view(-1, 1)).sin(), *torch.randn(5, 40, 30)),
 }
+STATES = torch.arange(1.0, 33.0).log()
+
+
+def made(*tensors: torch.Tensor) -> nn.ParameterList:
+    return nn.ParameterList(tensors)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -9,7 +9,9 @@ import random
 import re
 import signal
 import threading
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -92,8 +94,50 @@ class WrappedMoments(torch.optim.Optimizer):
             parameter.add_(momentum.held, alpha=-self.param_groups[0]["lr"])
 
 
+Pair = namedtuple("Pair", "tensor number")
+
+
+class Slots:
+    __slots__ = ("count",)
+
+
+class Collecting(torch.optim.SGD):
+    """Its steps depend on what it keeps in objects of all kinds: in states, a group, attributes."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.count, self.counts, self.drawn = 0, Slots(), torch.Generator().manual_seed(0)
+        self.counts.count, self.norm = 0, nn.BatchNorm1d(1)
+        self.param_groups[0] |= {"list": [0.0], "array": numpy.zeros(1)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        self.count += 1
+        self.counts.count += 1
+        group["list"][0] += 1
+        group["array"] += 1
+        self.norm(torch.rand(4, 1, generator=self.drawn))
+        self.late = getattr(self, "late", 0) + 1
+        for p in group["params"]:
+            kept = self.state[p].setdefault("kept", SimpleNamespace(none=None, counts=self.counts))
+            if not hasattr(kept, "queue"):
+                kept.own, kept.queue, kept.seen = kept, deque([0], 3), set()
+                kept.by_key, kept.pair = defaultdict(int), Pair(torch.zeros(1), 0)
+                kept.numpy, kept.random = numpy.random.default_rng(0), random.Random(0)
+            kept.queue.append(kept.queue[-1] + kept.numpy.random() + kept.random.random())
+            kept.seen.add(self.count)
+            kept.by_key["steps"] += 1
+            kept.pair = Pair(kept.pair.tensor.add_(1), kept.pair.number + 1)
+            counted = [self.count, self.late, kept.counts.count, kept.queue[0], len(kept.seen),
+                       kept.by_key["steps"], *kept.pair, *group["list"], *group["array"],
+                       *self.norm.running_mean]  # fmt: skip
+            p.sub_(p.grad, alpha=group["lr"] * (1 + 0.01 * sum(map(float, counted))))
+
+
 def copy_of(value: Any) -> Any:
-    return plain(value.detach()).clone() if isinstance(value, torch.Tensor) else value
+    is_plain = isinstance(value, (int, float))
+    return plain(value.detach()).clone() if isinstance(value, torch.Tensor) else is_plain and value
 
 
 def state(run: Run) -> Any:
@@ -124,6 +168,7 @@ KINDS: dict[str, Any] = {
     **{kind: master(kind) for kind in ("fp32", "split")},
     **{attribute: made(attribute) for attribute in ("parts", "base_optimizer")},
     "moments of a tensor subclass": WrappedMoments,
+    "objects of all kinds": Collecting,
     "a closure that calls backward": torch.optim.AdamW,
 }
 
@@ -137,7 +182,13 @@ def backward_inside(losses: Any, data: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "shadow"),
-    [*((name, True) for name in KINDS), ("AdamW", False), ("FusedAdamW", False), ("split", False)],
+    [
+        *((name, True) for name in KINDS),
+        ("AdamW", False),
+        ("FusedAdamW", False),
+        ("split", False),
+        ("objects of all kinds", False),
+    ],
 )
 def test_the_run_is_the_one_without_a_trial_to_the_bit(name: str, shadow: bool) -> None:
     """To the end of a trial, if what is found is not done; else to its last step but one."""
@@ -220,18 +271,23 @@ def test_another_thread_that_saves_waits_for_the_run() -> None:
     assert saved[0] is True and is_of_the_run(saved[1], 4)
 
 
-def test_ctrl_c_leaves_the_run(request: pytest.FixtureRequest) -> None:
+def test_ctrl_c_leaves_the_run_and_no_other_signal_is_lost(request: pytest.FixtureRequest) -> None:
     # a shell's background jobs ignore it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    run = with_closure(lambda run: signal.raise_signal(signal.SIGINT)).steps(3)
+    seen: list[int] = []
+    for number, handler in ((signal.SIGINT, signal.default_int_handler),
+                            (signal.SIGUSR1, lambda *_: seen.append(run.index))):  # fmt: skip
+        before = signal.signal(number, handler)
+        request.addfinalizer(functools.partial(signal.signal, number, before))
+    both = (signal.SIGINT, signal.SIGUSR1)
+    run = with_closure(lambda run: [signal.raise_signal(number) for number in both]).steps(3)
     with pytest.raises(KeyboardInterrupt):
         run.step()
-    assert is_of_the_run(run.weights(), 4)
+    assert is_of_the_run(run.weights(), 4) and seen == [3]
 
 
 REFUSED: dict[str, Callable[[Run], object]] = {
-    "model.state_dict()": lambda run: run.net.state_dict(),
+    # of it, or of a part
+    "model.state_dict()": lambda run: (run.net if run.index > 3 else run.net[0]).state_dict(),
     "optimizer.state_dict()": lambda run: run.optimizer.state_dict(),
     "ensemble.state_dict()": lambda run: run.ensemble.state_dict(),
     "ensemble.step()": lambda run: run.ensemble.step(1.0),
@@ -272,10 +328,10 @@ def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loop
 ) -> None:
     run = with_closure(lambda run: 1 / 0, at=at, call=call, lr=1e-4).steps(at)
     if stops:
-        breaks = "counts as a rate that breaks: the closure raised ZeroDivisionError"
-        with pytest.warns(UserWarning, match=breaks):
-            arms = run.steps(ALL - at).controller.interval.trial.arms
+        arms = run.steps(ALL - at).controller.interval.trial.arms
         assert [not arm.losses for arm in arms] == [number == call for number in range(5)]
+        broken = "times the rate counts as broken: the closure raised ZeroDivisionError: div"
+        assert run.ensemble.report().count(broken) == 1
     else:
         with pytest.raises(ZeroDivisionError):
             run.step()

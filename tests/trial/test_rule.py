@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from hdet.trial.rule import Arm, RateInterval, Trial, arm_factor
+from hdet.trial.rule import (
+    NO_EFFECT,
+    NOTHING,
+    RATE_UNUSED,
+    Arm,
+    RateInterval,
+    Trial,
+    arm_factor,
+)
 
 BEST = (14 / 15, 16 / 15)
 """Mean 1, standard error 1/15: arms below 1.2 tie."""
@@ -66,12 +74,39 @@ def test_an_interval_is_of_losses_and_of_displacements(name: str) -> None:
     assert found.trial.has_learned == ("no arm" not in name) or not trial.first_losses
 
 
-def test_only_the_low_end_falls_with_the_length_of_the_run() -> None:
-    found = by_losses(WORSE, BEST, WORSE).interval(28 * 1024)
-    assert (found.low, found.high) == pytest.approx((10 / 8, 1000.0))
-    assert by_losses(WORSE, BEST, WORSE).interval(7).low == pytest.approx(10.0), (
-        "a shorter run does not raise it"
-    )
+def test_both_ends_fall_with_the_length_of_the_run() -> None:
+    """The upper one not below the lower one."""
+    for steps, low, high in ((28 * 1024, 10 / 8, 1000 / 8**0.5), (7, 10.0, 1000.0)):
+        found = by_losses(WORSE, BEST, WORSE).interval(steps)
+        assert (found.low, found.high) == pytest.approx((low, high))
+    crossed = by_losses(WORSE, BEST, WORSE, moves=1.25e-5).interval(28 * 1024)
+    assert (crossed.low, crossed.high) == pytest.approx((800.0, 800.0))
+    tied = by_losses(WORSE, BEST, WORSE, rate=900.0).interval(28 * 1024)
+    assert tied.reason == "too high for a run of this length"
+
+
+@pytest.mark.parametrize(
+    ("trial", "best"),
+    [
+        # At the best arm's 100, times 1024 ** -0.15; the weights move by 0.1 at 250.
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4), (100 / 8**0.5 * 250) ** 0.5),
+        (by_losses(WORSE, BEST, WORSE, moves=10.0), 0.2),  # the upper end
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, pretrained=True), 100 / 8**0.5),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19), 250),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19, pretrained=True), None),
+        (by_losses(WORSE, BEST, WORSE, moves=4e-4, given_up="why"), None),
+        (by_losses((), ()), None),
+        (moved(1.0), None),
+    ],
+)
+def test_a_best_guess_is_between_the_best_arm_and_what_moves_the_weights(
+    trial: Trial, best: float | None
+) -> None:
+    """It does not depend on the rate that was given."""
+    for rate in (1e-3, 1e3):
+        found = replace(trial, rate=rate).interval(28 * 1024)
+        assert found.best == (best and pytest.approx(best))
+        assert (f"without a rate of your own: {best or 0:.2g}" in str(found)) == (best is not None)
 
 
 INSIDE, NO_MOVE = "inside the interval", "hardly moves the weights"
@@ -95,7 +130,13 @@ ABOVE, BELOW = "learned less than higher rates", "learned less than lower rates"
         (by_losses(WORSE, BEST, WORSE, rate=5e3, moves=1e-4, uncertainty=100.0), 1000.0, BELOW),
         (by_losses((), (), rate=1.0), 1 / 64, "every rate that was tried broke"),
         (by_losses((), (), rate=1.0, given_up="why"), 1.0, "why"),
-        (by_losses((), rate=1.0), 1.0, INSIDE),
+        (by_losses((), rate=1.0), 1.0, NOTHING),
+        (by_losses(BEST, TIED, rate=1.0), 1.0, NOTHING),
+        (by_losses(BEST, BEST, (), rate=1.0, moves=1e-4), 1.0, RATE_UNUSED),
+        (by_losses((3.0, 3.0), (3.0, 3.0), rate=1.0, moves=1e-4), 1.0, NO_EFFECT),
+        (by_losses((3.0, 3.0), (), rate=1.0, moves=1e-4), 500.0, NO_MOVE),
+        # They converge: no rate moves the weights by 0.01, and the upper bound holds.
+        (Trial(1.0, (Arm(1.0, BEST, 0.002), Arm(100.0, TIED, 0.003)), (3.0, 3.0)), 1.0, INSIDE),
     ],
 )
 def test_a_rate_inside_stays_and_one_outside_goes_where_it_moves_the_weights_well(
@@ -129,12 +170,14 @@ def test_it_says_what_to_do() -> None:
         "learning rate: 0.05 -> 0.5 (hardly moves the weights)",
         "good rates for 1000 steps: 0.1 to 20",
     ]
-    assert str(by_losses(BEST, TIED, first=1.1).interval(28)).splitlines() == [
-        "learning rate: 1e+02 stays (inside the interval)",
+    assert str(by_losses(BEST, TIED, (), first=1.1, error="what").interval(28)).splitlines() == [
+        "learning rate: 1e+02 stays (nothing that was measured depends on the rate)",
         "good rates for 28 steps: none was ruled out",
-        "losses after 28 steps: 1 at 1, 1.15 at 1e+02",
-        ("no rate has learned anything in the trial: only displacement counts"),
+        "losses after 28 steps: 1 at 1, 1.15 at 1e+02; 1 higher rates broke or fell far behind",
+        "no rate has learned anything in the trial: only displacement counts",
+        "what",
     ]
+    assert "-> 0.5, all 3 groups x 10 (" in str(replace(moved(0.05).interval(28), groups=3))
 
 
 def test_it_says_what_to_try_next_and_that_there_was_no_trial() -> None:
