@@ -508,13 +508,13 @@ class Calls(torch.optim.Optimizer):
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
         self.params = params
-        self.places = lists.note_addresses(self.params)
+        self.places = lists.note_memory(self.params)
+        self.reader = kernels.step._reader(self.params)
 
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        found = [gradient for gradient in lists.gradients(self.params) if gradient is not None]
-        lists.note_addresses(found)
+        self.reader.read(lists.gradients(self.params))
         self.places.same(self.params)
         torch.autograd.graph.increment_version(self.params)
 

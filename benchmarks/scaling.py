@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hdet.replicas.topology import WIDTH
+
 from .tables import spaced
 
 INT8_BYTES = 1 + 4 / 256
@@ -246,10 +248,9 @@ def gradients(job: Job) -> Traffic:
 
 
 def statistics(job: Job, chunks: int = 0) -> tuple[int, float]:
-    """Bytes and seconds of the small collective of a cycle: (N, 3) float64 over all N S ranks, loss
-    sums, weights, marks of the schedule; with a probe ``chunks`` losses and the batches' digest,
-    (N, 5 + chunks)."""
-    size = 8 * job.replicas * (3 if chunks == 0 else 5 + chunks)
+    """Bytes and seconds of the small collective of a cycle: (N, `WIDTH`) float64 over all N S
+    ranks; a second one of what does not fit, with more than 26 ``chunks`` of a probe."""
+    size = 8 * job.replicas * max(WIDTH, 6 + chunks)
     link = job.between_ranks
     return size, link.seconds(all_reduce(size, job.replicas * job.shards, link))
 

@@ -83,9 +83,15 @@ void define_plans(py::module_& m) {
 
 void define_gradients(py::module_& m) {
   using hdet::Gradients;
+  using hdet::NotedMemory;
+  using hdet::Torch;
+  py::class_<Torch>(m, "Torch").def(py::init<const std::vector<Address>&>(), py::arg("interface"));
+  py::class_<NotedMemory>(m, "NotedMemory")
+      .def(py::init<const Torch&, const py::list&>(), py::arg("torch"), py::arg("tensors"))
+      .def("same", &NotedMemory::same, py::arg("tensors"));
   py::class_<Gradients> gradients(m, "Gradients");
-  gradients.def(py::init<const py::object&, const py::object&, const py::list&>(), py::arg("type"),
-                py::arg("exchange"), py::arg("params"));
+  gradients.def(py::init<const py::object&, const Torch&, const py::list&>(), py::arg("type"),
+                py::arg("torch"), py::arg("params"));
   gradients.def("read", &Gradients::read, py::arg("gradients"));
   gradients.def("forget", [](Gradients& self) { self.forget(); });
   gradients.def(
@@ -100,16 +106,11 @@ void define_gradients(py::module_& m) {
 }
 
 void define_lists(py::module_& m) {
-  using hdet::Addresses;
   m.def("same", &hdet::same, py::arg("a"), py::arg("b"));
   m.def("gradients", &hdet::gradients, py::arg("params"));
   m.def("absent", &hdet::absent, py::arg("items"));
   m.def("contents", &hdet::contents, py::arg("outer"));
   m.def("same_contents", &hdet::same_contents, py::arg("outer"), py::arg("known"));
-  py::class_<Addresses>(m, "Addresses")
-      .def(py::init<const py::object&, const py::list&>(), py::arg("exchange"), py::arg("tensors"))
-      .def_property_readonly("usable", &Addresses::usable)
-      .def("same", &Addresses::same, py::arg("tensors"));
 }
 
 void define_cpu(py::module_& m) {
@@ -162,7 +163,7 @@ PYBIND11_MODULE(_C, m) {
   for (const char* name :
        {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
     m.attr(name) = info[name];
-  m.attr("INTERFACE") = 15;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 16;  // see hdet/kernels/native/__init__.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;

@@ -1,9 +1,9 @@
-// Where tensors lie, found in about 10 ns for each: asked of torch through DLPack's C exchange
-// interface (the structures below are its stable binary interface, version 1), because a Python
-// call for each attribute of 300 gradients would take longer than the step's launch.
+// Where tensors lie, asked of torch in about 20 ns for each, because a Python call for each
+// attribute of 300 gradients would take longer than the step's launch.
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,98 +14,110 @@
 
 namespace hdet {
 
-namespace dlpack {
+// torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h). Python looks it up, so this
+// module is built without torch and runs beside any. An at::Tensor is a pointer to what torch
+// knows.
+struct Torch {
+  using Tensor = const std::uintptr_t*;
+  template <class Result>
+  using Function = int32_t (*)(Tensor, Result*);
 
-struct Tensor {
-  void* data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  uint8_t type_code, bits;
-  uint16_t lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
+  std::uintptr_t word;  // in which a Python object has its at::Tensor
+  Function<void*> get_data;
+  Function<int32_t> get_dtype, get_layout, get_device_type, get_device_index;
+  Function<int64_t> get_dim;
+  Function<int64_t*> get_sizes, get_strides;
 
-struct Exchange {
-  uint32_t major, minor;
-  Exchange* older;
-  void* unused[3];
-  int (*tensor_from_object)(void* object, Tensor* out);  // may be null; -1 with a Python error set
-};
+  struct View {
+    void* data;
+    int32_t dtype;
+    int64_t dim, *sizes, *strides;
+  };
 
-inline DType dtype_of(const Tensor& t) {
-  constexpr uint8_t kFloat = 2, kBfloat = 4;
-  if (t.lanes != 1) return DType::none;
-  if (t.type_code == kFloat)
-    return t.bits == 32 ? DType::f32 : t.bits == 16 ? DType::f16 : DType::none;
-  return t.type_code == kBfloat && t.bits == 16 ? DType::bf16 : DType::none;
-}
-
-inline int64_t elements(const Tensor& t) {
-  int64_t count = 1;
-  for (int32_t i = 0; i < t.ndim; ++i) count *= t.shape[i];
-  return count;
-}
-
-inline bool is_contiguous(const Tensor& t) {
-  if (t.strides == nullptr || elements(t) == 0) return true;
-  int64_t expected = 1;
-  for (int32_t i = t.ndim; i-- > 0;) {
-    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
-    expected *= t.shape[i];
+  explicit Torch(const std::vector<std::uintptr_t>& interface) {
+    static_assert(sizeof(Torch) == 9 * sizeof(std::uintptr_t));
+    if (interface.size() != 9) throw pybind11::value_error("not torch's interface");
+    std::memcpy(static_cast<void*>(this), interface.data(), sizeof(Torch));
   }
-  return true;
-}
 
-inline std::uintptr_t address_of(const Tensor& t) {
-  return reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-}
+  Tensor tensor(const pybind11::list& list, size_t i) const {
+    return reinterpret_cast<Tensor>(PyList_GET_ITEM(list.ptr(), i)) + word;
+  }
 
-// What describes a torch tensor, from torch.Tensor.__dlpack_c_exchange_api__; null where a torch
-// has none, or another one.
-inline auto describer(const pybind11::object& capsule) -> int (*)(void*, Tensor*) {
-  constexpr const char* kCapsule = "dlpack_exchange_api";
-  if (PyCapsule_IsValid(capsule.ptr(), kCapsule) == 0) return nullptr;
-  const auto* const exchange =
-      static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
-  return exchange->major == 1 ? exchange->tensor_from_object : nullptr;
-}
+  bool view(Tensor t, View* out) const {
+    int32_t layout = 0;
+    return get_layout(t, &layout) == 0 && layout == 0 && get_data(t, &out->data) == 0 &&
+           get_dtype(t, &out->dtype) == 0 && get_dim(t, &out->dim) == 0 &&
+           get_sizes(t, &out->sizes) == 0 && get_strides(t, &out->strides) == 0;
+  }
 
-}  // namespace dlpack
+  static DType dtype_of(const View& v) {
+    return v.dtype == 6    ? DType::f32
+           : v.dtype == 15 ? DType::bf16
+           : v.dtype == 5  ? DType::f16
+                           : DType::none;
+  }
 
-// Where tensors lay when this was made. Not usable where one of them is not described, or a torch
-// has no exchange interface.
-class Addresses {
- public:
-  Addresses(const pybind11::object& capsule, const pybind11::list& tensors)
-      : describe_(dlpack::describer(capsule)) {
-    for (size_t i = 0; i < tensors.size() && describe_ != nullptr; ++i) {
-      known_.push_back(address(tensors, i));
-      if (known_.back() == kUnknown) describe_ = nullptr;
+  static int64_t elements(const View& v) {
+    int64_t count = 1;
+    for (int64_t i = 0; i < v.dim; ++i) count *= v.sizes[i];
+    return count;
+  }
+
+  static bool is_contiguous(const View& v) {
+    int64_t expected = 1;
+    for (int64_t i = v.dim; i-- > 0;) {
+      if (v.sizes[i] != 1 && v.strides[i] != expected) return false;
+      expected *= v.sizes[i];
     }
+    return true;
   }
+};
 
-  bool usable() const { return describe_ != nullptr; }
+// Where tensors lay when this was made, and their types, shapes and strides.
+class NotedMemory {
+ public:
+  NotedMemory(const Torch& torch, const pybind11::list& tensors) : torch_(torch) {
+    describe(tensors, [this](int64_t number) {
+      known_.push_back(number);
+      return true;
+    });
+  }
 
   bool same(const pybind11::list& tensors) const {
-    bool alike = tensors.size() == known_.size();
-    for (size_t i = 0; i < known_.size() && alike; ++i) alike = address(tensors, i) == known_[i];
-    return alike;
+    size_t place = 0;
+    const bool alike = describe(tensors, [&](int64_t number) {
+      return place < known_.size() && known_[place++] == number;
+    });
+    return alike && place == known_.size();
   }
 
  private:
-  static constexpr std::uintptr_t kUnknown = UINTPTR_MAX;
-
-  std::uintptr_t address(const pybind11::list& tensors, size_t i) const {
-    dlpack::Tensor t{};
-    if (describe_(PyList_GET_ITEM(tensors.ptr(), i), &t) == 0) return dlpack::address_of(t);
-    PyErr_Clear();
-    return kUnknown;
+  // Shows numbers that describe the tensors until `look` says no, or one of them is not dense.
+  template <class Look>
+  bool describe(const pybind11::list& tensors, const Look& look) const {
+    constexpr size_t kAhead = 8;  // the next ones are fetched meanwhile
+    const size_t count = tensors.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + 2 * kAhead < count) __builtin_prefetch(torch_.tensor(tensors, i + 2 * kAhead));
+      if (i + kAhead < count) {
+        const auto* const next = reinterpret_cast<const char*>(*torch_.tensor(tensors, i + kAhead));
+        for (int line = 0; line < 3; ++line) __builtin_prefetch(next + 64 * line);
+      }
+      Torch::View v{};
+      if (!look(reinterpret_cast<int64_t>(Py_TYPE(PyList_GET_ITEM(tensors.ptr(), i)))) ||
+          !torch_.view(torch_.tensor(tensors, i), &v) || !look(reinterpret_cast<int64_t>(v.data)) ||
+          !look(v.dtype) || !look(v.dim))
+        return false;
+      for (int64_t d = 0; d < v.dim; ++d) {
+        if (!look(v.sizes[d]) || !look(v.strides[d])) return false;
+      }
+    }
+    return true;
   }
 
-  int (*describe_)(void*, dlpack::Tensor*);
-  std::vector<std::uintptr_t> known_;
+  Torch torch_;
+  std::vector<int64_t> known_;
 };
 
 // The gradients of one list of parameters; None: there is none. read() takes what a step can use as
@@ -113,21 +125,16 @@ class Addresses {
 // Formats knows. For anything else it says so, and Python finds out what it is.
 class Gradients {
  public:
-  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Without one, Python sees all
-  // lists.
-  Gradients(const pybind11::object& type, const pybind11::object& capsule,
-            const pybind11::list& params)
-      : type_(type), describe_(dlpack::describer(capsule)) {
-    for (const pybind11::handle param : params) {
-      dlpack::Tensor t{};
-      if (describe_ != nullptr && describe_(param.ptr(), &t) != 0) {
-        PyErr_Clear();
-        describe_ = nullptr;
-      }
-      if (describe_ == nullptr) return;
-      shapes_.emplace_back(t.shape, t.shape + t.ndim);
-      device_type_ = t.device_type;
-      device_id_ = t.device_id;
+  // `type` is torch.Tensor.
+  Gradients(const pybind11::object& type, const Torch& torch, const pybind11::list& params)
+      : type_(type), torch_(torch) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      Torch::View v{};
+      const Torch::Tensor param = torch_.tensor(params, i);
+      if (!torch_.view(param, &v)) break;  // and no list is as long as shapes_
+      shapes_.emplace_back(v.sizes, v.sizes + v.dim);
+      torch_.get_device_type(param, &device_type_);
+      torch_.get_device_index(param, &device_index_);
     }
     forget();
   }
@@ -139,21 +146,19 @@ class Gradients {
   // kUnusual, or a sum of what has changed since the last call. A gradient that goes or comes has
   // moved.
   int read(const pybind11::list& gradients) {
-    if (describe_ == nullptr || gradients.size() != shapes_.size()) return kUnusual;
+    if (gradients.size() != shapes_.size()) return kUnusual;
     int changes = 0;
     for (size_t i = 0; i < shapes_.size(); ++i) {
       PyObject* const gradient = PyList_GET_ITEM(gradients.ptr(), i);
       std::uintptr_t address = 0;
       if (gradient != Py_None) {
-        dlpack::Tensor t{};
-        if (reinterpret_cast<PyObject*>(Py_TYPE(gradient)) != type_.ptr()) return forget();
-        if (describe_(gradient, &t) != 0) {
-          PyErr_Clear();
+        Torch::View v{};
+        const Torch::Tensor t = torch_.tensor(gradients, i);
+        if (reinterpret_cast<PyObject*>(Py_TYPE(gradient)) != type_.ptr() || !torch_.view(t, &v))
           return forget();
-        }
-        const auto type = static_cast<int32_t>(dlpack::dtype_of(t));
-        address = dlpack::elements(t) == 0 ? kEmpty : dlpack::address_of(t);
-        if (!is_usual(t, i) || type == 0 || address == 0) return forget();
+        const auto type = static_cast<int32_t>(Torch::dtype_of(v));
+        address = Torch::elements(v) == 0 ? kEmpty : reinterpret_cast<std::uintptr_t>(v.data);
+        if (!is_usual(t, v, i) || type == 0 || address == 0) return forget();
         if (types_[i] != type) changes |= kRetyped;
         types_[i] = type;
       }
@@ -178,19 +183,19 @@ class Gradients {
   const std::vector<int32_t>& types() const { return types_; }
 
  private:
-  bool is_usual(const dlpack::Tensor& t, size_t i) const {
+  bool is_usual(Torch::Tensor t, const Torch::View& v, size_t i) const {
     const std::vector<int64_t>& shape = shapes_[i];
-    return t.device_type == device_type_ && t.device_id == device_id_ &&
-           static_cast<size_t>(t.ndim) == shape.size() &&
-           (shape.empty() ||
-            std::memcmp(t.shape, shape.data(), shape.size() * sizeof(int64_t)) == 0) &&
-           dlpack::is_contiguous(t);
+    int32_t type = 0, index = 0;
+    return torch_.get_device_type(t, &type) == 0 && type == device_type_ &&
+           torch_.get_device_index(t, &index) == 0 && index == device_index_ &&
+           std::equal(shape.begin(), shape.end(), v.sizes, v.sizes + v.dim) &&
+           (Torch::is_contiguous(v) || Torch::elements(v) == 0);
   }
 
   pybind11::object type_;
-  int (*describe_)(void*, dlpack::Tensor*);
+  Torch torch_;
   std::vector<std::vector<int64_t>> shapes_;
-  int32_t device_type_ = 0, device_id_ = 0;
+  int32_t device_type_ = 0, device_index_ = 0;
   std::vector<std::uintptr_t> addresses_;
   std::vector<int32_t> types_;
 };

@@ -44,7 +44,7 @@ _HOMES = {
     for name in names.split()
 }
 
-_MODULES = ("checkpoint", "converge", "integrations", "kernels", "logging")
+_MODULES = ("checkpoint", "converge", "integrations", "kernels", "logging", "optim")
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 - the keys are the names
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import kernels as kernels
     from . import logging as logging
+    from . import optim as optim
     from .controllers.probe import ProbeController as ProbeController
     from .controllers.sequential import SequentialController as SequentialController
     from .controllers.sequential import Shadow as Shadow

@@ -245,9 +245,9 @@ class Ensemble:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of this process's cycles, as ``log`` gets them, without what `hdet.replay`
-        reads (``record``)."""
-        return self.records.history
+        """The records of this process's last 1000 cycles, as ``log`` gets them, without what
+        `hdet.replay` reads (``record``)."""
+        return list(self.records.history)
 
     @property
     def in_sync(self) -> bool:

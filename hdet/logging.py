@@ -16,10 +16,13 @@ __all__ = ["History", "TensorBoard", "WandB", "scalars"]
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
     """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``,
     ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``. ``left_out`` is how many replicas were.
-    What is None, text, or there for `hdet.replay` alone is missing."""
+    Of a trial: its rate, suggestion and ends. What is None, text, or there for `hdet.replay` alone
+    is missing."""
     shown = {key: value for key, value in record.items() if key not in ("record", "step")}
     if "left_out" in shown:
         shown["left_out"] = len(shown["left_out"])
+    if shown.get("trial"):
+        shown["trial"] = {key: shown["trial"][key] for key in ("rate", "low", "high", "suggestion")}
     return dict(_numbers(shown, prefix.rstrip("/")))
 
 

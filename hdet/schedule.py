@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .core import schema
 from .core.engine import Engine
-from .knobs import Bound
+from .knobs import Bound, GroupKnob
 from .replicas.agreement import ReplicaDisagreement, digest
 from .replicas.layout import brief
 from .simulation import simulate
@@ -23,7 +23,7 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
 STATE = "the ensemble's state"
-SAME = 1e-3
+SAME = 0.01
 """Two rates that differ by this part of them are the same: one may have been rounded."""
 
 
@@ -59,7 +59,7 @@ class Schedule:
         """Why the peaks may not be those of the run."""
         self._rows: dict[int, list[float]] = {}
         """What a simulation says of the first steps, of `_moved`."""
-        self._moved = [knob for knob in self.knobs if knob.indices]
+        self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
         self._is_shown = False
         self.is_neutral = False
         """Are all base values the schedule's own? Then `advance` leaves them."""
@@ -84,7 +84,8 @@ class Schedule:
         course = simulate(schedulers, optimizer, self.total_steps, places)
         highest, lowest, self._rows = iter(course.highest), iter(course.lowest), course.rows
         for knob in self._moved:
-            knob.take_simulation([(next(highest), next(lowest)) for _ in knob.indices])
+            knob.simulated = [(next(highest), next(lowest)) for _ in knob.indices]
+            knob.note_peaks()
 
     def advance(self) -> bool:
         """One step. `write` must follow, unless the schedule `is_neutral`. Returns whether the
@@ -166,13 +167,14 @@ class Schedule:
             yield
         finally:
             self._is_shown = False
+            rates = [knob for knob in self._moved if knob.key == "lr" and not self.doubt]
+            if any(not k.knows_peaks and k.find_foreign_write() is not None for k in rates):
+                self.doubt = (
+                    "its highest value is not known, where rescheduling() writes it: give a torch "
+                    "scheduler to the Ensemble, or set group['max_lr'] to that value in each "
+                    "parameter group"
+                )
             for knob in moved:
-                if not (self.doubt or knob.knows_peaks) and knob.was_rescheduled:
-                    self.doubt = (
-                        "its highest value is not known, where rescheduling() writes it: give a "
-                        "torch scheduler to the Ensemble, or set group['max_lr'] to that value in "
-                        "each parameter group"
-                    )
                 knob.take_schedule()
             self.write(engine)
 
@@ -223,7 +225,7 @@ class Schedule:
         for knob in self._moved:
             for now, peak in zip(knob.scheduled, knob.peaks(), strict=True):
                 own = next(expected, None)
-                is_other = own is not None and not math.isclose(now, own, rel_tol=SAME)
+                is_other = own is not None and abs(float(now) - own) > SAME * own + 1e-6 * peak
                 if knob.key == "lr" and (is_other or float(now) > (1 + SAME) * peak):
                     said = f"{own:g} in this step" if is_other else f"at most {peak:g}"
                     return self.doubt or f"it is {float(now):g}, and a copy of its schedule {said}"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from .knobs.cells import put
 from .tensors.eval_mode import random_states_kept
 
-__all__ = ["Course", "apply_factor", "has_begun", "simulate", "warn_of_scheduler"]
+__all__ = ["Course", "apply_factor", "has_begun", "simulate", "simulate_rates"]
 
 UNKNOWN = 10_000
 """Steps that are simulated where the length of the run is not known."""
@@ -39,9 +39,6 @@ class Course:
     lowest: list[float]
     rows: dict[int, list[float]]
     """By ``last_epoch``, of the first steps."""
-
-    def all_rates(self) -> Iterator[float]:
-        return chain(self.highest, self.lowest, *self.rows.values())
 
 
 def simulate(
@@ -70,21 +67,19 @@ def simulate(
         warnings.simplefilter("ignore")
         try:
             copies, groups = _copy([one for one, _ in moving], optimizer)
-            _scale(groups, copies, factor)
+            if factor != 1:
+                _scale(groups, copies, factor)
             _rewind(copies, groups)
-            periods = [n for _, n in moving]
-            course = _run(copies, periods, groups, length or UNKNOWN, places)
+            return _run(copies, [n for _, n in moving], groups, length or UNKNOWN, places)
         except Exception as error:
             raise ValueError(
                 f"the peak of {names} is not known, because a copy of it cannot be stepped "
                 f"({type(error).__name__}: {error}): leave it out, step it inside `with "
                 "ensemble.rescheduling():`, and set group['max_lr'] to its peak in each group"
             ) from error
-    if any(map(_differ, before, optimizer.param_groups)):
-        for group, own in zip(optimizer.param_groups, before, strict=True):
-            group.update(own)
-        raise ValueError(f"the peak of {names} is not known, because its copy writes to the run")
-    return course
+        finally:  # a function of the user's may hold the optimizer
+            for group, own in zip(optimizer.param_groups, before, strict=True):
+                group.update(own)
 
 
 def has_begun(scheduler: Any) -> bool:
@@ -94,48 +89,40 @@ def has_begun(scheduler: Any) -> bool:
 
 def apply_factor(optimizer: Optimizer, scheduler: Any, factor: float, length: int) -> None:
     """Multiply all rates, now and in the whole schedule. See `RateInterval.apply`."""
-    if getattr(optimizer, "_hdet_fan_out", None) is not None:
-        raise ValueError(
-            "this optimizer is driven by an Ensemble: apply a rate before it is made, or call "
-            "ensemble.set_value"
-        )
-    warn_of_scheduler(optimizer, scheduler)
-    schedulers = [] if scheduler is None else [scheduler]
-    places = [(number, "lr", None) for number in range(len(optimizer.param_groups))]
-    before, after = (
-        simulate([(one, 1) for one in schedulers], optimizer, length, places, by)
-        for by in (1.0, factor)
-    )
-    wanted = [factor * rate for rate in before.all_rates()]
-    if not all(map(partial(math.isclose, rel_tol=1e-4), after.all_rates(), wanted)):
+    courses = (simulate_rates(optimizer, scheduler, length, by) for by in (1.0, factor))
+    before, after = (list(chain(one.highest, *one.rows.values())) for one in courses)
+    if not all(map(partial(math.isclose, rel_tol=1e-4), [factor * x for x in before], after)):
         raise ValueError(
             f"{type(scheduler).__name__} keeps its rates in a place of its own: call "
             "apply(optimizer), and make it afterwards"
         )
-    _scale(optimizer.param_groups, schedulers, factor)
+    _scale(optimizer.param_groups, [scheduler], factor)
 
 
-def warn_of_scheduler(optimizer: Optimizer, given: Any) -> None:
-    """Warns where none is given, and torch has made one for this optimizer."""
-    if given is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+def simulate_rates(
+    optimizer: Optimizer, scheduler: Any, length: int, factor: float = 1.0
+) -> Course:
+    """Of all groups. Warns where no scheduler is given, and torch has made one."""
+    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         warnings.warn(
             "a scheduler was made for this optimizer: pass it too, find_rate(..., scheduler=...) "
             "and apply(optimizer, scheduler), or its rates stay as they are",
             stacklevel=4,
         )
+    given = [] if scheduler is None else [(scheduler, 1)]
+    places = [(number, "lr", None) for number in range(len(optimizer.param_groups))]
+    return simulate(given, optimizer, length, places, factor)
 
 
 def _scale(groups: Sequence[dict[str, Any]], schedulers: Sequence[Any], factor: float) -> None:
     """Multiply what torch's schedulers compute rates from, in the groups and in themselves."""
-    if factor == 1:
-        return
-    written = set[int]()
+    tensors = dict[int, Any]()  # groups may share one
     for group in groups:
-        for key in (key for key in _RATES if group.get(key) is not None):
-            if id(group[key]) not in written:  # groups may share a tensor
-                group[key] = put(group[key], group[key] * factor)
-            if isinstance(group[key], torch.Tensor):
-                written.add(id(group[key]))
+        for key in _RATES:
+            rate = group.get(key)
+            if rate is not None and id(rate) not in tensors:
+                group[key] = put(rate, rate * factor)
+                tensors |= {id(rate): rate} if isinstance(rate, torch.Tensor) else {}
     for one in _parts(schedulers):
         for name in vars(one).keys() & _RATES_OF_SCHEDULERS:
             value = getattr(one, name)
@@ -153,8 +140,13 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
         for group in own
     ]
     memo: dict[int, Any] = {id(optimizer): stand_in, id(own): groups}
-    held = chain(*map(_held, _parts(schedulers)))
-    memo |= {id(x): memo.get(id(x), _number(x)) for x in held if isinstance(x, _NOT_COPIED)}
+    parts = _parts(schedulers)
+    for x in chain(*map(_held, parts), *(group["params"] for group in own)):
+        # of a method, also of a partial one: a schedule may ask whoever trains
+        owner = getattr(getattr(x, "func", x), "__self__", None)
+        is_own = owner is None or isinstance(owner, LRScheduler) or id(owner) in map(id, parts)
+        if id(x) not in memo and (not is_own or isinstance(x, _NOT_COPIED)):
+            memo[id(x)] = _number(x)
     memo |= zip(map(id, own), groups, strict=True)
     copies = copy.deepcopy(schedulers, memo)
     for one in _parts(copies):  # transformers has one function for all groups
@@ -171,9 +163,10 @@ def _number(value: Any) -> Any:
 
 
 def _held(one: Any) -> Iterator[Any]:
-    """Its attributes, and what is in lists of them."""
+    """Its attributes, and what is in lists and dicts of them."""
     for value in list(vars(one).values()):
-        yield from value if isinstance(value, (list, tuple)) else (value,)
+        inner = value.values() if isinstance(value, dict) else value
+        yield from inner if isinstance(value, (dict, list, tuple)) else (value,)
 
 
 def _parts(schedulers: Iterable[Any], found: dict[int, Any] | None = None) -> list[Any]:
@@ -230,7 +223,3 @@ def _run(
         if count is not None and step < COMPARED:
             rows[count] = row
     return Course(highest, lowest, rows)
-
-
-def _differ(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return any(now.get(key) is not value for key, value in before.items())

@@ -33,14 +33,22 @@ SLOW = (
     "adversary/",
     "faults/",
     "examples/",
+    "optim/test_dtensor.py",
+    "trial/test_layouts.py",
+    "trial/test_no_trace.py::test_under_ddp",
     "benchmarks/",
+    "cli/test_report.py::test_any",
+    "cli/test_report.py::test_what_is_accepted",
+    "knobs/test_forward_knobs.py::test_four_processes",
+    "layouts/test_parallel.py",
     "test_docs.py",
     "test_promises.py",
     "test_rooms.py",
     "test_adding_a",
 )
-"""Folders, files and tests for `make test-all`, the longest first: what compilers, sanitizers and
-interpreters prove, long trainings, killed processes, documents and benchmarks."""
+"""Folders, files and tests (by how their names begin) for `make test-all`, the longest first: what
+compilers, sanitizers and interpreters prove, long trainings and searches for examples, shards of
+several processes, killed ones, documents and benchmarks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -159,7 +159,7 @@ class _ExactLocal(Averager):
         tensors = self.task.tensors
         masters = [m for m in self._optimizer.masters(tensors, 1) if m is not None]
         own = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
-        rows = self.task.replicas.sum_rows(own.to(local_parts(tensors[:1])[0].device)).tolist()
+        rows = self.task.replicas.sum_rows(own, purpose="the mean track").tolist()
         same = all(row == rows[0] for row in rows)
         return None if same else "the mean tracks of the replicas differ"
 

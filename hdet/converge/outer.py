@@ -154,7 +154,7 @@ class _Outer(Averager):
     def _have_begun_alike(self) -> bool:
         """And with the same momentum? Only then are replicas equal after the step."""
         own = digest([*self._origins, *self.state()]).to(self._origins[0].device)
-        rows = self.task.replicas.sum_rows(own)
+        rows = self.task.replicas.sum_rows(own, purpose="the outer step")
         return bool((rows == rows[0]).all())
 
     def state(self) -> list[torch.Tensor]:

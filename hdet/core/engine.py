@@ -101,6 +101,7 @@ class Engine:
         self.rollbacks = self.rollbacks_in_row = self.diverged_total = 0
         """Cycles rolled back since step 0, and in a row; how often a replica was left out of an
         average."""
+        self._said_no_loss = False
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
 
@@ -174,7 +175,7 @@ class Engine:
         rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
-        notes = [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
+        notes = self._notes_of_missing(name, left_out)
         values = scheduled if values is None else values
         table = self._effective(values)
         decisions, evidence = [Decision()] * len(self.knobs), None
@@ -192,6 +193,19 @@ class Engine:
                 notes += self.apply(k, decision, evidence.peak[k])
         ended = {"multipliers": table, "decisions": decisions, "left_out": left_out}
         return self._end(**ended, notes=notes, evidence=evidence)
+
+    def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
+        """Of those whose numbers the controller would have read; of a loop without losses, once."""
+        controller = self.controller
+        if controller is None or not self.clock.controls(self.step):
+            return []
+        if not self.explores if controller.needs_replicas else controller.search is not None:
+            return []
+        if name == "loss" and len(left_out) == self.replicas:
+            note = "no finite loss was passed to step() in this cycle: pass step(loss)"
+            notes, self._said_no_loss = [] if self._said_no_loss else [note], True
+            return notes
+        return [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
 
     def _effective(self, bases: Sequence[float]) -> list[list[float]]:
         """The multipliers that have really acted, where a bound has held replicas' values."""

@@ -76,9 +76,11 @@ def check_tensor(
             f"{name} is a negated view, whose memory holds the opposite of what it stands for: use "
             ".resolve_neg()"
         )
-    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() > 0 and (tensor.data_ptr() == 0 or held < tensor.nbytes):
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)"
+            f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor), or its "
+            "storage was resized to less than it needs: give it its memory back"
         )
 
 
@@ -109,6 +111,12 @@ def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
     for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{one} and {other} overlap in memory: give each its own")
+
+
+def check_gradients_apart(gradients: Column) -> None:
+    """Of a step that zeroes them: one that two parameters share would be zeros for the second."""
+    pairs = enumerate(gradients)
+    check_apart((f"the gradient of parameter {i}", g) for i, g in pairs if g is not None)
 
 
 def check_sets(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..rules import StepSettings
 from . import native
-from .checks import check_gradients, check_options
+from .checks import check_gradients, check_gradients_apart, check_options
 from .interface import PLAIN, Column, StepOptions, StepTensors
 from .numbers import codebook
 from .tables import (
@@ -45,10 +45,9 @@ class NoReader:
 
 
 def _reader(params: Sequence[Tensor]) -> Any:
-    if native.missing is not None:
+    if native.torch_interface is None:
         return NoReader()
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return native._C.Gradients(Tensor, exchange, list(params))
+    return native._C.Gradients(Tensor, native.torch_interface, list(params))
 
 
 class TableStepPlan:
@@ -63,6 +62,7 @@ class TableStepPlan:
         self.elements = [param.numel() for param in t.params[0]]
         self.reader = _reader(t.params[0])
         self.gradient_types = [DTYPES[p.dtype] for p in t.params[0]]  # as gradients mostly are
+        self._apart = False  # are gradients known to be?
         self._retyped = False  # the chunks' formats have changed, and the device does not know it
         nothing: Column = [None] * self.count
         masters = [nothing] * t.num_replicas if t.masters is None else t.masters
@@ -122,6 +122,9 @@ class TableStepPlan:
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
         self._take_gradients(gradients)
+        if options.zero_gradients and not self._apart:
+            check_gradients_apart(gradients)
+            self._apart = True
         self._take_settings(settings, options)
         carried = self.inputs.to_carry(self.memory.carries)
         if carried is None:
@@ -161,6 +164,7 @@ class TableStepPlan:
         changes = self.reader.read(gradients if isinstance(gradients, list) else list(gradients))
         if changes == 0:
             return
+        self._apart = False
         try:
             self._write_gradients(gradients, changes)
         except BaseException:
@@ -168,7 +172,7 @@ class TableStepPlan:
             raise
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
-        # not a plain tensor, no native module, or a torch without DLPack's exchange: usable?
+        # not a plain tensor, no native module, or a torch of another interface: usable?
         unusual = changes == self.reader.UNUSUAL
         retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
         if retyped and not unusual:

@@ -76,11 +76,6 @@ class Bound:
 
     indices: Sequence[int] = ()
     """[cell]: its parameter group, if it is in one."""
-    entry: int | None = None
-    """Of a tuple in the group, such as ``betas``."""
-    simulated: Sequence[tuple[float, float]] = ()
-    """[cell]: the highest and lowest value of the untouched schedule in a simulation of it; none
-    where none was made."""
     scheduled: list[Any]
     """[cell]: the untouched schedule's values."""
     left: list[Any]
@@ -123,7 +118,7 @@ class Bound:
         self.is_neutral = not self.scale.bounded
         for value in self.scheduled:
             self._check_begin(value)
-        self.take_simulation(())
+        self.note_peaks()
 
     def _check_begin(self, value: Any) -> None:
         is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
@@ -159,18 +154,16 @@ class Bound:
 
     def peaks(self) -> list[float]:
         """[cell]: the highest value of the untouched schedule, as far as it is known."""
-        if self.simulated:
-            return [highest for highest, _ in self.simulated]
         return [float(value) for value in self.scheduled]
-
-    @property
-    def knows_peaks(self) -> bool:
-        """Does anything say what `peaks` are, where others write the values?"""
-        return True
 
     def floor(self) -> float:
         """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""
-        return self.simulated[0][1] if self.simulated else 0.0
+        return 0.0
+
+    def note_peaks(self) -> None:
+        """They may be others now."""
+        peaks = self.peaks()
+        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
 
     def effective(self, i: int, multiplier: float) -> float:
         """The multiplier that acts on the base value of cell ``i``; another one where a bound holds
@@ -197,17 +190,6 @@ class Bound:
         if self.is_neutral:
             self.left = self.scheduled
             self._marks = values if self.is_plain else _marks_of(values)
-
-    def take_simulation(self, simulated: Sequence[tuple[float, float]]) -> None:
-        """[cell]: see `simulated`."""
-        self.simulated = simulated
-        peaks = self.peaks()
-        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
-
-    @property
-    def was_rescheduled(self) -> bool:
-        """Has somebody written the schedule's own values since `show_schedule`?"""
-        return self._find_write(self.scheduled) is not None
 
     def load(self, scheduled: Sequence[float], highest: float) -> None:
         """Continue at these values of the schedule. `write` follows."""

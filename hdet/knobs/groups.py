@@ -26,6 +26,9 @@ class GroupKnob(Bound):
         entry: of a tuple in the group, such as ``betas``.
     """
 
+    simulated: Sequence[tuple[float, float]] = ()
+    """[cell]: the highest and lowest value of the untouched schedule, if it was simulated."""
+
     def __init__(
         self,
         name: str,
@@ -51,11 +54,11 @@ class GroupKnob(Bound):
 
     def floor(self) -> float:
         own = self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0
-        return max(super().floor(), 0.0) or float(own)
+        return max(self.simulated[0][1] if self.simulated else 0.0, 0.0) or float(own)
 
     def peaks(self) -> list[float]:
         if self.simulated:
-            return super().peaks()
+            return [highest for highest, _ in self.simulated]
         # Without a schedule the group holds the corrected value: the schedule's own is what counts.
         groups = [self.optimizer.param_groups[i] for i in self.indices]
         return [
@@ -65,6 +68,7 @@ class GroupKnob(Bound):
 
     @property
     def knows_peaks(self) -> bool:
+        """Does anything say what they are, where others write the values?"""
         groups = [self.optimizer.param_groups[i] for i in self.indices]
         keys = {"max_" + self.key}
         if not hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):

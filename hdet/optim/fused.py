@@ -56,10 +56,15 @@ _OWN = (
 )
 
 
+# looked up before a program may put hdet's in their place
+_TORCHS = {rule.takes: getattr(torch.optim, rule.takes) for rule in RULES.values() if rule.takes}
+
+
 @functools.cache
 def _torchs_defaults(name: str) -> dict[str, Any]:
     """What torch.optim's optimizer of that name, as it is installed, keeps in a group."""
-    return getattr(torch.optim, name)([torch.nn.Parameter(torch.empty(0))]).defaults
+    made: Optimizer = _TORCHS[name]([torch.nn.Parameter(torch.empty(0))])
+    return made.defaults
 
 
 class Options(TypedDict, total=False):
@@ -158,8 +163,8 @@ class FusedOptimizer(Optimizer):
     and parameters, which reads both once more. A split
     parameter is the upper half of its value: what is written there counts at once, and the lower
     half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
-    Entries of a state may be written to in place, and replaced. Do not assign to their `.data`: the
-    next step would write to the memory that they had.
+    Entries of a state may be written to in place, replaced, and moved in memory (`.data`, `set_`,
+    `resize_`, share_memory_(), offloading). What a step cannot use it refuses by name.
 
     DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may
     be empty or move. Gradients must be laid out as their parameters; one that is still Partial is
@@ -173,7 +178,8 @@ class FusedOptimizer(Optimizer):
     then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers,
     betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some
     gradients may be None; a replay has the gradients, and the Nones, that it was captured with,
-    also when steps with others have come between.
+    also when steps with others have come between. It also has the memory: capture again after a
+    parameter, state or gradient has moved.
 
     Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2
     for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
@@ -689,6 +695,10 @@ class FusedOptimizer(Optimizer):
             handle.remove()
             self._held = {}
 
+    def _counted(self, values: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """The loaded state of a parameter of that group, with its number of steps."""
+        return values
+
     def _loaded_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """The held state by parameter, in this optimizer's layout.
 
@@ -697,8 +707,8 @@ class FusedOptimizer(Optimizer):
         made = defaultdict(dict, state)
         copies: list[tuple[Tensor, Tensor]] = []
         saved = self._held.get("param_groups", [])
-        names = itertools.chain.from_iterable(group["params"] for group in saved)
-        params = dict(zip(names, self._listed(), strict=True)) if saved else {}
+        groups_of = {name: group for group in saved for name in group["params"]}
+        params = dict(zip(groups_of, self._listed(), strict=True)) if saved else {}
         dropped = False
         for key, values in self._held.get("state", {}).items():
             param = params.get(key)
@@ -706,6 +716,7 @@ class FusedOptimizer(Optimizer):
                 made[key] = values
                 continue
             layout = self._layout(param)
+            values = self._counted(values, groups_of[key])
             entries = layout.loaded(values, param, f"parameter {key}")
             dropped |= layout.master_key(param) is None and bool(kept_masters(entries))
             ours = self._sets.get(param, [param])[1:]

@@ -63,33 +63,28 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-class Addresses:
-    """Where tensors lay when this was made."""
+class NotedMemory:
+    """Where tensors lay when this was made, and their types, shapes and strides."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._known = addresses(tensors)
+        self._known = _described(tensors)
 
     def same(self, tensors: list[Tensor]) -> bool:
-        """Do these lie there?"""
-        return addresses(tensors) == self._known
+        """Is it as it was?"""
+        return _described(tensors) == self._known
 
 
-def note_addresses(tensors: list[Tensor]) -> Any:
-    """Addresses, in C++ where that can be."""
-    noted = (
-        None
-        if _NATIVE is None
-        else _NATIVE.Addresses(getattr(Tensor, "__dlpack_c_exchange_api__", None), tensors)
-    )
-    return noted if noted is not None and noted.usable else Addresses(tensors)
-
-
-def forms(tensors: Sequence[Tensor]) -> list[Any]:
-    """What tensors at their addresses are: types, shapes and strides."""
-    return [*map(_type_and_shape, tensors), *map(Tensor.stride, tensors)]
+def _described(tensors: Sequence[Tensor]) -> list[Any]:
+    return [*addresses(tensors), *map(_type_and_shape, tensors), *map(Tensor.stride, tensors)]
 
 
 _type_and_shape = operator.attrgetter("dtype", "shape")
+
+
+def note_memory(tensors: list[Tensor]) -> Any:
+    """NotedMemory, in C++ where that can be."""
+    torch = native.torch_interface
+    return NotedMemory(tensors) if torch is None else _NATIVE.NotedMemory(torch, tensors)
 
 
 class GradientCheck:
@@ -99,8 +94,8 @@ class GradientCheck:
     def __init__(self, params: list[Tensor]) -> None:
         """`params`: as their gradients must be, which may be None."""
         self._params = params
-        exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-        self._native = None if _NATIVE is None else _NATIVE.Gradients(Tensor, exchange, params)
+        torch = native.torch_interface
+        self._native = None if torch is None else _NATIVE.Gradients(Tensor, torch, params)
 
     def __call__(self, gradients: list[Any]) -> None:
         """Raises ValueError or TypeError."""

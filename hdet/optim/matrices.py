@@ -132,8 +132,8 @@ class Batch:
         """Those of a batch that lie, and those that stand."""
         short, long = sorted(self.matrices[0].shape[-2:])
         cut = sum(m.shape.numel() for m in self.matrices if not stands(m.shape))
-        count = cut // max(1, short * long)
-        return line[:cut].view(count, short, long), line[cut:].view(-1, long, short)
+        lying, standing = (len(part) // max(1, short * long) for part in (line[:cut], line[cut:]))
+        return line[:cut].view(lying, short, long), line[cut:].view(standing, long, short)
 
     def _take(self, rows: Mapping[int, Row]) -> None:
         if rows == self._rows:

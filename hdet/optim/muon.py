@@ -57,9 +57,10 @@ class FusedMuon(FusedOptimizer):
             `hdet.optim.POLAR_EXPRESS`.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
         use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which
-            have to be given then, see `hdet.optim.hidden_matrix`. Parameters of more than two
-            dimensions are stacks of matrices, (E, m, n): experts, not convolutions. Settings of a
-            group that it splits, such as lr and weight_decay, are those of both kinds.
+            have to be given then, see `hdet.optim.hidden_matrix`. A parameter of more than two
+            dimensions, such as a convolution's weight, is refused, unless "expert" is in its name
+            or its group says ``stacked: True``: then it is a stack of matrices, (E, m, n). Settings
+            of a group that it splits, such as lr and weight_decay, are those of both kinds.
         ns_dtype: of Newton-Schulz, torch.float32, torch.bfloat16 or torch.float16, which is
             three to eight times nearer to float32 than bfloat16. None: float32 on a CPU, bfloat16
             elsewhere; torch's is bfloat16.
@@ -148,7 +149,9 @@ class FusedMuon(FusedOptimizer):
         }
         for use, kind in self._kinds.items():
             self._check_group({**kind, "use_muon": use}, "the defaults")
-        super().__init__(split_groups(params, use_muon), (), decay_at=decay_at, **options)
+        if not isinstance(params, Tensor):  # which torch refuses
+            params = split_groups(params, use_muon)
+        super().__init__(params, (), decay_at=decay_at, **options)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class FusedMuon(FusedOptimizer):
             return  # the defaults of torch's base class: there are none
         if use:
             _check_muon(group, name)
-            groups.check_dimensions(group.get("params", ()), name)
+            groups.check_dimensions(group.get("params", ()), name, bool(group.get("stacked")))
         else:
             groups.check_settings({"maximize": False, **group}, RULES["adamw"], name, "FusedAdamW")
 
@@ -208,8 +211,8 @@ class FusedMuon(FusedOptimizer):
                         f"use_muon={use} of {name}, but that of this optimizer's is {not use}: "
                         "give its groups in this order"
                     )
-                if "name" in ours[i]:
-                    group.setdefault("name", ours[i]["name"])
+                for key in ours[i].keys() & {"name", "stacked"}:
+                    group.setdefault(key, ours[i][key])
         super().__setstate__(state)
 
     def _layout(self, param: Tensor) -> Layout:

@@ -36,7 +36,21 @@ class ScheduleFree(FusedOptimizer):
     _step_supports_amp_scaling = False
 
     def _carried(self) -> dict[str, Any]:
-        return {**super()._carried(), **COUNTED, "train_mode": True}
+        # the last two are read by schedulefree's own
+        own = {"train_mode": True, "foreach": True, "inner_momentum": 0.0}
+        return {**super()._carried(), **COUNTED, **own}
+
+    def _complete(self, saved: dict[str, Any]) -> None:
+        super()._complete(saved)
+        for group in saved["param_groups"]:
+            group["counted"] = group["k"]
+
+    def _counted(self, values: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        # schedulefree counts in k alone: each parameter has taken the steps of its group since
+        if "z" not in values:
+            return values
+        since = group.get("k", 0) - group.get("counted", 0)
+        return {**values, "step": values.get("step", 0) + since}
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         if isinstance(group["lr"], Tensor) and not group["lr"].is_cpu:
@@ -45,6 +59,11 @@ class ScheduleFree(FusedOptimizer):
                 "computed of it on the host: pass a number"
             )
         super()._check_group({**group, "average": 0.0}, name)
+        if group.get("inner_momentum"):
+            raise ValueError(
+                f"inner_momentum={group['inner_momentum']} of {name} is not supported: use 0, or "
+                "schedulefree's AdamWScheduleFree"
+            )
         if not group["betas"][0] > 0:
             raise ValueError(f"beta1={group['betas'][0]} of {name} must be above 0: y would be z")
         for key in ("warmup_steps", "r", "weight_lr_power"):

@@ -33,6 +33,12 @@ KEYS = {True: tuple(MATRICES.settings), False: RULES["adamw"].keys}
 _TABLES = ("wte", "wpe")
 _HEADS = ("head", "lm_head", "classifier", "score", "unembed", "unembedding")
 _WRAPPERS = ("module", "model", "_orig_mod")
+_OF_BOTH = ("name", "stacked")
+"""what a group may say that is split by its parameters' names"""
+
+
+def _is_expert(name: str) -> bool:
+    return "expert" in name.lower()
 
 
 def hidden_matrix(name: str, param: Tensor) -> bool:
@@ -46,7 +52,7 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
     and the first one. An output layer of another name is not known: pass `use_muon`.
     """
     parts = [part.lower() for part in name.split(".")]
-    if not (param.ndim == 2 or (param.ndim == 3 and "expert" in name.lower())):
+    if not (param.ndim == 2 or (param.ndim == 3 and _is_expert(name))):
         return False
     first = next((part for part in parts if part not in _WRAPPERS), "")
     return not (
@@ -87,7 +93,7 @@ def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, An
 
     Raises ValueError for matrices of which nobody says what they are.
     """
-    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params)
+    entries: Sequence[Any] = list(params)
     if entries and not isinstance(entries[0], dict):
         made = _split({"params": entries}, 0, use_muon)
         if use_muon is None and isinstance(entries[0], tuple):
@@ -126,10 +132,13 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     chosen = [(use_muon is None and plain) or bool(rule(*pair)) for pair in named]
     kinds = [use for use in (True, False) if use in chosen] or [False]
     settings = {key: value for key, value in group.items() if key != "params"}
+    pairs = zip(named, chosen, strict=True)
+    stacks = [name for (name, param), is_matrix in pairs if is_matrix and param.ndim > 2]
+    of_muon = {"stacked": True} if stacks and all(map(_is_expert, stacks)) else {}
     if len(kinds) == 1:
-        return [{**settings, "params": entries, "use_muon": kinds[0]}]
+        return [{**of_muon, **settings, "params": entries, "use_muon": kinds[0]}]
     # what would be the setting of both
-    both = [key for key in settings if key == "eps" or (use_muon is None and key != "name")]
+    both = [key for key in settings if key == "eps" or (use_muon is None and key not in _OF_BOTH)]
     if both:
         raise ValueError(
             f"{', '.join(both)} of group {number} would be that of Muon and of AdamW alike: "
@@ -143,7 +152,7 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
         own = {key: value for key, value in settings.items() if key not in others}
         if "name" in own:
             own["name"] = f"{own['name']}/{'muon' if use else 'adamw'}"
-        made.append({**own, "params": mine, "use_muon": use})
+        made.append({**(of_muon if use else {}), **own, "params": mine, "use_muon": use})
     return made
 
 

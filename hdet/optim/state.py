@@ -102,7 +102,7 @@ class Layout:
         form = (0, torch.float32, param.device)
         if isinstance(step, Tensor) and (step.dim(), step.dtype, step.device) == form:
             return {}
-        return {"step": torch.tensor(float(step), dtype=torch.float32, device=param.device)}
+        return {"step": _counted(step, f"step of a parameter of shape {tuple(param.shape)}", param)}
 
     def _masters(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
         key, kept = self.master_key(sets[0]), kept_masters(state)
@@ -147,13 +147,18 @@ class Layout:
             "replica_masters": torch.float32 if halves is None else torch.int16,
             "replica_z": torch.float32,
         }
+        if "mu_product" in values:  # beside the names of AdamW's
+            raise ValueError(
+                f"the loaded state of {name} has mu_product: it is that of torch.optim.NAdam, "
+                "which no optimizer of hdet is: load it there, or begin without it"
+            )
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
             if key == "step":
                 # a number, float64 or a tensor anywhere, depending on torch's version and options
-                placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
+                placed[key] = _counted(value, f"the loaded step of {name}", param)
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in moments and getattr(value, "dtype", None) == CODES:
@@ -265,6 +270,13 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.device == param.device and strides.alike(tensor, param)
+
+
+def _counted(step: Any, name: str, param: Tensor) -> Tensor:
+    """A counter of the parameter's, in a new tensor."""
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"{name} has the shape {tuple(step.shape)}: it must be one number")
+    return torch.tensor(float(step), dtype=torch.float32, device=param.device)
 
 
 def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
-from hdet.kernels.checks import UnusualMemory
+from hdet.kernels.checks import UnusualMemory, check_gradients_apart
 from hdet.kernels.interface import Column
 from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards
@@ -98,8 +98,7 @@ class Part:
     device: torch.device
     in_turns: bool = False
     """Steps some of its tensors after the others: settings and gradients are checked outside,
-    before the first, and the norm is taken there. It has views of tensors, which an assignment to
-    `.data` does not reach, so that forms are compared, too."""
+    before the first, and the norm is taken there."""
 
 
 class Norms(NamedTuple):
@@ -148,10 +147,8 @@ class Planned:
         self._orders = {i: m.order for i, m in members.items() if m.order is not None}
         laid = [strides.laid(shards.local(p), self._orders.get(i)) for i, p in enumerate(params)]
         self.check = lists.GradientCheck(laid)
-        viewed = [t for i in in_turns for t in (params[i], *_tensors_in(states[i]))]
-        self._relied_on = [*(params[i] for i in members), *viewed]
-        lying, self._forms = self._lying()
-        self._addresses = lists.note_addresses(lying)
+        self._relied_on = [t for i in members for t in (params[i], *_tensors_in(states[i]))]
+        self._memory = lists.note_memory(self._lying())
 
         watched = set(map(id, with_shards(self.watch.params)))
         self._writes = [
@@ -163,10 +160,9 @@ class Planned:
         self._watched_writes = [i for i, tensor in self._writes if id(tensor) in watched]
         self._choose([])
 
-    def _lying(self) -> tuple[list[Tensor], list[Any]]:
-        """What is relied on, on this rank, and the forms of what plans have views of."""
-        tensors = shards.locals_of(self._relied_on) if self.sharded else self._relied_on
-        return tensors, lists.forms(tensors[len(self.places) :])
+    def _lying(self) -> list[Tensor]:
+        """What plans rely on, as it lies on this rank."""
+        return shards.locals_of(self._relied_on) if self.sharded else self._relied_on
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
@@ -183,17 +179,14 @@ class Planned:
         params: list[Tensor],
         groups: list[tuple[int, Kind]],
     ) -> bool:
-        """Is everything as it was: the same tensors, at the same places, in the same groups?"""
-        if not lists.same(params, self.params):
-            return False
-        lying, forms = self._lying()
+        """Is everything as it was: the same tensors, in the same memory, in the same groups?"""
         return (
-            groups == self.groups
+            lists.same(params, self.params)
+            and groups == self.groups
             and container is self.container
             and self.contents is not None
             and lists.same_contents(container, self.contents)
-            and self._addresses.same(lying)
-            and forms == self._forms
+            and self._memory.same(self._lying())
         )
 
     def step(
@@ -257,6 +250,8 @@ class Planned:
         # before the first plan writes.
         if self.in_turns or len(self.active) > 1 or (takes_norm and self.clip is not None):
             self.check(gradients)
+            if any(one.zero_gradients for one in options.values()):
+                check_gradients_apart(gradients)
         if takes_norm and self.clip is not None:
             options = {device: self.clip(gradients, one) for device, one in options.items()}
         for turn, (n, part) in enumerate(self.active):
@@ -319,7 +314,7 @@ class Planned:
 
 def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
     values = chain(*(v if isinstance(v, list) else [v] for v in state.values()))
-    return [value for value in values if isinstance(value, Tensor)]
+    return [v for v in values if isinstance(v, Tensor) and v.layout == torch.strided]
 
 
 def with_entries(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from .layout import brief
 
 
 class ReplicaDisagreement(RuntimeError):
-    """Ranks were started with different settings.
+    """Ranks were started with different settings, or have come to different calls.
 
-    Every rank raises it, naming the setting and who has which value.
+    Every rank raises it, naming the setting or the call, and who has which.
     """
 
 
@@ -68,7 +68,7 @@ def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) ->
         return
     tellers = {rank for marks in differing.values() for rank in _first_holders(marks).values()}
     known = {name: entries[name][1] for name in differing if name in entries}
-    told = _gathered(known if dist.get_rank() in tellers else {}, group, device)
+    told = gathered(known if dist.get_rank() in tellers else {}, group, device)
     problems = []
     for name, marks in differing.items():
         first = _first_holders(marks)
@@ -99,9 +99,7 @@ def _gathered_digests(
     }  # fmt: skip
 
 
-def _gathered(
-    value: object, group: dist.ProcessGroup, device: torch.device
-) -> dict[int, dict[str, Any]]:
+def gathered(value: object, group: dist.ProcessGroup, device: torch.device) -> dict[int, Any]:
     """Every rank's, by its number in the world. Two collectives."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     # NCCL talks from the current device, which a loop need not have set to its own.

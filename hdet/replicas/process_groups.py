@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from .agreement import ReplicaDisagreement, shortened, who_has
+from .agreement import ReplicaDisagreement, reachable, shortened, who_has
 from .layout import Table, brief
 
 Request = tuple[str, Any]
@@ -82,6 +83,8 @@ def build(
     place = {rank: (r, m) for r, replica in enumerate(table) for m, rank in enumerate(replica)}
     groups = [] if existing else [_group_of(peers) for peers in zip(*table, strict=True)]
     world = _group_of(sorted(place))
+    if world is not dist.group.WORLD:
+        _OWN_GROUPS.setdefault(dist.group.WORLD, {})[tuple(sorted(place))] = world
     if own not in place:
         raise ValueError(
             f"rank {own} belongs to no replica, only ranks {brief(place)} do: leave it out of the "
@@ -97,6 +100,23 @@ def build(
 
 def _group_of(ranks: Sequence[int]) -> Any:
     return dist.group.WORLD if [*ranks] == [*range(dist.get_world_size())] else _new_group(ranks)
+
+
+_OWN_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
+def own_group(ranks: Sequence[int]) -> Any:
+    """The group of these ranks in which nobody but hdet communicates: what a loop sends, such as
+    DDP, never meets it. Made in the first call, to which all of them come; it has the timeout that
+    the default group has then."""
+    world: Any = dist.group.WORLD
+    key = tuple(sorted(ranks))
+    known = _OWN_GROUPS.setdefault(world, {})
+    if key not in known:
+        device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else reachable(world)
+        timeout = world._get_backend(device).options._timeout
+        known[key] = dist.new_group(list(key), timeout, use_local_synchronization=True)
+    return known[key]
 
 
 def _new_group(ranks: Sequence[int]) -> Any:

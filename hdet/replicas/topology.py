@@ -3,6 +3,8 @@ different replicas."""
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,11 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .agreement import reachable
+from .agreement import ReplicaDisagreement, digest, gathered, reachable, who_has
 from .layout import Layout
 from .megatron_groups import megatron_table
 from .mesh import mesh_of_the_world, mesh_table
-from .process_groups import build, check_initialised, listed_table, together
+from .process_groups import build, check_initialised, listed_table, own_group, together
+
+WIDTH = 32
+"""Numbers of a replica in a small collective: the length of all of them is the same."""
+LATE_S = 30.0
+"""After so long a wait in one it is said. Groups wait for minutes before they fail."""
 
 
 class Replicas:
@@ -235,17 +242,63 @@ class Replicas:
                     "close() the Ensemble before, and make a new one after init_process_group"
                 ) from error
 
-    def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes:
-        the stats of a cycle.
+    # -- hdet's own small collectives --------------------------------------------------------------
 
-        All ranks of a replica add to its row; one all_reduce of N * width numbers. A NaN stays in
-        its own row, because the ranks of other replicas add zeros there.
+    moment: str = ""
+    """Where this rank is in its run, such as "step 12"."""
+    purpose: str = ""
+    """Of the small collective that is under way, or has failed."""
+
+    def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:
+        """(width,) numbers for each local replica -> (N, width) float64, bitwise the same in all
+        processes: the stats of a cycle.
+
+        All ranks of a replica add to its row. A NaN stays in its own row, because the ranks of
+        other replicas add zeros there. One all_reduce of N * `WIDTH` numbers, whatever is sent, and
+        a second one of what does not fit. Each row begins with a digest of ``purpose``, `moment`
+        and width, so that ranks notice that they are not in the same call.
+
+        Raises:
+            ReplicaDisagreement: on all ranks alike, if their purposes, moments or widths differ.
         """
-        rows = row.new_zeros(self.count, row.numel())
-        rows[self.index] = row
+        [row] = rows
         if self.world_group is None:
-            return rows
-        rows = rows.to(reachable(self.world_group, rows.device))
-        dist.all_reduce(rows, group=self.world_group)
-        return rows
+            rows_here = row.new_zeros(self.count, row.numel())
+            rows_here[self.index] = row
+            return rows_here
+        ranks = dist.get_process_group_ranks(self.world_group)
+        group = own_group(ranks)
+        text, width = f"{purpose} at {self.moment}" if self.moment else purpose, row.numel()
+        sent = torch.zeros(self.count, max(WIDTH, width + 1), dtype=torch.float64)
+        sent[self.index, 0] = mark = float(digest((text, width)))
+        device = reachable(group, row.device)
+        sent = sent.to(device)
+        sent[self.index, 1 : width + 1] = row.detach().to(device)
+        head, rest = sent[:, :WIDTH].contiguous(), sent[:, WIDTH:].contiguous()
+        late = f"rank {dist.get_rank()} has waited for {LATE_S:g} s, in {text}: do all ranks come?"
+        timer = threading.Timer(LATE_S, warnings.warn, [late])
+        timer.daemon, self.purpose = True, text
+        timer.start()
+        try:
+            dist.all_reduce(head, group=group)
+            head = head.cpu()
+        finally:
+            timer.cancel()
+        self.purpose = ""
+        if (head[:, 0] != mark * (len(ranks) // self.count)).any():
+            asked = gathered((text, f"{text}, with {width} numbers"), group, device)
+            is_same = len({short for short, _ in asked.values()}) == 1
+            raise ReplicaDisagreement(
+                "ranks are at different places. "
+                f"{who_has({rank: said[is_same] for rank, said in asked.items()})}. Call step(), "
+                "its closure, converge() and checkpoints on every rank alike, and give each as "
+                "many batches"
+            )
+        if rest.numel():
+            dist.all_reduce(rest, group=group)
+        return torch.cat([head, rest.cpu()], dim=1)[:, 1 : width + 1]
+
+    def meet(self, purpose: str) -> None:
+        """Before collectives of other lengths. Raises `ReplicaDisagreement`, on all ranks alike,
+        unless all have come for this ``purpose``."""
+        self.sum_rows(*[torch.zeros(0)] * len(self.local), purpose=purpose)

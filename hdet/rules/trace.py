@@ -148,6 +148,8 @@ Function = Callable[..., tuple[Tensor, ...]]
 MAX_MOMENTS; the direction, which a step goes against, or the new parameter; and the new moments"""
 MAX_MOMENTS = 3
 """csrc/core/numbers.h: Formats"""
+MAX_SCALARS = 10
+"""csrc/core/hyper.h: HyperRow"""
 
 
 class Trace(NamedTuple):
@@ -188,6 +190,11 @@ def trace(function: Function, num_moments: int) -> Trace:
             u, divisor = divided, by
     nodes = [node for tree in (u, *moments) for node in walk(tree)]
     scalars = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Scalar)))
+    if len(scalars) > MAX_SCALARS:
+        raise ValueError(
+            f"in {function.__name__} {len(scalars)} scalars meet a tensor, a step has room for "
+            f"{MAX_SCALARS}: combine some before"
+        )
     return Trace(names, u, tuple(moments), divisor, scalars, inputs[1] in nodes)
 
 

@@ -334,6 +334,13 @@ def check_controller(controller: Controller, run: Run) -> None:
         warnings.warn(
             "one replica explores nothing: the controller will never move a value", stacklevel=5
         )
+    elif len(still) == len(knobs):
+        warnings.warn(
+            f"the controller {controller.name!r} compares replicas, and the spread of each knob is "
+            "0, so they do not differ and nothing will move: pass LearningRate(spread=1/9), to "
+            "OneCycleAutoLR ensemble_lr_spread_ratio=1/9",
+            stacklevel=5,
+        )
     elif controller.regresses and 0 < len(still) < len(knobs):
         raise ValueError(
             f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from "

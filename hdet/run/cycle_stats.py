@@ -1,8 +1,8 @@
 """Cycle statistics: one row of numbers per replica, added up over its ranks, the same on every rank
 of all replicas.
 
-A row is (loss sum, weight, a mark of the schedule's values), with more columns only where more is
-compared or measured: 3N numbers a cycle. All ranks of a replica add to its row: micro-batches,
+A row is (loss sum, weight, a mark of the schedule's values), with more columns where more is
+compared or measured. All ranks of a replica add to its row: micro-batches,
 context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and ranks
 that see the same loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes
 the weight NaN, which no loss can.
@@ -152,6 +152,7 @@ def gather_stats(
     replicas: Replicas,
     members: Sequence[LocalReplica],
     measured: Sequence[Measured],
+    purpose: str = "statistics",
     *,
     compare: bool,
     marks: Sequence[float | torch.Tensor] = (),
@@ -160,6 +161,7 @@ def gather_stats(
     device.
 
     Args:
+        purpose: who has called.
         members: the replicas of this process.
         measured: of each of them.
         compare: add two marks of the parameters, to recognise equal replicas.
@@ -170,7 +172,7 @@ def gather_stats(
         _row(member, own, compare, marks) for member, own in zip(members, measured, strict=True)
     ]
     widths = {name: len(row) for name, row in measured[0].items()}
-    return parse(replicas.sum_rows(*rows), len(marks) + 2 * compare, widths)
+    return parse(replicas.sum_rows(*rows, purpose=purpose), len(marks) + 2 * compare, widths)
 
 
 def _row(

@@ -188,7 +188,7 @@ class Cycles:
     def converge(self) -> None:
         """Average now and exactly; the cycle goes on."""
         if self.replicas.count > 1:
-            stats = self._gather([{}] * len(self.replicas.local), compare=True)
+            stats = self._gather("converge()", [{}] * len(self.replicas.local), compare=True)
             finite = [r for r, good in enumerate(stats.finite) if good]
             if not finite:
                 raise self._all_diverged("no replica has finite parameters left")
@@ -203,7 +203,7 @@ class Cycles:
                 self.notes.append(note)
         self.reset_losses()
 
-    def _gather(self, measured: Sequence[Measured], *, compare: bool) -> CycleStats:
+    def _gather(self, purpose: str, measured: Sequence[Measured], *, compare: bool) -> CycleStats:
         """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is
         raised on every rank."""
         marks: list[Any] = []
@@ -211,7 +211,7 @@ class Cycles:
             marks = [self.schedule.mark(), *self.weights.marks()]
         with self.during("statistics"):
             stats = gather_stats(
-                self.replicas, self.weights.local, measured, compare=compare, marks=marks
+                self.replicas, self.weights.local, measured, purpose, compare=compare, marks=marks
             )
         if marks:
             self.schedule.check_marks(stats.marks[0])
@@ -229,7 +229,7 @@ class Cycles:
         compare = self.replicas.count > 1 and not self.can_part
         rows = self.panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
-        stats = self._gather(rows, compare=compare)
+        stats = self._gather("the end of a cycle", rows, compare=compare)
         measured = self.panel.split(stats.measured)
         if is_searching:  # what breaks in the first steps is rolled back by the search
             finite = [r for r, good in enumerate(stats.finite) if good]
@@ -322,13 +322,10 @@ class Cycles:
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
-        remedy = (
-            "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
-            if self.search is None or self.search.lower_may_help
-            else "Lower rates break too: look for NaN in data, loss and first weights"
-        )
         return ReplicasDiverged(
-            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. {remedy}"
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. Look for NaN in the "
+            "data; else resume from the last checkpoint with a lower rate or spread, or clip "
+            "gradients"
         )
 
     def _now(self) -> float:

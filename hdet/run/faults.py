@@ -82,7 +82,10 @@ class Guard:
     def __call__(self, phase: str) -> Iterator[None]:
         self.check_whole()
         self._replicas.check_group()
+        self._replicas.moment = f"step {self._engine.step}"
         try:
+            if phase in ("agreement", "checkpoint"):
+                self._replicas.meet(phase)
             yield
         except ReplicaLost as lost:  # of a guard inside
             self.lost = lost
@@ -100,10 +103,13 @@ class Guard:
         call.start()
         call.join(PATIENCE_S + 1)
         what, lost, late = self._read_call(call)
+        asked = f", in {self._replicas.purpose}" if self._replicas.purpose else ""
         message = (
-            f"{phase} failed in cycle {cycle} (step {step}): {what}; this is "
-            f"{self._named([call.own])}. Parameters may be half averaged: end this process and "
-            "start all ranks again from the last checkpoint (torchrun --max-restarts does that)"
+            f"{phase} failed in cycle {cycle} (step {step}){asked}: {what}; this is "
+            f"{self._named([call.own])}. If no process was killed: does every rank have as many "
+            "batches, and call step(), its closure and converge() alike? Parameters may be half "
+            "averaged: end this process and start all ranks again from the last checkpoint "
+            "(torchrun --max-restarts does that)"
         )
         return ReplicaLost(message, phase, cycle, step, lost, late)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class Records:
         self.engine, self.log = engine, log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
-        self.history: list[dict[str, Any]] = []
+        self.history = deque[dict[str, Any]](maxlen=1000)
         self._last_report, self._told = "", set[str]()
 
     def add(self, record: dict[str, Any]) -> None:
@@ -73,7 +74,8 @@ class Records:
         """At once, what the next record will have among its notes."""
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         tell = self.tell or (_LOG.info if is_first else _LOG.debug)
-        tell(f"hdet, step {self.engine.step}: {note}")
+        where = f", step {self.engine.step}" if self.engine.step else ""
+        tell(f"hdet{where}: {note}")
         self._told.add(note)
 
     def tell_report(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -19,6 +22,7 @@ __all__ = [
     "find_lost_state",
     "refuse_backward",
     "refuse_eval_mode",
+    "refuse_join",
     "warn_of_idle_run",
     "warn_of_no_controller",
 ]
@@ -56,7 +60,8 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
 def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> str:
     """Says that the states of optimizer, scheduler and Ensemble were not all loaded; "" where they
     seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
     for rate, own in zip(rates, getattr(scheduler, "get_last_lr", list)(), strict=False):
         if not close(rate, own):
             return (
@@ -66,10 +71,14 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
                 "scheduler after the rate was written; find_rate(...).apply writes to both"
             )
     is_new = scheduler is not None and not has_begun(scheduler)
+    if scheduler is None:  # there was one
+        is_new = any(
+            not close(group.get("initial_lr", group["lr"]), group["lr"]) for group in groups
+        )
     steps = (state.get("step", 0) for state in optimizer.state.values() if is_new and searches)
     if any(map(_some, steps)):
         return (
-            "the optimizer has made steps, and its scheduler none, so no rate is searched. On "
+            "the optimizer has made steps, and no scheduler has, so no rate is searched. On "
             "resuming load the state of the scheduler, and ensemble.state_dict()"
         )
     return ""
@@ -88,6 +97,19 @@ def refuse_eval_mode(optimizer: Optimizer) -> None:
             "ensemble.step() was called while the optimizer is in eval mode: call its eval() after "
             "ensemble.step(), and its train() before the next optimizer.step()"
         )
+
+
+def refuse_join(parameters: Iterable[torch.Tensor]) -> None:
+    """Of a DDP that holds these: a rank that has run out of batches goes on with DDP's collectives,
+    and comes to none of hdet's. Only the loop knows the model, so all objects are looked at."""
+    own = {id(p) for p in parameters}
+    for model in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
+        if model._join_config.enable and not own.isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                "DistributedDataParallel.join() is for ranks with different numbers of batches, "
+                "and an Ensemble needs the same number of steps on each: leave join() out, and end "
+                "each epoch after the smallest number (drop_last, itertools.islice)"
+            )
 
 
 def _refuse_backward(_: torch.Tensor) -> NoReturn:

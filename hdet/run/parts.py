@@ -36,7 +36,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import find_lost_state, warn_of_idle_run
+from .mistakes import find_lost_state, refuse_join, warn_of_idle_run
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -95,8 +95,9 @@ class Parts:
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
         searches = controller is not None and controller.search is not None
-        self.schedule.doubt = self.lost_state = find_lost_state(optimizer, scheduler, searches)
+        self.lost_state = find_lost_state(optimizer, scheduler, searches)
         """Told in the first step, unless the Ensemble's state is loaded before."""
+        self.schedule.doubt = self.lost_state.partition(". ")[0]
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)
@@ -144,6 +145,8 @@ class Parts:
 
     def agree(self) -> None:
         """Before anything of the run is averaged, and again after a load."""
+        if self.replicas.world_group is not None:
+            refuse_join(self.trained)
         with self.during("agreement"):
             self.agreement.check(self.weights.device)
         self.weights.moments.check()

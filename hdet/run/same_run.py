@@ -101,7 +101,8 @@ class Agreement:
             if norm is None
             else norm.reshape(1) ** 2
         )
-        norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
+        rows = replicas.sum_rows(square.to(device), purpose="the first step's gradients")
+        norms = [math.sqrt(x) for x in rows.flatten().tolist()]
         if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
             return
         if gradients == "shared" and max(norms) > 1.001 * min(norms):
@@ -136,6 +137,7 @@ class Agreement:
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
             "scheduler": self._of_scheduler(of_groups=False),
+            "whether its peak is known": not self.schedule.doubt,
         }
 
     def _of_peers(self) -> dict[str, Any]:

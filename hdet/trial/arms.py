@@ -12,13 +12,40 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
 from ..optim.snapshot import Snapshot
+from ..replicas.agreement import reachable
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
 from .in_place import InPlace
+from .rule import STEPS
 from .searched import Closure, Searched, losses_by, mean_of
 
-__all__ = ["Arms"]
+__all__ = ["Arms", "Gradients"]
+
+NO_GRADIENTS = "gradients were 0 in most of the first steps: is the loss masked, or its weight 0?"
+
+
+class Gradients:
+    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
+    there. (After it, gradients of 0 say that the rate is too high.)"""
+
+    def __init__(self, run: Searched) -> None:
+        self._run, self._are_seen = run, False
+        self._have_begun: Any = False  # perhaps a tensor on the device
+        self._idle: Any = 0.0
+
+    def note(self, *_: Any) -> None:
+        """Of a step, as they are now; as a hook of the optimizer, too."""
+        if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
+            self._are_seen = True
+            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
+            self._idle = self._idle + (~self._have_begun).double()
+
+    def why_given_up(self) -> str:
+        """Where that were most of the first steps, on all ranks together: one collective."""
+        row = torch.tensor([self._are_seen, float(self._idle)], dtype=torch.float64)
+        ranks, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
+        return NO_GRADIENTS if idle > ranks * STEPS / 2 else ""
 
 
 class Arms:
@@ -43,12 +70,16 @@ class Arms:
         self._before_step, self._scaler, self._place = before_step, scaler, place
         # Are gradients averaged here? None: not if the loop, and so before_step, does it.
         self._averages: bool | None = None
+        self._averaged = list[torch.Tensor]()
         is_alone = run.replicas.count == 1 or run.replicas.peer_group is None
-        if spread or is_alone or not run.shares_gradients:
+        self._is_shared = not (spread or is_alone) and run.shares_gradients
+        if not self._is_shared:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
         self._needs_closure = False  # the optimizer's step, as SAM's
+        self.gradients = Gradients(run)
+        self._noted: Snapshot | None = None  # the arm whose gradients these are, the first one
         self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
@@ -72,7 +103,9 @@ class Arms:
     def begin(self) -> Snapshot:
         """A new arm. It has the first weights."""
         self.run.restore(self.first)
-        return self.run.take_snapshot(self._place)
+        arm = self.run.take_snapshot(self._place)
+        self._noted = self._noted or arm
+        return arm
 
     def num_bytes(self, arms: Iterable[Snapshot | None]) -> int:
         """What these take here, with the first weights and the run's own."""
@@ -81,12 +114,7 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self,
-        arm: Snapshot,
-        closure: Closure,
-        factor: float,
-        may_skip: bool = False,
-        note_gradients: Callable[[], object] | None = None,
+        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -95,28 +123,15 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
-            note_gradients: called before a step.
         """
         run = self.run
         run.restore(arm)
         with random_states_kept(run.module):
             losses = self._backward(closure)
-            gradients = [p.grad for p in run.parameters if p.grad is not None]
-            if not gradients and not (may_skip and losses is None):
-                if not any(p.requires_grad for p in run.parameters):
-                    raise ValueError(
-                        "each parameter of the optimizer is frozen (requires_grad=False): no rate "
-                        "trains it"
-                    )
-                raise ValueError(
-                    "the closure gave losses without a graph, and left no gradients (is a return "
-                    "missing?): compute the losses of the batch again inside it, without no_grad "
-                    "or detach, or call backward inside"
-                )
-            self._average(gradients)
+            gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
-                if note_gradients is not None:
-                    note_gradients()
+                if arm is self._noted:
+                    self.gradients.note()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
@@ -142,7 +157,7 @@ class Arms:
 
         def compute_again() -> torch.Tensor | None:
             losses = self._backward(closure)
-            self._average([p.grad for p in self.run.parameters if p.grad is not None])
+            self._gradients(can_lack=losses is None)
             return mean_of(losses)
 
         step: Any = self.run.optimizer.step
@@ -163,6 +178,9 @@ class Arms:
         with torch.enable_grad():
             losses = losses_by(closure)
             called_backward = any(p.grad is not None for p in run.parameters)
+            if self._is_shared and self._averages is False:  # the backward pass communicates
+                has = losses is not None or called_backward
+                run.replicas.meet("losses of an arm" if has else "an arm without losses")
             if losses is None or not losses.requires_grad or called_backward:
                 return losses
             loss = losses.mean()
@@ -177,15 +195,38 @@ class Arms:
                 ) from error
         return losses
 
-    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        replicas = self.run.replicas
+    def _gradients(self, can_lack: bool) -> list[torch.Tensor]:
+        """Averaged, if it is for us to do that: then a rank that sees no loss sends zeros."""
+        replicas, parameters = self.run.replicas, self.run.parameters
         if self._averages is None:
-            own = gradient_norm(self.run.parameters).square().reshape(1)
-            squares = replicas.sum_rows(own).flatten().tolist()
+            own = gradient_norm(parameters).square().reshape(1)
+            squares = replicas.sum_rows(own, purpose="gradients of an arm").flatten().tolist()
             self._averages = max(squares) > 1.002 * min(squares)
-        for gradient in local_parts(gradients) if self._averages else ():
+        lacks = not can_lack and all(p.grad is None for p in parameters)
+        if self._averages and not self._averaged:  # on every rank the same ones
+            own = torch.tensor([lacks, *(p.grad is not None for p in parameters)]).double()
+            own = own.to(reachable(replicas.peer_group, local_parts(parameters[:1])[0].device))
+            dist.all_reduce(own, group=replicas.peer_group)
+            lacks, *counts = own.tolist()
+            self._averaged = [p for p, n in zip(parameters, counts, strict=True) if n]
+        if lacks:
+            if not any(p.requires_grad for p in parameters):
+                raise ValueError(
+                    "each parameter of the optimizer is frozen (requires_grad=False): no rate "
+                    "trains it"
+                )
+            raise ValueError(
+                "the closure gave losses without a graph, and left no gradients (is a return "
+                "missing?): compute the losses of the batch again inside it, without no_grad "
+                "or detach, or call backward inside"
+            )
+        for parameter in self._averaged:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            [gradient] = local_parts([parameter.grad])
             dist.all_reduce(gradient, group=replicas.peer_group)
             gradient.div_(replicas.count)
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether all gradients are finite, on every rank alike: a step that overflows is
@@ -196,7 +237,7 @@ class Arms:
         for part in local_parts(gradients):
             part.div_(self._scaler.get_scale())
             bad += float(not part.isfinite().all())
-        return not self.run.replicas.sum_rows(bad).sum().item()
+        return not self.run.replicas.sum_rows(bad, purpose="gradients of an arm").sum().item()
 
 
 @contextmanager
@@ -211,6 +252,9 @@ def _without_reduction(run: Searched) -> Iterator[None]:
     before = model.require_forward_param_sync
     try:
         model.require_forward_param_sync = False
+        # in its second forward pass, which a rank without losses does not make, all communicate
+        if model.reducer._rebuild_buckets():
+            model._has_rebuilt_buckets = True
         with model.no_sync():
             yield
     finally:

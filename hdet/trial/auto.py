@@ -15,13 +15,13 @@ from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import within
 from ..optim.snapshot import Snapshot
-from .arms import Arms
+from .arms import Arms, Gradients
 from .best_weights import BestWeights
 from .budget import Budget
 from .displacement import Displacement
 from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import Cost, Gradients, LoopLoss, OwnSteps, TrialSteps
+from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -213,6 +213,7 @@ class AutoLR(Controller):
         assert self._begun is not None
         run, (first, displacement, gradients) = self._run, self._begun
         if closure is None or not self._budget.allows_trial:
+            run.replicas.meet("a step without a closure")
             return OwnSteps(run, displacement, gradients)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
         spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
@@ -233,11 +234,6 @@ class AutoLR(Controller):
         self.done = not (repeats and factor < 1)
         self._repeats += not self.done
         return factor
-
-    @property
-    def lower_may_help(self) -> bool:
-        """Have far lower rates not been tried in vain?"""
-        return self.interval is None or self.interval.reason != NOT_THE_RATE
 
     @property
     def note(self) -> str:

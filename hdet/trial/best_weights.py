@@ -91,7 +91,7 @@ class BestWeights:
         run.forget_gathered()
         seen = [loss.double().cpu() for loss in losses if loss is not None]
         row = torch.stack([torch.stack(seen).mean(), torch.ones(())]) if seen else torch.zeros(2)
-        total, ranks = run.replicas.sum_rows(row.double()).sum(0).tolist()
+        total, ranks = run.replicas.sum_rows(row, purpose="held-out losses").sum(0).tolist()
         return total / ranks if ranks else math.inf
 
     @torch.no_grad()

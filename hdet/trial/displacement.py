@@ -8,7 +8,7 @@ It needs no copy of the model and no closure, and works on whatever part of a ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -57,17 +57,13 @@ class Displacement:
         return {name: (now[name] - first).norm() / first.norm()
                 for name, first in self._first.items()}  # fmt: skip
 
-    def leave_out(self, keys: Collection[tuple[bool, str]]) -> None:
-        """They are not measured any more."""
-        self._first = {key: first for key, first in self._first.items() if key not in keys}
-
     def is_pretrained(self, replicas: Replicas) -> bool:
         """Were the first weights trained already? Then rows and columns differ in size. One
         collective."""
         known = [min(score, ROUGHEST) for first in self._first.values()
                  if math.isfinite(score := _roughness(first.cpu()))]  # fmt: skip
         row = torch.tensor([sum(known), len(known)], dtype=torch.float64)
-        total, count = replicas.sum_rows(row).sum(0).tolist()
+        total, count = replicas.sum_rows(row, purpose="first weights").sum(0).tolist()
         return count > 0 and total / count > PRETRAINED
 
 
@@ -82,7 +78,7 @@ def medians(replicas: Replicas, *of: Ratios) -> list[float | None]:
     if not of:
         return []
     row = torch.cat([_histogram(ratios, kind) for ratios in of for kind in (False, True)])
-    total = replicas.sum_rows(row).sum(0).view(len(of), 2, BINS + 1)
+    total = replicas.sum_rows(row, purpose="displacements").sum(0).view(len(of), 2, BINS + 1)
     return [_median(of_matrices if sum(of_matrices) else of_vectors)
             for of_matrices, of_vectors in total.tolist()]  # fmt: skip
 

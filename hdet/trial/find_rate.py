@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..core.validate import whole
 from ..optim.snapshot import forget_states, optimizers_in, without_hooks
 from ..replicas import Replicas
-from ..simulation import simulate, warn_of_scheduler
+from ..simulation import simulate_rates
 from ..tensors.eval_mode import random_states_kept
 from .auto import AutoLR
 from .budget import SHORTEST
@@ -86,8 +86,8 @@ def find_rate(
         taken = list(islice(batches, STEPS + SCORES))
     if isinstance(batches, DataLoader):
         batches._iterator = None  # of workers that stay: a new one draws their seed
-    missing = float(STEPS + SCORES - len(taken))
-    if replicas.sum_rows(torch.tensor([missing], dtype=torch.float64)).sum():
+    missing = torch.tensor([float(STEPS + SCORES - len(taken))])
+    if replicas.sum_rows(missing, purpose="batches of find_rate").sum():
         raise ValueError(
             f"batches has {len(taken)}, and a trial takes {STEPS + SCORES} on each rank: pass more"
         )
@@ -126,11 +126,9 @@ def _generators_of(batches: object) -> list[Any]:
 def _peaks(optimizer: Optimizer, scheduler: Any, total_steps: int) -> list[float]:
     """By group. Raises ValueError if all are 0, or a scheduler that cannot be simulated."""
     groups = optimizer.param_groups
-    warn_of_scheduler(optimizer, scheduler)
-    peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
-    if scheduler is not None:
-        places = [(number, "lr", None) for number in range(len(groups))]
-        peaks = simulate([(scheduler, 1)], optimizer, total_steps, places).highest
+    peaks = simulate_rates(optimizer, scheduler, total_steps).highest
+    if scheduler is None:
+        peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
     if not max(peaks):
         raise ValueError(
             "every parameter group has learning rate 0: set the rate that you would use"

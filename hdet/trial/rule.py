@@ -13,7 +13,7 @@ losses of the batches that follow, which no arm has seen. The rule has three par
        high = (highest rate that ties) * (steps of the trial / steps of the run) ** HIGH_EXPONENT
 
    An end is open where the outermost arm ties. If no arm has learned anything, both are. Losses
-   that are equal to the bit at all rates are no measurement: then nothing moves.
+   that are bitwise equal at all rates are no measurement: then nothing moves.
 2. **Displacement**: how far the weights have moved, median over matrices of
    |change| / |first weights|. Rates that move less than `TOO_LITTLE` or more than `TOO_MUCH` are
    outside, too. The lower bound does not hold for weights that are trained already. A distance
@@ -52,8 +52,8 @@ BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another tria
 FARTHEST = 64.0  # the displacement in the place of all larger ones of a run's own steps
 
 # No measurement.
-RATE_UNUSED = "the optimizer took the same steps at rates far apart: it does not use its rate"
-NO_EFFECT = "no rate changed the losses: do they depend on the weights that the optimizer steps?"
+RATE_UNUSED = "steps are the same at rates far apart: the optimizer does not use its rate"
+NO_EFFECT = "no rate changed the losses: do they depend on the optimizer's weights?"
 NOTHING = "nothing that was measured depends on the rate"
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from ..tensors.dtensor import gradient_norm
 from ..tensors.profiling import ranged
-from .arms import Arms
+from .arms import Arms, Gradients
 from .budget import FORWARD
 from .displacement import Displacement, Ratios, medians
 from .rule import FARTHEST, MULTIPLES, RATE_UNUSED, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched, mean_of
 
-__all__ = ["Cost", "Gradients", "OwnSteps", "TrialSteps"]
+__all__ = ["Cost", "OwnSteps", "TrialSteps"]
 
 UNCERTAINTY = 2.0
 """A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
@@ -42,11 +41,6 @@ OTHER_NUMBERS = 8.0
 """If the mean of what the closure returned differs from the loop's loss by this factor, it is no
 table of losses."""
 
-NO_GRADIENTS = (
-    "all gradients were 0 in most of the first steps, so nothing was measured: is the loss masked, "
-    "or a term of weight 0?"
-)
-
 Loss = torch.Tensor | None
 """Of one batch. None: this rank saw none."""
 LoopLoss = torch.Tensor | float | None
@@ -62,29 +56,6 @@ class Cost:
     seconds: float = 0.0
     num_bytes: int = 0
     """the most that copies took"""
-
-
-class Gradients:
-    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
-    there. (After it, gradients of 0 say that the rate is too high.)"""
-
-    def __init__(self, run: Searched) -> None:
-        self._run, self._steps = run, 0
-        self._have_begun: Any = False  # perhaps a tensor on the device
-        self._idle: Any = 0.0
-
-    def note(self, *_: Any) -> None:
-        """Of a step, as they are now; as a hook of the optimizer, too."""
-        if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
-            self._steps += 1
-            self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
-            self._idle = self._idle + (~self._have_begun).double()
-
-    def why_given_up(self) -> str:
-        """Where that were most steps, on all ranks together: one collective."""
-        row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
-        steps, idle = self._run.replicas.sum_rows(row).sum(0).tolist()
-        return NO_GRADIENTS if idle > steps / 2 else ""
 
 
 class OwnSteps:
@@ -144,13 +115,14 @@ class TrialSteps:
         self._copies = [_Copy(multiple) for multiple in MULTIPLES]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
-        self._gradients = Gradients(self._run)  # of the lowest arm there is: higher ones saturate
         self._given_up = self._error = ""
         self.cost = Cost()
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
-        if closure is None or not _takes_nothing(closure):
+        can_train = closure is not None and _takes_nothing(closure)
+        self._replicas.meet("a step of the trial" if can_train else "a step without a closure")
+        if closure is None or not can_train:
             raise TypeError(
                 "AutoLR's trial needs the batch's losses again in each of its steps: call "
                 "ensemble.step(loss, closure=lambda: losses_of(model, batch)), a function without "
@@ -171,7 +143,7 @@ class TrialSteps:
             if compares:
                 self._compare_steps(own, part, is_loop=loss is not None)
             if self._position == STEPS:
-                self._given_up = self._given_up or self._gradients.why_given_up()
+                self._given_up = self._given_up or self._arms.gradients.why_given_up()
                 self._end_training()
             if self._position == 2:  # optimizers have made their states, and no arm has stopped
                 self.cost.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
@@ -193,15 +165,13 @@ class TrialSteps:
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
         self.cost.steps += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        may_skip = self._position > 0 or self._replicas.world_group is not None
         for copy in mine:
             if self._position == 0:
                 copy.weights = self._arms.begin()
             factor = copy.multiple * arm_factor(self._position + 1)
-            note = self._gradients.note if copy is self._live[0] else None
             try:
-                losses[copy] = self._arms.train(
-                    copy.weights, closure, factor, self._position > 0, note
-                )
+                losses[copy] = self._arms.train(copy.weights, closure, factor, may_skip)
             except Exception as error:  # a high rate may break in whatever way the model has
                 if self._position == 0 or copy.multiple <= 1 or self._is_loops_own(error):
                     raise
@@ -217,9 +187,13 @@ class TrialSteps:
 
     def _stop_arms(self, is_last: bool) -> None:
         """Those that have broken or are far behind, on all ranks together."""
-        [firsts] = self._mean_losses([self._copies[0].trained[:1]])
+        seen = (copy.trained[0] for copy in self._copies if copy.trained[0] is not None)
+        [firsts] = self._mean_losses([[next(seen, None)]])
         self._check_seen(firsts)
-        by_arm = self._mean_losses([copy.trained[-LOOK:] for copy in self._live])
+        owners = [self._copies.index(copy) % self._replicas.count for copy in self._live]
+        by_arm = self._mean_losses(
+            [copy.trained[-LOOK:] for copy in self._live], owners if self._arms.spread else ()
+        )
         # One batch may be easy by chance: what no arm is below does not count as behind.
         first = max([*firsts, min(map(mean, filter(None, by_arm)), default=-math.inf)])
         for copy, losses in zip([*self._live], by_arm, strict=True):
@@ -267,19 +241,23 @@ class TrialSteps:
 
     # -- what ranks know together ------------------------------------------------------------------
 
-    def _mean_losses(self, of: Sequence[Sequence[Loss]]) -> list[list[float]]:
-        """Means over the ranks that see a loss, by arm and batch. A batch of which no arm has a
-        loss is left out for all; an arm that has none where another has one is broken."""
+    def _mean_losses(
+        self, of: Sequence[Sequence[Loss]], owners: Sequence[int] = ()
+    ) -> list[list[float]]:
+        """Means over the ranks that see a loss, by arm and batch. A batch of which no arm of an
+        owner has a loss is left out for these; an arm that has none where another one of them has
+        is broken. ``owners``: who trains an arm, where that is not everybody."""
         losses = [loss for own in of for loss in own]
         values = [torch.zeros(()) if loss is None else loss for loss in losses]
         row = torch.stack([value.to("cpu", torch.float64) for value in values])
         row = row.nan_to_num(nan=INFINITE, posinf=INFINITE, neginf=INFINITE).clamp(max=INFINITE)
         seen = torch.tensor([float(loss is not None) for loss in losses], dtype=torch.float64)
-        total = self._replicas.sum_rows(torch.cat([row, seen])).sum(0).cpu()
+        total = self._replicas.sum_rows(torch.cat([row, seen]), purpose="losses of arms").sum(0)
         sums, counts = total.view(2, len(of), -1)
         means = (sums / counts).where((counts > 0) & (sums < INFINITE), INFINITE)
-        found: list[list[float]] = means[:, counts.sum(0) > 0].tolist()
-        return found
+        own = torch.tensor(owners or [0] * len(of))
+        known = [counts[own == owner].sum(0) > 0 for owner in own]
+        return [mean[has].tolist() for mean, has in zip(means, known, strict=True)]
 
     def _trial(self) -> Trial:
         """All of it: one collective of displacements, one of losses."""
@@ -320,19 +298,12 @@ class TrialSteps:
     def _compare_steps(self, own: Ratios, part: float, is_loop: bool) -> None:
         """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say.
         ``is_loop``: has the run made one? Not in `find_rate`."""
-        low, high = (self._ratios(self._copies[number]) for number in (0, -1))
-        # What the same gradient moves as far at rates 4 096 apart does not follow them.
-        stuck = {key: moved for key, moved in low.items()
-                 if float(moved) > 0 and math.isclose(moved, high[key], rel_tol=0.01)}  # fmt: skip
-        self._displacement.leave_out(stuck)
-        own = {key: moved for key, moved in own.items() if key not in stuck}
         same = self._ratios(self._copies[MULTIPLES.index(1.0)])
         scaled = {key: same[key] * (part / arm_factor(1)) for key in own}
-        *moves, follows, stays = medians(self._replicas, own, scaled, same, stuck)
-        run, arm = (moved or 0.0 for moved in moves)
+        ends = (self._ratios(self._copies[number]) for number in (0, -1))
+        found = medians(self._replicas, own, scaled, *ends)
+        run, arm, low, high = (moved or 0.0 for moved in found)
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
-        if follows is None and stays is not None:
-            self._given_up = RATE_UNUSED
         if is_loop and run == 0 < arm and not self._arms.has_scaler:
             self._given_up = (
                 "the trial was given up: the loop's first step moved no weight, and a copy's did. "
@@ -345,6 +316,8 @@ class TrialSteps:
                 "sum of the losses (use the mean), change gradients before optimizer.step() (pass "
                 "before_step=), or take several steps before ensemble.step()?"
             )
+        if 0 < low == high < 100:
+            self._given_up = RATE_UNUSED
 
 
 def _takes_nothing(closure: Closure) -> bool:

@@ -1,14 +1,11 @@
-"""What tests of the ways of averaging share: tasks, tensors, and an account of what travels."""
+"""What tests of the ways of averaging share: tasks and tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from pytest import MonkeyPatch
 
 from hdet.converge import Task
 from hdet.kernels import numbers
@@ -74,35 +71,3 @@ def task(tensors: Tensors, masters: Masters | None = None, **changes: Any) -> Ta
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD([some], lr=0.1)
     settings = {"bucket_bytes": 1 << 14, **changes}
     return Task(tensors, replicas, optimizer, lambda: masters or [None] * len(tensors), **settings)
-
-
-# Collectives, whose second names are older than torch 2.13's, and what a rank has to send at the
-# least, in a ring: of its tensors, the output first, and of the number of ranks.
-COLLECTIVES: dict[str, tuple[tuple[str, ...], Any]] = {
-    "all_reduce": (("all_reduce",), lambda t, n: 2 * (n - 1) / n * t[0].nbytes),
-    "all_to_all": (("all_to_all_single",), lambda t, n: (n - 1) / n * t[1].nbytes),
-    "all_gather": (
-        ("all_gather_single", "all_gather_into_tensor"),
-        lambda t, n: (n - 1) * t[1].nbytes,
-    ),
-}
-
-
-@contextmanager
-def account() -> Iterator[list[tuple[str, float]]]:
-    """Every collective inside: its name and the bytes that this rank has to send in it."""
-    sent: list[tuple[str, float]] = []
-
-    def watch(name: str, real: Any, payload: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-            sent.append((name, payload(tensors, dist.get_world_size(kwargs.get("group")))))
-            return real(*args, **kwargs)
-
-        return call
-
-    with MonkeyPatch.context() as patch:
-        for name, (either, payload) in COLLECTIVES.items():
-            chosen = next(one for one in either if hasattr(dist, one))
-            patch.setattr(dist, chosen, watch(name, getattr(dist, chosen), payload))
-        yield sent

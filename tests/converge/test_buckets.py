@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import counted
 from hdet.converge import all_finite, average_tensors, buckets, collectives, digest
 from hdet.converge.buckets import Buckets, Part
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
-from .helpers import account
 
 
 def two_replicas(rank: int, world: int, weights: list[float]) -> Any:
@@ -32,11 +32,11 @@ def test_weight_zero_contributes_nothing_not_even_nan(weights: list[float], mean
 def count_collectives(rank: int, world: int, size: int, count: int, bucket_bytes: int) -> Any:
     tensors = [torch.ones(size) for _ in range(count)]
     ours = Buckets(lambda: list(map(Part, tensors)), bucket_bytes, in_place=True)
-    with account() as sent:
+    with counted() as sent:
         ours.average(Replicas.from_group())
         ours.average(Replicas.from_group())
     # every element travels exactly once per average
-    assert sum(n for _, n in sent) == 2 * sum(t.nbytes for t in tensors)
+    assert sum(call.sent for call in sent) == 2 * sum(t.nbytes for t in tensors)
     return len(sent) // 2, ours.extra_bytes
 
 

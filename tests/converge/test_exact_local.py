@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import hdet
+from benchmarks.harness import counted
 from hdet.converge import Compressed, ExactLocal, Plain
 from hdet.replicas import Replicas
 from hdet.rules import DECOUPLED
 
 from ..distributed import run_ranks
-from .helpers import account, equal, task
+from .helpers import equal, task
 
 SPREAD = {2: [0.7, 1.3], 4: [0.7, 0.9, 1.1, 1.3]}
 
@@ -49,10 +50,10 @@ def train(rank: int, world: int, name: str, way: Any, dtype: Any, **settings: An
             if made.mean() is not None:
                 means.append(made.mean()[0].clone())
         apart = values()
-        with account() as sent:
+        with counted() as sent:
             assert made.end_cycle([1 / world] * world) == [] and made.idle
         found.append((apart, values()))
-        sent_in.append(sum(size for _, size in sent))
+        sent_in.append(sum(call.sent for call in sent))
         assert made.mean() is None or torch.equal(made.mean()[0], parameter)
     return found, sent_in, means
 

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hdet.core.divergence import Divergence, judge
 
@@ -21,42 +23,51 @@ def verdict(
     return judge(Divergence(**settings), finite, losses, before)
 
 
-def test_everybody_healthy() -> None:
-    found = verdict([1.0, 1.1, 0.9, 1.3])
-    assert (found.healthy, found.roll_back, found.notes) == ([0, 1, 2, 3], False, [])
-    assert found.level == pytest.approx(1.05)
-
-
-ODD, FALLING, OUT = [0.1, 4.2, 0.1, 0.1], [-4.0, -1.0, -4.0, -4.0], [True, False, True, True]
+ODD, FALLING = [0.1, 4.2, 0.1, 0.1], [-4.0, -1.0, -4.0, -4.0]
 
 
 @pytest.mark.parametrize(
     ("losses", "settings", "healthy"),
     [
         # 4.2 is above 4 times the peers' median and the last cycle's level, 1
-        *(([1.0, bad, 1.0, 1.0], {}, OUT) for bad in (math.nan, math.inf, 4.2)),
-        (ODD, {}, OUT),
+        (ODD, {}, [0, 2, 3]),
         # all are falling fast; nothing is known yet
-        (ODD, {"before": 2.0}, ALL),
-        (ODD, {"before": None}, ALL),
-        (ODD, {"peer_bound": None}, ALL),
-        (FALLING, {"before": -4.0}, ALL),  # a ratio says nothing of losses below 0
+        (ODD, {"before": 2.0}, [0, 1, 2, 3]),
+        (ODD, {"before": None}, [0, 1, 2, 3]),
+        (ODD, {"peer_bound": None}, [0, 1, 2, 3]),
+        (FALLING, {"before": -4.0}, [0, 1, 2, 3]),  # a ratio says nothing of losses below 0
         # a scaler may have skipped the steps: parameters are whole
-        ([None] * 4, {}, ALL),
-        ([math.nan] * 4, {}, ALL),
-        ([1.0] * 4, {"finite": OUT}, OUT),
-        ([1.0] * 4, {"finite": [False] * 4}, [False] * 4),
-        ([1.0, 9.0], {"finite": [True] * 2}, [True, False]),  # two are judged by each other
+        ([math.nan] * 4, {}, [0, 1, 2, 3]),
     ],
 )
-def test_who_is_averaged(
-    losses: list[float | None], settings: dict[str, Any], healthy: list[bool]
+def test_who_is_averaged(losses: Any, settings: dict[str, Any], healthy: list[int]) -> None:
+    assert verdict(losses, **settings).healthy == healthy
+
+
+GOOD, BAD = st.floats(0.1, 1.5), st.sampled_from([math.nan, math.inf, -math.inf, 99.0])
+CYCLES = st.lists(st.tuples(st.booleans(), st.one_of(GOOD, BAD, st.none())), min_size=2, max_size=8)
+
+
+@given(CYCLES, st.randoms())
+def test_a_verdict_is_of_replicas_and_not_of_their_numbers(cycle: Any, random: Any) -> None:
+    order = random.sample(range(len(cycle)), len(cycle))
+    found = judge(Divergence(), *zip(*cycle, strict=True), 1.0)
+    turned = judge(Divergence(), *zip(*(cycle[r] for r in order), strict=True), 1.0)
+    assert sorted(order[r] for r in turned.healthy) == found.healthy
+    assert (turned.roll_back, turned.level) == (found.roll_back, found.level)
+    finite = {r for r, (good, _) in enumerate(cycle) if good}
+    assert set(found.healthy) <= finite and bool(found.healthy) == bool(finite)
+    noted = {int(note.split()[1]) for note in found.notes if note.startswith("replica")}
+    assert noted == set(range(len(cycle))) - set(found.healthy)
+
+
+@given(st.lists(GOOD, min_size=2, max_size=8), st.integers(0, 7), st.floats(6.1, 1e6))
+def test_one_far_above_its_peers_and_the_last_cycle_is_left_out(
+    losses: list[float], place: int, far: float
 ) -> None:
-    found = verdict(losses, **settings)
-    assert found.healthy == [r for r, good in enumerate(healthy) if good]
-    noted = [note.split(":")[0] for note in found.notes]
-    left_out = [r for r, good in enumerate(healthy) if not good]
-    assert noted == [f"replica {r} left out of the average" for r in left_out]
+    losses[place % len(losses)] = 1.5 * far
+    found = judge(Divergence(), [True] * len(losses), losses, 1.5)
+    assert {*range(len(losses))} - {*found.healthy} == {place % len(losses)}
 
 
 RISEN = [2.1, 2.2, 2.3, 2.4]

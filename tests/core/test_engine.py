@@ -48,6 +48,15 @@ def test_a_loss_that_is_not_finite_never_reaches_the_controller(bad: float | Non
     assert outcome.left_out == [1] and "replica 1" in outcome.notes[0]
 
 
+def test_a_loop_without_losses_is_told_once_where_a_controller_reads_them() -> None:
+    run = engine(2, Scripted(Decision()))
+    notes = [run_cycle(run, [None, None]).notes for _ in range(2)]
+    assert notes == [["no finite loss was passed to step() in this cycle: pass step(loss)"], []]
+    still = Engine([KnobSpec("lr", 0.0)], 2, Clock(2), Scripted(Decision()))
+    for silent in (engine(2), still):
+        assert run_cycle(silent, [None, None]).notes == []
+
+
 @pytest.mark.parametrize(
     "row",
     [[1.0, math.nan], [math.inf, -math.inf], [1.0, -math.inf], [1e308, 1e308], [1e308, -1e308]],

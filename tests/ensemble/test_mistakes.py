@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hdet
+from tests.harness import TwoReplicas
 
 STEPS = 60
 
@@ -94,7 +95,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: half_resumed(True), "was 0.01, its scheduler's 0.001.*load the states of both",
     ),
     "a schedule that begins again": (
-        lambda: half_resumed(False), "optimizer has made steps, and its scheduler none.*load the",
+        lambda: half_resumed(False), "optimizer has made steps, and no scheduler has.*load the",
     ),
     "the loop is longer than the run": (
         lambda: Loop().train(STEPS + 9), "step after the last one .* total_steps=60",
@@ -106,6 +107,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop(length=90).train(), "T_max .* is 90: after step 60 the rate has not fallen",
     ),
     "the rate is 0": (lambda: Loop(lr=0.0).train(), "learning rate is 0.*nothing is trained"),
+    "replicas do not differ": (
+        lambda: Loop().train(
+            controller=hdet.SoftmaxController(decay=None), replicas=TwoReplicas(),
+            knobs=[hdet.LearningRate(0)], sync=hdet.Sync(10),
+        ), r"compares replicas, .* pass LearningRate\(spread=1/9\), .*ensemble_lr_spread_ratio=1/9",
+    ),
     "all is frozen": (lambda: Loop(frozen=True).train(), "frozen .*nothing is trained"),
 }  # fmt: skip
 

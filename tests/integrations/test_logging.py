@@ -37,6 +37,12 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
 
+def test_of_a_trial_four_numbers_are_series() -> None:
+    trial = {"rate": 0.1, "low": 0.0, "high": 0.2, "suggestion": 0.1}
+    series = hdet.logging.scalars({"trial": {**trial, "total_steps": 9, "trial": {"arms": [1.0]}}})
+    assert series == {f"hdet/trial/{key}": value for key, value in trial.items()}
+
+
 class Writer:
     """TensorBoard's, or a run of W&B."""
 

@@ -16,7 +16,6 @@ from hdet.kernels import StepTensors, numbers
 from .cases import BACKENDS, CHUNK, Guarded, device_of
 from .problem import Problem
 from .table import BF16, F16, F32, I16, SETTINGS, Case, Format
-from .test_gradients import with_exchange
 
 FAR = 2**36 + CHUNK
 """elements: past 2^31, and past 2^34 where random numbers need a second word; chunks start at
@@ -101,7 +100,7 @@ def copy(backend: str) -> Prepared:
 
 
 OPERATIONS = {
-    "step": pytest.param(step, marks=with_exchange),
+    "step": step,
     "average": average,
     "copy": copy,
 }
@@ -128,7 +127,6 @@ def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensor
     return StepTensors("adamw", [params], [0] * len(SIZES), steps, moments, **more)
 
 
-@with_exchange
 @pytest.mark.parametrize("backend", NATIVE)
 def test_random_numbers_know_where_they_are(backend: str) -> None:
     """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of

@@ -3,14 +3,15 @@ of them."""
 
 from __future__ import annotations
 
-import datetime
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import hdet
 from hdet import _C, kernels
-from hdet.kernels import StepSettings, StepTensors
+from hdet.kernels import StepSettings, StepTensors, native
 from hdet.kernels.step import NoReader
 
 from .cases import BACKENDS, device_of
@@ -18,22 +19,14 @@ from .cases import BACKENDS, device_of
 SHAPES = [(3, 4), (), (0, 5), (1, 7, 1), (6,)]
 SETTINGS = [StepSettings(0.1, (1.0,))]
 
-API = "__dlpack_c_exchange_api__"
-
-with_exchange = pytest.mark.skipif(
-    not hasattr(Tensor, API),
-    reason="this torch has no DLPack exchange interface: Python looks at every gradient anew",
-)
-
 
 def some(seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-@with_exchange
 def test_what_has_not_changed_is_not_looked_at_again() -> None:
-    gradients, first = _C.Gradients(Tensor, getattr(Tensor, API), some()), some(1)
+    gradients, first = _C.Gradients(Tensor, native.torch_interface, some()), some(1)
     assert gradients.read(first) == gradients.MOVED | gradients.RETYPED
     assert gradients.read(list(first)) == 0
     written = torch.zeros(len(first), dtype=torch.int64)
@@ -74,21 +67,31 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     assert p.tolist() == [pytest.approx(0.1)] * 3
 
 
-@pytest.mark.parametrize(
-    "exchange", ["torch's", "none", "not a capsule", "another capsule", "no module"]
-)
+@pytest.mark.parametrize("uses", [(False, False), (True, False), (True, True)])
+def test_a_gradient_of_two_parameters_is_not_zeroed_before_the_second(uses: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in uses]
+    groups = [{"params": [p], "use_muon": use} for p, use in zip(params, uses, strict=True)]
+    optimizer = hdet.FusedMuon(groups)
+    for p in params:
+        p.grad = params[0].grad if p is not params[0] else torch.ones(2, 2)
+    optimizer.step()  # without zeroing both take it
+    assert all((p != 1).all() for p in params)
+    optimizer.zero_gradients, before = True, [p.detach().clone() for p in params]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"gradient of parameter 0 .* parameter 1 overlap"):
+            optimizer.step()
+    assert all(map(torch.equal, params, before))
+    params[1].grad = torch.ones(2, 2)
+    optimizer.step()
+    assert not any(p.grad.any() for p in params)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("asks", ["torch", "Python"])
 def test_a_plan_follows_gradients_that_move_and_change_type(
-    exchange: str, monkeypatch: pytest.MonkeyPatch
+    asks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exchange == "no module":
-        monkeypatch.setattr(kernels.step, "_reader", lambda params: NoReader())
-    elif exchange != "torch's":  # a torch without the interface, or with another
-        other = {
-            "none": {},
-            "not a capsule": {API: 3},
-            "another capsule": {API: datetime.datetime_CAPI},
-        }[exchange]  # type: ignore[attr-defined]
-        monkeypatch.setattr(kernels.step, "Tensor", type("Tensor", (), other))
+    if asks == "Python":  # no native module, or a torch of another interface
+        monkeypatch.setattr(native, "torch_interface", None)
     params = some(0)
     plan = kernels.step_plan(
         StepTensors(

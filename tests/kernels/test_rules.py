@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet.rules import RULES
+from hdet.rules.trace import Settings, Tensor, trace
 
 GENERATE = Path(__file__).resolve().parents[2] / "csrc/generate.py"
 
@@ -22,7 +22,13 @@ def test_what_is_committed_is_what_is_printed() -> None:
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python csrc/generate.py"
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_row_has_room_for_what_a_rule_needs(name: str) -> None:
+def test_a_rule_for_whose_scalars_a_row_has_no_room_is_refused() -> None:
     """csrc/core/hyper.h: HyperRow::s."""
-    assert len(RULES[name].trace.scalars) <= 10
+
+    def many(h: Settings, g: Tensor, p: Tensor) -> tuple[Tensor]:
+        for i in range(11):
+            g = g * (h.eps + i)
+        return (g,)
+
+    with pytest.raises(ValueError, match="in many 11 scalars"):
+        trace(many, 0)

@@ -191,7 +191,7 @@ def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> N
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net, run = dropping(every=2, count=2)
     # the other replica is as this one
-    run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])
+    run.replicas.sum_rows = lambda *rows, purpose: torch.stack([*rows, *rows])
     run.weights.end_cycle = lambda *ending: []
 
     def cycle(explore: bool) -> list[str]:

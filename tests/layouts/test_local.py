@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
-from tests.converge.helpers import account
+from benchmarks.harness import counted
 from tests.distributed import run_ranks
 from tests.layouts.common import (
     INTERVAL,
@@ -67,10 +67,10 @@ def local(rank: int, world: int, policy: str, sharded: bool) -> tuple[Trace, lis
     settings = {"replicas": replicas, "gradients": "local", "moments": policy}
     begins, parameters = [], list(net.parameters())
     between = lambda step: begins.append(len(sent))
-    with account() as sent:
+    with counted() as sent:
         trace = train(parameters, adamw(parameters), backward, STEPS, between, **settings)
     assert not by_ddp
-    sizes = [size if name == "all_reduce" else 0 for name, size in sent]
+    sizes = [call.sent if call.name == "all_reduce" else 0 for call in sent]
     cycles = itertools.pairwise([*begins[::INTERVAL], len(sent)])
     return trace, [sum(sizes[first:last]) for first, last in cycles]
 

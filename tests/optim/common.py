@@ -161,7 +161,7 @@ MUON = Rule(
     Optimizer,
     [
         {"use_muon": True, "weight_decay": 0.1},
-        {"use_muon": True, "momentum": 0.8, "nesterov": False, "maximize": True},
+        {"use_muon": True, "stacked": True, "momentum": 0.8, "nesterov": False, "maximize": True},
         {"use_muon": False, "betas": (0.8, 0.9), "weight_decay": 0.0},
     ],
     ("momentum_buffer",),

@@ -15,9 +15,10 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import native, numbers
+from hdet.optim import fused
 from hdet.optim import step_plans as plans
 
-from .common import RULES, Pair, Rule, names, plans_made, set_gradients
+from .common import RULES, TORCH_RULES, Pair, Rule, names, plans_made, set_gradients
 
 
 @pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))
@@ -29,6 +30,21 @@ def test_the_examples_of_the_docstrings(name: str) -> None:
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_an_optimizer_may_stand_in_torchs_place(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused._torchs_defaults.cache_clear()
+    monkeypatch.setattr(torch.optim, rule.peer.__name__, rule.fused)
+    pair = Pair(rule)
+    pair.go(1)
+    pair.check()
+
+
+def test_a_module_that_is_named_in_the_docs_is_there_after_import_hdet() -> None:
+    assert hdet.__getattr__("optim") is hdet.optim
 
 
 @pytest.fixture
@@ -145,6 +161,7 @@ def lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     if request.param == "native":
         return importlib.import_module("hdet.optim.lists")
     monkeypatch.setattr(native, "missing", "not built")
+    monkeypatch.setattr(native, "torch_interface", None)
     spec = importlib.util.find_spec("hdet.optim.lists")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -169,7 +186,7 @@ def test_lists_are_the_same_if_their_objects_are(lists: Any) -> None:
     assert not same_contents(held, known)
     assert lists.absent([one, None, other, None]) == [1, 3] and lists.absent([]) == []
     tensors = [torch.ones(2), torch.ones(0)]
-    noted = lists.note_addresses(tensors)
+    noted = lists.note_memory(tensors)
     assert noted.same(list(tensors)) and not noted.same([one, tensors[1]]) and not noted.same([one])
     params = [Parameter(one), Parameter(other)]
     params[1].grad = torch.ones(2)

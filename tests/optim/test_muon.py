@@ -53,7 +53,7 @@ def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
 
 def make(params: Sequence[Tensor], **options: Any) -> FusedMuon:
     both = [
-        {"params": params[:MATRICES], "use_muon": True},
+        {"params": params[:MATRICES], "use_muon": True, "stacked": True},
         {"params": params[MATRICES:], "use_muon": False},
     ]
     return FusedMuon(both, **{"lr": 2e-2, "adamw_lr": 1e-2, **options})
@@ -516,7 +516,9 @@ def test_more_matrices_of_a_shape_are_no_more_calls(ns_dtype: torch.dtype) -> No
         params = [Parameter(torch.randn(shape)) for shape in shapes]
         for param in params:
             param.grad = torch.ones_like(param)
-        optimizer = FusedMuon([{"params": params, "use_muon": True}], ns_dtype=ns_dtype)
+        optimizer = FusedMuon(
+            [{"params": params, "use_muon": True, "stacked": True}], ns_dtype=ns_dtype
+        )
         optimizer.set_replicas(replicas, copies(replicas))
         optimizer.step()
         with Calls() as calls:
@@ -550,6 +552,7 @@ def test_the_default_rule() -> None:
     assert [group["param_names"] for group in optimizer.param_groups] == [
         [n for n, (_, u) in RULE.items() if u is x] for x in (True, False)
     ]
+    assert optimizer.param_groups[0]["stacked"]
     several = FusedMuon(
         [{"params": named[:1], "name": "a", "lr": 0.5}, {"params": named[1:3], "name": "b"}]
     )
@@ -619,6 +622,17 @@ def test_matrices_without_names_are_what_torchs_takes(settings: dict[str, Any]) 
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0.05 * 4 * 2**-8)
 
 
+@pytest.mark.parametrize("shapes", [[(0, 8)], [(8, 0)], [(0, 0)], [(0, 8), (8, 3), (8, 0)]])
+def test_empty_matrices_are_stepped_as_torchs(shapes: list[tuple[int, int]]) -> None:
+    """As on a rank that has no expert."""
+    params = [Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = FusedMuon(params, max_grad_norm=1.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(optimizer.state[param]["step"] == 1 and (param < 1).all() for param in params)
+
+
 def test_names_that_do_not_tell_an_output_layer_are_warned_of() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     with pytest.warns(UserWarning, match=r"Muon steps '2.weight' too: .*hdet.hidden_matrices"):
@@ -654,6 +668,7 @@ def test_parameters_given_by_a_generator() -> None:
 MATRIX, VECTOR = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
 PAIR: Any = [("a", MATRIX), ("b", VECTOR)]
 DOUBLE: Any = [("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]
+NO_VECTORS = {"use_muon": lambda _, param: param.ndim >= 2}
 ALIKE = "of group 0 would be that of Muon and of AdamW alike"
 
 
@@ -668,6 +683,9 @@ ALIKE = "of group 0 would be that of Muon and of AdamW alike"
         (f"lr {ALIKE}", [{"params": PAIR, "lr": 0.1}], {}),
         (f"eps {ALIKE}", [{"params": PAIR, "eps": 0.1}], {"use_muon": hidden_matrix}),
         (r"has the shape \(3,\), and use_muon=True is for", PAIR, {"use_muon": lambda *_: True}),
+        ("2, 5.*or say stacked", nn.Conv1d(2, 3, 5).named_parameters(), NO_VECTORS),
+        ("2, 5, 5.*or say stacked", nn.Conv2d(2, 3, 5).named_parameters(), NO_VECTORS),
+        ("iterable of Tensors", MATRIX, {}),
         (r"momentum=1.0 of .* must be in \[0, 1\)", PAIR, {"momentum": 1.0}),
         ("ns_steps=100 of", PAIR, {"ns_steps": 100}),
         ("ns_coefficients=.* three finite", PAIR, {"ns_coefficients": (1.0, math.nan, 0.0)}),

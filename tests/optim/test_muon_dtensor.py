@@ -45,7 +45,10 @@ MESHES: dict[str, Any] = {
 
 def twins_of(mesh: str, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
     def make(params: list[Parameter]) -> FusedMuon:
-        groups = [{"params": [params[i] for i in places], **kind} for places, kind in GROUPS]
+        groups = [
+            {"params": [params[i] for i in places], "stacked": True, **kind}
+            for places, kind in GROUPS
+        ]
         return FusedMuon(groups, **{"lr": 2e-2, **options})
 
     return Twins(make, *MESHES[mesh], SHAPES, dtype)

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 import hdet
 from hdet.optim import FusedScheduleFreeAdamW
 
-from .common import BACKENDS, assert_equal, parameters, run
-from .test_replicas import RHOS, copies, values
+from .common import BACKENDS, assert_close, assert_equal, parameters, run
+from .test_replicas import RHOS, copies, put, values
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -54,6 +54,30 @@ def test_it_is_schedulefrees_step_by_step(settings: dict[str, Any], backend: str
             assert optimizer.param_groups[0][key] == peer.param_groups[0][key]
         optimizer.train()
         peer.train()
+
+
+@pytest.mark.parametrize("saved_in_eval", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_states_pass_to_schedulefree_and_back(
+    settings: dict[str, Any], saved_in_eval: bool
+) -> None:
+    peer = pytest.importorskip("schedulefree").AdamWScheduleFree
+    saved: list[Any] = [None, None]
+    for turn in range(4):
+        now: list[Any] = []
+        for kind, earlier in zip((FusedScheduleFreeAdamW, peer), saved[::-1], strict=True):
+            params = parameters()
+            optimizer = kind(params, **settings)
+            if earlier:
+                put(earlier[0], params)
+                optimizer.load_state_dict(earlier[1])
+            optimizer.train()
+            run(optimizer, params, range(6 * turn, 6 * turn + 6))
+            if saved_in_eval:
+                optimizer.eval()
+            now.append((params, copy.deepcopy(optimizer.state_dict())))
+        assert_close(now[0][0], now[1][0], 1e-5)
+        saved = now
 
 
 def test_x_is_the_weighted_mean_of_all_z() -> None:

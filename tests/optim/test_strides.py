@@ -71,7 +71,7 @@ def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(values(shape)) for shape in shapes]
         groups = [
-            {"params": params[:3], "use_muon": True},
+            {"params": params[:3], "use_muon": True, "stacked": True},
             {"params": params[3:], "use_muon": False},
         ]
         optimizer = hdet.FusedMuon(groups, lr=0.1, **options)

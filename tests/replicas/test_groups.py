@@ -256,7 +256,8 @@ def add_up(rank: int, world: int) -> list[Table]:
     rows = [[10.0 * (tp.index + 1) * weight, weight], [0.0, 0.0]]
     if pp.member == 1:
         rows[1] = [7.0, 2.0] if pp.index else [float("nan"), 1.0]
-    sums = [r.sum_rows(torch.tensor(row).double()) for r, row in zip((tp, pp), rows, strict=True)]
+    rows = map(torch.tensor, rows)
+    sums = [r.sum_rows(row, purpose="") for r, row in zip((tp, pp), rows, strict=True)]
     return [total.nan_to_num(nan=-1.0).tolist() for total in sums]
 
 

@@ -15,8 +15,9 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from hdet.trial.rule import Arm, RateInterval, Trial
-from tests.harness import Scripted, TwoReplicas, policies
+from hdet.simulation import simulate_rates
+from hdet.trial.rule import RateInterval, Trial
+from tests.harness import TwoReplicas, policies
 from tests.trial.common import auto_run
 
 from . import cases
@@ -179,22 +180,16 @@ class Wrapped:
     """As accelerate's, which is no scheduler of torch's."""
 
     def __init__(self, scheduler):
-        self.inside, self.optimizers, self.calls = scheduler, [scheduler.optimizer], 0
-
-    def step(self):
-        self.calls += 1
-        self.inside.step()
-
-    def get_last_lr(self):
-        return self.inside.get_last_lr()
+        self.inside, self.optimizers = scheduler, [scheduler.optimizer]
+        self.step, self.get_last_lr = scheduler.step, scheduler.get_last_lr
 
 
 class Follows(torchs.LambdaLR):
-    """The same for the first ten steps, after which it does what the run does, as by its loss."""
+    """Reads the run, in which it does after some steps what no copy does."""
 
     def get_lr(self):
-        moved = self.optimizer.param_groups[0]["params"][0].numel() > 1 and self.last_epoch > 9
-        return [rate * (3 if moved else 1) for rate in super().get_lr()]
+        reads = self.optimizer.param_groups[0]["params"][0].numel() > 1 and self.last_epoch > 9
+        return [rate * (3 if reads else 1) for rate in super().get_lr()]
 
 
 def ratio(opt):
@@ -211,54 +206,38 @@ TRIANGLES = {
     "MultiplicativeLR": ratio,
     "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.1 * PEAK, PEAK, 60, cycle_momentum=False),
     "wrapped": lambda opt: Wrapped(torchs.LambdaLR(opt, triangle)),
-    "rescheduling, named": None,
-    "rescheduling": None,
-    "rescheduling, torch's": None,
-    "rescheduling, torch's, named": None,
     "Follows": lambda opt: Follows(opt, triangle),
+    "initial_lr": None,  # a formula inside rescheduling(), and what says its peak
+    "max_lr": None,
+    "": None,
 }
-DOUBTS = {
-    "rescheduling": "is not known, where rescheduling",
-    "rescheduling, torch's": "give a torch scheduler to the Ensemble",
-    "Follows": "a copy of its schedule",
-}
+DOUBTS = {"": "is not known, where rescheduling", "Follows": "a copy of its schedule"}
 
 
 @functools.cache
 def searched(name):
-    """An AutoLR's free reading of the first steps of the same curve."""
+    """By an AutoLR, in the first steps of the same curve."""
     run = auto_run(PEAK, scheduler=TRIANGLES[name], closure=False)
-    group, peaks = run.optimizer.param_groups[0], run.ensemble.schedule.peaks()
-    own = "torch's" in name
-    if name.endswith("named"):
-        group["max_lr" if own else "initial_lr"] = PEAK
-    with run.ensemble.rescheduling():
-        own = torchs.LambdaLR(run.optimizer, triangle) if own else None
+    group = run.optimizer.param_groups[0]
+    group |= {name: PEAK} if name.endswith("_lr") else {}
     while not run.controller.done:
-        if name.startswith("rescheduling"):
-            with run.ensemble.rescheduling():
-                group["lr"] = PEAK * triangle(run.index)
+        with run.ensemble.rescheduling():
+            group["lr"] = group["lr"] if run.scheduler else PEAK * triangle(run.index)
         run.step()
-    return run, peaks, own
+    return run
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
 @pytest.mark.parametrize("name", TRIANGLES)
-def test_a_rate_is_corrected_by_what_its_peak_asks_for_however_it_is_scheduled(name):
-    run, peaks, _ = searched(name)
-    usual = searched("LambdaLR")[0].ensemble.corrections["lr"]
+def test_a_correction_does_not_depend_on_how_a_curve_is_scheduled(name):
+    """Nor a peak on how many steps of it are done."""
+    run, usual = searched(name), searched("LambdaLR").ensemble.corrections["lr"]
     expected = 1.0 if name in DOUBTS else pytest.approx(usual, rel=1e-6)
     assert run.ensemble.corrections["lr"] == expected and usual > 3
     assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
     if run.scheduler is not None:
-        later = Toy(sgd)
-        later.optimizer.param_groups[:] = [{**later.optimizer.param_groups[0], "lr": PEAK}]
-        scheduler = TRIANGLES[name](later.optimizer)
-        for _ in range(100):
-            scheduler.step()
-        scripted = {"controller": Scripted(), "total_steps": TOTAL}
-        resumed = hdet.Ensemble(later.optimizer, scheduler, **scripted).schedule.peaks()
-        assert peaks == [[pytest.approx(PEAK)]] == resumed
+        assert simulate_rates(run.optimizer, run.scheduler, TOTAL).highest == pytest.approx([PEAK])
+        assert run.ensemble.schedule.peaks() == [[pytest.approx(PEAK)]]
 
 
 def test_a_schedule_is_asked_for_its_peak_once():
@@ -275,49 +254,41 @@ def test_a_schedule_is_asked_for_its_peak_once():
     assert auto.done and len(asked) == 20 + (TOTAL - 1) + 30 * 20
 
 
-@pytest.mark.parametrize("controller", [None, "AutoLR"])
-def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed(controller):
+def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed():
     toy = Toy(sgd)
     scheduler = torchs.StepLR(toy.optimizer, 5)
     scheduler.lock = threading.Lock()
-    given = {"controller": controller and hdet.AutoLR(toy.net), "total_steps": TOTAL}
-    if controller is None:
-        hdet.Ensemble(toy.optimizer, scheduler, **given).step(toy.step())
-        return
     with pytest.raises(ValueError, match=r"the peak of StepLR is not known.*lock.*'max_lr'"):
-        hdet.Ensemble(toy.optimizer, scheduler, **given)
+        hdet.Ensemble(toy.optimizer, scheduler, controller=hdet.AutoLR(toy.net), total_steps=TOTAL)
+    hdet.Ensemble(toy.optimizer, scheduler, total_steps=TOTAL).step(toy.step())
 
 
+class Own(torchs.LRScheduler):
+    def get_lr(self):
+        return [0.1, 0.2]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
 @pytest.mark.parametrize("optimizer", [sgd, cases.sgd_shared_tensor_lr])
-@pytest.mark.parametrize("name", [*SCHEDULERS, "CosineAnnealingLR over 0"])
+@pytest.mark.parametrize("name", [*SCHEDULERS, "Own"])
 def test_a_rate_is_applied_to_the_whole_of_a_schedule_that_was_made_before(name, optimizer):
     """Exactly, and in the tensors that the optimizer holds."""
-    make = SCHEDULERS.get(name, lambda opt: torchs.CosineAnnealingLR(opt, 10, eta_min=0.01))
     one, other = Toy(optimizer), Toy(optimizer)
-    plain, scheduler = make(one.optimizer), make(other.optimizer)
+    plain, scheduler = (SCHEDULERS.get(name, Own)(toy.optimizer) for toy in (one, other))
+    interval = RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, ()))
     before = [group["lr"] for group in other.optimizer.param_groups]
-    arms = (Arm(0.5),)
-    RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, arms)).apply(other.optimizer, scheduler)
-    now = [group["lr"] for group in other.optimizer.param_groups]
-    assert all(a is b for a, b in zip(before, now, strict=True) if torch.is_tensor(a))
+    if name == "Own":
+        with pytest.raises(ValueError, match=r"Own keeps its rates .* make it afterwards"):
+            interval.apply(other.optimizer, scheduler)
+        with pytest.warns(UserWarning, match="a scheduler was made for this optimizer"):
+            interval.apply(one.optimizer)
+        return
+    interval.apply(other.optimizer, scheduler)
+    pairs = zip(other.optimizer.param_groups, before, strict=True)
+    assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
     for _ in range(STEPS):
         assert rates(other.optimizer) == pytest.approx([4 * rate for rate in rates(one.optimizer)])
         plain.step(), scheduler.step()
-
-
-def test_a_schedule_with_rates_in_a_place_of_its_own_is_not_applied_to():
-    class Own(torchs.LRScheduler):
-        def get_lr(self):
-            return [0.1, 0.2]
-
-    toy = Toy(sgd)
-    scheduler = Own(toy.optimizer)
-    interval = RateInterval(0.5, 0, 1, 2.0, "", STEPS, Trial(0.5, ()))
-    with pytest.raises(ValueError, match=r"Own keeps its rates .* make it afterwards"):
-        interval.apply(toy.optimizer, scheduler)
-    assert rates(toy.optimizer) == [0.1, 0.2]
-    with pytest.warns(UserWarning, match="a scheduler was made for this optimizer"):
-        interval.apply(toy.optimizer)
 
 
 @pytest.mark.parametrize("total", [STEPS, None])

@@ -50,14 +50,17 @@ def test_published_positional_call(enable_auto_lr):
     assert scheduler.ensemble.cycle == 6
 
 
-def test_loss_may_be_a_number_a_tensor_or_absent():
+def test_loss_may_be_a_number_a_tensor_or_absent(caplog):
     toy = Toy(sgd)
-    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 30, model_sync_interval=3)
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 30, model_sync_interval=1)
     kinds = [torch.Tensor.item, torch.Tensor.detach, torch.Tensor.double]
     kinds += [lambda loss: loss, lambda loss: loss.reshape(1), lambda loss: 3, lambda loss: None]
     for kind in kinds:
         scheduler.step(kind(toy.step()))
     assert scheduler.last_epoch == 7
+    first, *others = caplog.messages
+    assert first.startswith("hdet: OneCycleAutoLR: enable_auto_lr is False")
+    assert not any("left out" in text for text in others)  # nobody reads losses
 
 
 def test_missing_total_is_refused_only_when_a_controller_acts():

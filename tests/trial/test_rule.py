@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from hdet.trial.rule import (
-    NO_EFFECT,
-    NOTHING,
-    RATE_UNUSED,
-    Arm,
-    RateInterval,
-    Trial,
-    arm_factor,
-)
+from hdet.trial.rule import NO_EFFECT, NOTHING, RATE_UNUSED, Arm, RateInterval, Trial, arm_factor
 
 BEST = (14 / 15, 16 / 15)
 """Mean 1, standard error 1/15: arms below 1.2 tie."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch  # noqa: F401 - before _C: both then share torch's OpenMP runtime (cpu/dispatch.cpp)
+import ctypes
+from typing import Any
+
+import torch  # before _C: both then share torch's OpenMP runtime (cpu/dispatch.cpp)
 
 from ...rules import DIGEST
 
-INTERFACE = 15
+INTERFACE = 16
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
 change"""
 
@@ -26,3 +29,27 @@ else:
         if stale
         else None
     )
+
+_ASKED = ("data_ptr", "dtype", "layout", "device_type", "device_index", "dim", "sizes", "strides")
+
+
+def _interface() -> list[int]:
+    """In which word of its Python object a tensor has its implementation, and the addresses of
+    torch's functions that csrc/gradients.h calls."""
+    library = ctypes.CDLL(torch._C.__file__)  # finds what torch's libraries have, too
+    functions = [getattr(library, f"aoti_torch_get_{name}") for name in _ASKED]
+    probe = torch.empty(0, device="cpu")
+    words = (ctypes.c_size_t * (torch.Tensor.__basicsize__ // 8)).from_address(id(probe))
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return [words[:].index(probe._cdata), *addresses]
+
+
+def _torch() -> Any:
+    """_C.Torch; None without a native module, or where this torch has another interface."""
+    try:
+        return None if missing else _C.Torch(_interface())
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+torch_interface = _torch()
