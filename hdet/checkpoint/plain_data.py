@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..tensors.dtensor import local
 
 _KINDS: dict[str, Any] = {
     "$tuple": tuple,
@@ -52,7 +55,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int =
         return {_TAGS[kind]: encode(items, name, tensors, depth - 1)}
     called = kind.__name__
     if isinstance(value, torch.Tensor):
-        called = f"{value.layout} tensor of {value.dtype} on {value.device}"
+        called = f"{kind.__name__}: a {value.layout} tensor of {value.dtype} on {value.device}"
     raise ValueError(
         f"{name} holds what a checkpoint cannot give back (a {called}): keep dense tensors, "
         f"numbers, strings, lists and dicts{', such as its .tolist()' * hasattr(value, 'tolist')}"
@@ -60,8 +63,9 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int =
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Neither sparse, nested, quantised nor without data."""
+    """Neither sparse, nested, quantised, made of other tensors nor without data."""
     is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    is_odd |= is_traceable_wrapper_subclass(local(tensor))
     return tensor.layout == torch.strided and not is_odd
 
 

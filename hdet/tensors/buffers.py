@@ -127,10 +127,7 @@ class Copy:
         now = (own.shape, own.dtype, target)
         if room is None or (room.shape, room.dtype, room.device) != now:
             # As it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours.
-            if type(own) is torch.Tensor:
-                room = torch.empty_like(own, device=target, pin_memory=on_host and own.is_cuda)
-            else:  # a subclass knows how to copy itself, and may have no empty_like
-                room = own.clone() if target == own.device else own.to(target, copy=True)
+            room = torch.empty_like(own, device=target, pin_memory=on_host and own.is_cuda)
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 
@@ -173,11 +170,10 @@ class ObjectCopy:
 
     def put(self) -> Any:
         value = self._value
-        if hasattr(value, "setflags"):  # an array of numpy
-            value[...] = self._whole
-            return value
         if self.parts is None:
-            return copy.deepcopy(self._whole)
+            if not getattr(getattr(value, "flags", None), "writeable", False):
+                return copy.deepcopy(self._whole)
+            value[...] = self._whole  # an array of numpy
         with self.entered() as parts:
             if parts is not None:
                 now = _state_of(value)

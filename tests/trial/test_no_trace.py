@@ -48,9 +48,9 @@ class Made(torch.optim.Optimizer):
 
 class Wrapped(torch.Tensor):
     """A tensor subclass in the style of torchao's: another tensor holds its values, and there are
-    few operations."""
+    few operations: none to copy it."""
 
-    KEPT = ("detach", "clone", "copy_", "_to_copy", "alias", "add_", "mul_")
+    KEPT = ("add_", "mul_")
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Any:
@@ -61,17 +61,21 @@ class Wrapped(torch.Tensor):
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held
 
+    def __tensor_flatten__(self) -> Any:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(held: Any, *_: Any) -> Any:
+        return Wrapped(held["held"])
+
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = function.overloadpacket.__name__
-        if name not in cls.KEPT:
+        if (name := function.overloadpacket.__name__) not in cls.KEPT:
             raise NotImplementedError(f"Wrapped has no {name}")
-        result = function(
-            *map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()}
-        )
-        return args[0] if name.endswith("_") else cls(result) if name in cls.KEPT else result
+        function(*map(plain, args), **(kwargs or {}))
+        return args[0]
 
 
 def plain(value: Any) -> Any:
@@ -123,7 +127,7 @@ class Collecting(torch.optim.SGD):
             kept = self.state[p].setdefault("kept", SimpleNamespace(none=None, counts=self.counts))
             if not hasattr(kept, "queue"):
                 kept.own, kept.queue, kept.seen = kept, deque([0], 3), set()
-                kept.by_key, kept.pair = defaultdict(int), Pair(torch.zeros(1), 0)
+                kept.by_key, kept.pair = defaultdict(int), Pair(torch.zeros(1), numpy.int64(0))
                 kept.numpy, kept.random = numpy.random.default_rng(0), random.Random(0)
             kept.queue.append(kept.queue[-1] + kept.numpy.random() + kept.random.random())
             kept.seen.add(self.count)
@@ -136,8 +140,8 @@ class Collecting(torch.optim.SGD):
 
 
 def copy_of(value: Any) -> Any:
-    is_plain = isinstance(value, (int, float))
-    return plain(value.detach()).clone() if isinstance(value, torch.Tensor) else is_plain and value
+    is_number = isinstance(value, (int, float))
+    return plain(value).detach().clone() if isinstance(value, torch.Tensor) else is_number and value
 
 
 def state(run: Run) -> Any:
