@@ -19,7 +19,7 @@ from hdet.trial.rule import BROKEN, SCORES, STEPS, RateInterval
 from tests.ensemble.helpers import same
 from tests.harness import Run, batch, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, searched, sgd
+from .common import ALL, auto_run, searched, sgd, training
 
 WITHOUT = {"closure": False}
 """Only the run's own steps are looked at."""
