@@ -192,7 +192,7 @@ def trace(function: Function, num_moments: int) -> Trace:
     scalars = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Scalar)))
     if len(scalars) > MAX_SCALARS:
         raise ValueError(
-            f"in {function.__name__} {len(scalars)} scalars meet a tensor, a step has room for "
+            f"in {function.__name__} {len(scalars)} scalars meet a tensor, a step has places for "
             f"{MAX_SCALARS}: combine some before"
         )
     return Trace(names, u, tuple(moments), divisor, scalars, inputs[1] in nodes)
