@@ -41,6 +41,7 @@ SLOW = (
     "cli/test_report.py::test_what_is_accepted",
     "knobs/test_forward_knobs.py::test_four_processes",
     "layouts/test_parallel.py",
+    "gpu/",
     "test_docs.py",
     "test_promises.py",
     "test_rooms.py",
@@ -48,7 +49,15 @@ SLOW = (
 )
 """Folders, files and tests (by how their names begin) for `make test-all`, the longest first: what
 compilers, sanitizers and interpreters prove, long trainings and searches for examples, shards of
-several processes, killed ones, documents and benchmarks."""
+several processes, killed ones, documents and benchmarks; and what `make gpu` runs."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What `make test` leaves out as a whole is not even imported: that takes a tenth of its
+    time."""
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    name += "/" if collection_path.is_dir() else ""
+    return True if config.option.markexpr == "not slow" and name.startswith(SLOW) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -297,7 +297,7 @@ class TwoReplicas(hdet.Replicas):
     def __init__(self, index: int = 0) -> None:
         super().__init__(index, 2, None)
 
-    def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:
+    def sum_rows(self, *rows: torch.Tensor, purpose: str = "") -> torch.Tensor:
         [row] = rows
         return torch.stack([row, row])
 

@@ -8,14 +8,13 @@ Every row changes one thing in `hdet.trial.rule`, decides all recorded trials of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 from hdet.trial import rule
@@ -39,26 +38,13 @@ at once, afterwards."""
 Change = Callable[[Trial], Trial]
 
 
-@contextmanager
-def _numbers(values: Mapping[str, float]) -> Iterator[None]:
-    """Inside, the rule has these."""
-    before = {name: getattr(rule, name) for name in values}
-    vars(rule).update(values)
-    try:
-        yield
-    finally:
-        vars(rule).update(before)
-
-
 CHANGES: dict[str, Change] = {
     "the rule": lambda trial: trial,
     "losses alone": lambda trial: replace(
         trial, arms=tuple(replace(arm, displacement=None) for arm in trial.arms)
     ),
     "displacement alone": lambda trial: replace(trial, first_losses=()),
-    "the lower bound holds for trained weights, too": lambda trial: replace(
-        trial, pretrained=False
-    ),
+    "the lower bound holds for trained weights, too": lambda of: replace(of, pretrained=False),
     "losses count although no arm has learned anything": lambda trial: replace(
         trial, first_losses=tuple(1e9 for _ in trial.first_losses)
     ),
@@ -86,16 +72,16 @@ def decided(
     records: Sequence[Record],
     fixed: Sequence[Record],
     change: Change = CHANGES["the rule"],
-    values: Mapping[str, float] = MappingProxyType({}),
+    values: Mapping[str, float] | None = None,
     choose: Callable[[RateInterval], float] = lambda found: found.suggestion,
 ) -> list[Compared]:
     """Every recorded trial with the changed rule, beside the fixed rate of its start."""
     trials = [line for line in records if line["trial"] is not None and not line["whole"]]
-    with _numbers(values):
+    with patch.dict(vars(rule), values or {}):
         found = [change(Trial.from_dict(of["trial"])).interval(of["steps"]) for of in trials]
-        again = [{**line, "factor": choose(interval) / line["rate"]}
-                 for line, interval in zip(trials, found, strict=True)]  # fmt: skip
-    return compared(again, fixed)
+        rates = [choose(interval) for interval in found]
+    pairs = zip(trials, rates, strict=True)
+    return compared([{**line, "factor": rate / line["rate"]} for line, rate in pairs], fixed)
 
 
 def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
@@ -106,14 +92,13 @@ def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     kinds = {name: decided(fresh, fixed, change) for name, change in CHANGES.items()}
     kinds |= {name: decided(fresh, fixed, values=values) for name, values in NUMBERS.items()}
     pairs = {name: [(run.fixed, run.read_off) for run in runs] for name, runs in kinds.items()}
-    return table(heads, ([name, *summary(some)] for name, some in pairs.items() if some))
+    return table(heads, ([name, *summary(some)] for name, some in pairs.items()))
 
 
 def halves(records: Sequence[Record], fixed: Sequence[Record]) -> str:
-    """The upper end and the best guess on each half of the workloads: gaps in percent, fixed rate
-    -> the rule's, by start."""
+    """The upper end and the best guess on each half of the workloads: gaps in percent, by start."""
     starts, rows = range(-6, 7, 2), []
-    rules: dict[str, Any] = {
+    rules: dict[str, dict[str, Any]] = {
         "upper end: highest tie": {"values": {"HIGH_EXPONENT": 0.0}},
         "the rule": {},
         "best guess": {"choose": lambda found: found.best or found.suggestion},
@@ -122,13 +107,14 @@ def halves(records: Sequence[Record], fixed: Sequence[Record]) -> str:
         these = [line for line in records if line["workload"] in half & group.keys()]
         runs = decided(these, fixed, **options)
         by = [[run for run in runs if run.record["exponent"] == start] for start in starts]
-        pairs = [[fmean(getattr(run, of) for run in some) for of in ("fixed", "read_off")]
-                 for some in (runs, *by)]  # fmt: skip
+        gaps = [f"{fmean(run.read_off for run in some):.1f}" for some in (runs, *by)]
         worse = [sum(run.read_off > run.fixed + by for run in runs) for by in (NEAR, 2)]
         kind = f"{'test set' if group is TEST else '10 000 steps'}, half {HALVES.index(half) + 1}"
-        rows.append([kind, name, len(runs), *(f"{a:.1f} → {b:.1f}" for a, b in pairs), *worse])
-    heads = ["", "", "runs", "gap", *(Fraction(2) ** start for start in starts), "worse by 0.5 %",
-             "by 2 %"]  # fmt: skip
+        rows.append(
+            [kind, name, len(runs), f"{fmean(run.fixed for run in runs):.1f}", *gaps, *worse]
+        )
+    heads = ["", "", "runs", "fixed", "gap", *(Fraction(2) ** start for start in starts),
+             "worse by 0.5 %", "by 2 %"]  # fmt: skip
     return table(heads, rows)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -114,8 +115,11 @@ def own_group(ranks: Sequence[int]) -> Any:
     known = _OWN_GROUPS.setdefault(world, {})
     if key not in known:
         device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else reachable(world)
-        timeout = world._get_backend(device).options._timeout
-        known[key] = dist.new_group(list(key), timeout, use_local_synchronization=True)
+        timeout = None
+        with suppress(AttributeError, RuntimeError):  # not every backend says
+            timeout = world._get_backend(device).options._timeout
+        apart = len(key) < dist.get_world_size()  # then others do not come here
+        known[key] = dist.new_group(list(key), timeout, use_local_synchronization=apart)
     return known[key]
 
 

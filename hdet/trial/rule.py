@@ -291,9 +291,10 @@ class RateInterval:
                 pass
             elif not self.trial.has_learned:
                 lines.append("no rate has learned anything in the trial: only displacement counts")
-            if self.trial.has_learned and self._is_best_outermost:
-                top = f"{arms[-1].rate:.2g}"
-                lines.append(f"the best loss is at the highest rate: try {top} next")
+            top = self.trial.arms[-1]
+            is_outermost = top.loss == min(arm.loss for arm in arms)
+            if self.trial.has_learned and is_outermost and self.low <= top.rate <= self.high:
+                lines.append(f"the best loss is at the highest rate: try {top.rate:.2g} next")
             elif self.best is not None:
                 lines.append(f"best guess without a rate of your own: {self.best:.2g}")
         elif len(self.trial.arms) == 1 and not self.trial.given_up:
@@ -301,13 +302,6 @@ class RateInterval:
         if self.trial.error:
             lines.append(self.trial.error)
         return "\n".join(lines)
-
-    @property
-    def _is_best_outermost(self) -> bool:
-        """May better rates lie above all that were tried?"""
-        arms = self.trial.arms
-        best = min(arms, key=lambda arm: arm.loss)
-        return len(arms) > 1 and best is arms[-1] and self.low <= best.rate <= self.high
 
     def _ends(self) -> str:
         """In words."""

@@ -753,12 +753,6 @@ def overlapping(optimizer: FusedMuon, params: list[Parameter]) -> None:
     params[6].data = params[0].data.view(-1)[:21].view(7, 3)
 
 
-def momentum_turned(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    """It lies where it lay."""
-    momentum = optimizer.state[params[0]].setdefault("momentum_buffer", torch.ones(6, 4))
-    momentum.data = momentum.data.mT
-
-
 REFUSED: dict[str, Change] = {
     "lr=nan of parameter group 0": said(lr=math.nan),
     "momentum=2.0 of parameter group 0": said(momentum=2.0),
@@ -778,7 +772,6 @@ REFUSED: dict[str, Change] = {
     r"momentum_buffer of parameter 0 has the shape \(4, 6\)": lambda optimizer, params: (
         optimizer.state[params[0]].update(momentum_buffer=torch.zeros(4, 6))
     ),
-    "momentum_buffer of parameter 0 .* (shape|contiguous)": momentum_turned,
 }
 
 
@@ -897,11 +890,6 @@ def go(optimizer: FusedMuon, step: int, without: Sequence[int] = ()) -> list[Ten
     return params
 
 
-def moved(tensor: Tensor) -> None:
-    """Its values, doubled, at another address."""
-    tensor.data = torch.empty_like(tensor.data).copy_(2 * tensor.data)
-
-
 def of_state(change: Callable[[dict[str, Any]], Any]) -> Change:
     return lambda optimizer, params: change(optimizer.state[params[LAID]])
 
@@ -937,29 +925,20 @@ def replicas_set(optimizer: FusedMuon, params: list[Parameter]) -> None:
     optimizer.set_replicas(2, copies(2))
 
 
-def replica_moved(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    replicas_set(optimizer, params)
-    go(optimizer, 7)
-    moved(optimizer.replica_parameters(1)[LAID])
-
-
 CHANGES: dict[str, Change] = {
     "momentum replaced": of_state(
         lambda state: state.update(momentum_buffer=-2 * state["momentum_buffer"])
     ),
-    "momentum moved": of_state(lambda state: moved(state["momentum_buffer"])),
     "momentum written to": of_state(lambda state: state["momentum_buffer"].mul_(-2)),
     "counter replaced": of_state(lambda state: state.update(step=7.0)),
     "state emptied": of_state(dict.clear),
     "master replaced": of_state(lambda state: state.update(master_param=2 * state["master_param"])),
-    "master moved": of_state(lambda state: moved(state["master_param"])),
-    "parameter moved": lambda optimizer, params: moved(params[LAID]),
+    "parameter moved": lies(LAID, lambda data: 2 * data),
     "parameter written to": parameter_written,
     "parameter of another type": of_another_type,
     "state loaded": loaded,
     "without a gradient": lambda optimizer, params: go(optimizer, 7, without=(LAID, STACK)),
     "replicas set": replicas_set,
-    "replica moved": replica_moved,
     "group added": lambda optimizer, params: optimizer.add_param_group(
         {"params": [Parameter(torch.ones(2, 2))], "use_muon": True}
     ),

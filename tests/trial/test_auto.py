@@ -376,54 +376,50 @@ def test_best_weights_that_are_not_there_are_refused() -> None:
 class RateFree(torch.optim.SGD):
     """Whose steps are as long at every rate."""
 
-    def __init__(self, parameters: Any, lr: float, weight_decay: float) -> None:
-        super().__init__(parameters, lr)
-
     def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
+        for p in filter(lambda p: p.requires_grad, self.param_groups[0]["params"]):
             p.grad.div_(self.param_groups[0]["lr"] / 1e-3)
         return super().step()
 
 
-def tuned(lr: float, how: Any, optimizer: Any = torch.optim.AdamW, to: Any = None) -> RateInterval:
+def tuned(lr: float, closure: bool, optimizer: Any = torch.optim.AdamW, to: Any = None) -> Any:
     """The scales of a LayerNorm alone are trained. ``to``: what becomes of the losses of a step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 1))
-    made = optimizer(net[1].parameters(), lr=lr, weight_decay=0.1)
     for layer in (net[0], net[3]):
         layer.requires_grad_(False)
-    losses_at = lambda step: (to or (lambda x, _: x))(losses_of(net, taught(100 * step)), step)
-    if how == "find_rate":
-        at = lambda net, step: losses_at(step)
-        return hdet.find_rate(net, made, at, range(ALL), total_steps=1500)
-    auto = hdet.AutoLR(net, budget=how)
-    *_, ensemble = training(net, losses_at, ALL, optimizer=made, controller=auto)
-    assert (ensemble.corrections["lr"] == 1) != auto.interval.moves
-    return auto.interval
+    run = auto_run(lr, net=net, optimizer=optimizer, scheduler=None, closure=closure)
+    run.losses = lambda data: (to or (lambda x, _: x))(losses_of(net, data), run.index)
+    return run.steps(ALL).controller.interval
 
 
-@pytest.mark.parametrize("how", [0, None, "find_rate"])
-def test_vectors_count_where_no_matrix_is_trained(how: Any) -> None:
-    assert 1e-3 < tuned(1e-7, how).suggestion < 1e-2
-    assert 1e-3 < tuned(300.0, how).suggestion < 10
+@pytest.mark.parametrize("closure", [True, False])
+def test_vectors_count_where_no_matrix_is_trained(closure: bool) -> None:
+    assert 1e-3 < tuned(1e-7, closure).suggestion < 1e-2
+    assert 1e-3 < tuned(300.0, closure).suggestion < 10
 
 
-@pytest.mark.parametrize("how", [0, None, "find_rate"])
+ADAM, ADAMW = (lambda ps, lr, _=make, **__: _(ps, lr, weight_decay=0.1)
+               for make in (torch.optim.Adam, torch.optim.AdamW))  # fmt: skip
+NO_GRADIENTS = [
+    ("gradients were 0", make, to, closure)
+    for make in (ADAM, ADAMW)
+    for to in (lambda x, _: 0 * x, lambda x, _: x.clamp(min=99), lambda x, step: x * (step > 40))
+    for closure in (True, False)
+]
+
+
 @pytest.mark.parametrize(
-    ("reason", "optimizer", "to"),
-    [("gradients were 0", torch.optim.AdamW, lambda losses, step: 0 * losses),
-     ("gradients were 0", torch.optim.Adam, lambda losses, step: losses.clamp(min=99)),
-     ("gradients were 0", torch.optim.AdamW, lambda losses, step: losses * (step > 40)),
-     ("no rate changed the", torch.optim.AdamW, lambda losses, _: losses - losses.detach()),
-     ("not use its rate", RateFree, None)],
+    ("reason", "optimizer", "to", "closure"),
+    [*NO_GRADIENTS, ("no rate changed the", ADAMW, lambda x, _: x - x.detach(), True),
+     ("not use its rate", RateFree, None, True)],
 )  # fmt: skip
 def test_a_measurement_that_does_not_depend_on_the_rate_moves_nothing(
-    reason: str, optimizer: Any, to: Any, how: Any
+    reason: str, optimizer: Any, to: Any, closure: bool
 ) -> None:
     """Masked, saturated, switched on late; a loss that no step changes; steps of one length."""
-    if how != 0 or "gradients" in reason:
-        found = tuned(1e-5, how, optimizer, to)
-        assert not found.moves and reason in found.reason and reason in str(found)
+    found = tuned(1e-5, closure, optimizer, to)
+    assert not found.moves and reason in found.reason and reason in str(found)
 
 
 def test_what_is_decided_is_told_once_and_not_contradicted(

@@ -113,7 +113,7 @@ MODELS = {
     "transformer": lambda: nn.TransformerEncoderLayer(32, 4, 64),
     "state space": lambda: made(STATES.repeat(64, 1), torch.randn(96, 64), torch.randn(64, 8)),
     "zero halves": lambda: made(torch.cat([torch.zeros(32, 40), torch.randn(32, 40)])),
-    "sinusoids": lambda: made((STATES * STATES.view(-1, 1)).sin(), *torch.randn(5, 40, 30)),
+    "one legendre": lambda: made(torch.outer(STATES, STATES).tril(), *torch.randn(5, 40, 30)),
 }
 STATES = torch.arange(1.0, 33.0).log()
 
