@@ -63,7 +63,8 @@ class Moments:
             bucket_bytes,
             in_place=True,
         )
-        self._first_data = [OwnData(one) for one in optimizers_in(optimizer) if not is_known(one)]
+        others = [one for one in optimizers_in(optimizer) if policy and not is_known(one)]
+        self._first_data = [OwnData(one) for one in others if policy != "average"]
 
     @property
     def are_averaged(self) -> bool:

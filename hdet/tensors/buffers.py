@@ -194,7 +194,7 @@ def _state_of(value: Any) -> Any:
     if hasattr(value, "setflags") or not isinstance(reduced, tuple) or len(reduced) < 3:
         return None
     is_dict = reduced[2] is None or isinstance(reduced[2], dict)
-    return vars(value) if is_dict and hasattr(value, "__dict__") else reduced[2]
+    return vars(value) if is_dict and hasattr(value, "__dict__") else reduced[2] or ()
 
 
 def _write(value: Any, state: Any) -> None:
@@ -203,7 +203,7 @@ def _write(value: Any, state: Any) -> None:
         (value.extend if hasattr(value, "extend") else value.update)(state)
     elif hasattr(value, "__setstate__"):
         value.__setstate__(state)
-    else:  # attributes and slots
+    elif state:  # attributes and slots
         for name, held in ((state[0] or {}) | state[1]).items():
             setattr(value, name, held)
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["InPlace"]
@@ -27,7 +28,8 @@ class InPlace:
     def __init__(self, *owners: Any) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
-        self._hooks = [owner.register_state_dict_pre_hook(self) for owner in owners]
+        hooked = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
+        self._hooks = [owner.register_state_dict_pre_hook(self) for owner in hooked]
 
     def __call__(self, owner: object, *_: Any) -> None:
         self.check(f"{'model' if isinstance(owner, nn.Module) else 'optimizer'}.state_dict()")
