@@ -273,9 +273,9 @@ def test_the_cycles_record_has_the_trial_once() -> None:
 def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> None:
     again, saved = auto_run(1e-3), auto_run(1e-3).steps(10)
     with pytest.warns(UserWarning, match="from these weights, and is another run; save after"):
-        state = saved.saved()
+        saved.ensemble.state_dict()
     with pytest.warns(UserWarning, match="saved during the search, which begins again") as told:
-        again.loaded(state)
+        again.loaded(saved.saved())
     assert len(told) == 1
     assert again.steps(ALL - 1).controller.interval is None
     assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
