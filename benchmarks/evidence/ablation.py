@@ -85,8 +85,7 @@ def decided(
 def ablation(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     """Of all workloads but those that see their examples often."""
     fresh = [line for line in records if line["workload"] in FRESH]
-    heads = ["", "gap to the best run, mean", f"within {NEAR} %", "within 2 %",
-             f"worse by over {NEAR} %", "worst"]  # fmt: skip
+    heads = ["", "gap, %", f"within {NEAR} %", "within 2 %", f"worse by over {NEAR} %", "worst, %"]
     kinds = {name: decided(fresh, fixed, change) for name, change in CHANGES.items()}
     kinds |= {name: decided(fresh, fixed, values=values) for name, values in NUMBERS.items()}
     pairs = {name: [(run.fixed, run.read_off) for run in runs] for name, runs in kinds.items()}
