@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..core.validate import whole
+from ..optim.fused import FusedOptimizer
+from ..tensors.buffers import refill
 from ..tensors.dtensor import like
 from .folder import STATE, open_checkpoint, verify_files
 from .plain_data import decode
@@ -177,10 +180,12 @@ class SavedState:
     def load_optimizer(self, undo: Undo) -> None:
         """And what the Ensemble keeps for its averages."""
         optimizer, ensemble, ours = self.run.optimizer, self.run.ensemble, self.ours
-        undo.keep(optimizer)
+        ways = Optimizer.load_state_dict, FusedOptimizer.load_state_dict
+        further = getattr(optimizer, "num_replicas", 1) - 1
+        # These make new tensors; those of others may write into those that there are.
+        undo.keep(optimizer, writes=bool(further) or type(optimizer).load_state_dict not in ways)
         for follower in (ensemble.replicas, ensemble.weights.average):  # by hooks on it
             undo.keep(vars(follower), writes=True)
-        further = getattr(optimizer, "num_replicas", 1) - 1
         params = chain(*(group["params"] for group in optimizer.param_groups))
         for i, param in enumerate(params):
             if further and param.requires_grad and i in self.optimizer["state"]:
@@ -199,7 +204,7 @@ class SavedState:
         owners = {key: value for key, value in extra.items() if state_methods(value)}
         for value in owners.values():
             undo.keep_state(value)
-        undo.keep_contents(extra)
+        undo.on_error(refill, extra, extra.copy())
         for key, value in owners.items():
             state_methods(value)[1](self.extra[key])  # type: ignore[index]
         extra.clear()

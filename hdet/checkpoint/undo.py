@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..optim.fused import FusedOptimizer
-from ..tensors.buffers import tensors_in
+from ..tensors.buffers import Contents, refill, tensors_in
 from ..tensors.dtensor import local
 from .run_state import state_methods
 from .tensor_files import to_host
@@ -46,16 +44,11 @@ class Undo(ExitStack):
         self.on_error(own.copy_, to_host(own))
         return own
 
-    def keep_contents(self, container: Any) -> None:
-        """Of a dict or a list."""
-        refill = container.update if isinstance(container, dict) else container.extend
-        self.on_error(refill, container.copy())
-        self.on_error(container.clear)
-
     def keep_state(self, thing: Any) -> None:
         """Of something with `state_methods`: its own state, and its attributes as they are."""
         take, give = state_methods(thing)  # type: ignore[misc]
-        self.keep_contents(getattr(thing, "__dict__", {}))
+        attributes = getattr(thing, "__dict__", {})
+        self.on_error(refill, attributes, attributes.copy())
         with torch.random.fork_rng(devices=[]):  # a data loader may begin an epoch for it
             state = take()
         on_host = {id(tensor): to_host(tensor) for tensor in tensors_in(state)}
@@ -63,21 +56,7 @@ class Undo(ExitStack):
 
     def keep(self, value: Any, writes: bool = False) -> None:
         """The contents of dicts and lists, the attributes of what loads states, however they are
-        nested. ``writes``: the values of tensors, too. torch's optimizers and hdet's make new ones
-        when they load, but for co-resident replicas; those of others may not."""
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor) and writes:
-            self.keep_values(value)
-        elif isinstance(value, (dict, list, tuple)):
-            if not isinstance(value, tuple):
-                self.keep_contents(value)
-            for held in value.values() if isinstance(value, dict) else value:
-                self.keep(held, writes)
-        elif isinstance(value, (nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-            return
-        elif state_methods(value):
-            load = getattr(type(value), "load_state_dict", None)
-            is_fused = load is FusedOptimizer.load_state_dict and value.num_replicas == 1
-            self.keep(vars(value), writes or not (is_fused or load is Optimizer.load_state_dict))
+        nested. ``writes``: the values of tensors, too."""
+        has_data = lambda one: state_methods(one) and not isinstance(one, nn.Module)
+        for write in Contents(value, True, self._seen, has_data, writes).writes:
+            self.on_error(write)
