@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.validate import whole
 from ..optim.fused import FusedOptimizer
 from ..tensors.buffers import refill
-from ..tensors.dtensor import like
+from ..tensors.dtensor import like, local
 from .folder import STATE, open_checkpoint, verify_files
 from .plain_data import decode
 from .run_state import Inventory, RunState, state_methods
@@ -61,7 +61,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
         problem = f"checkpoint {str(folder)!r} does not fit this run: "
         saved = SavedState(state, folder, manifest)
         together.all(saved.read, problem)
-        with Undo(saved.ours.tensors.values()) as undo:
+        with Undo() as undo:
             for load_part in (saved.load_model, saved.load_optimizer, saved.load_extra):
                 together.all(partial(load_part, undo), problem)
             ensemble = state.ensemble.taken_over(saved.parts["ensemble"])
@@ -174,7 +174,8 @@ class SavedState:
         undo.on_error(torch._C._autograd._unsafe_set_version_counter, counted, versions)
         undo.on_error(load, copy.deepcopy(ours.modules))
         for name, tensor in ours.tensors.items():
-            undo.keep_values(tensor).copy_(self.parts["model"].pop(name))
+            undo.keep(tensor, writes=True)
+            local(tensor.detach()).copy_(self.parts["model"].pop(name))
         load(self.parts["modules"] or {})
 
     def load_optimizer(self, undo: Undo) -> None:

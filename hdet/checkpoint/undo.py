@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,15 +18,11 @@ from .tensor_files import to_host
 
 class Undo(ExitStack):
     """``with Undo() as undo:`` puts back on an error what was given to it inside, the last first.
-    Copies of tensors are in the host's memory.
+    Copies of tensors are in the host's memory."""
 
-    Args:
-        apart: tensors that `keep` leaves alone.
-    """
-
-    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in apart}
+        self._seen: dict[int, Any] = {}
 
     def on_error(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call it then; what it raises is left out, so that all others are called."""
@@ -37,12 +33,6 @@ class Undo(ExitStack):
                     function(*arguments)
 
         self.push(put_back)
-
-    def keep_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a DTensor this rank's shard. Returns what may be written to now."""
-        own = local(tensor.detach())
-        self.on_error(own.copy_, to_host(own))
-        return own
 
     def keep_state(self, thing: Any) -> None:
         """Of something with `state_methods`: its own state, and its attributes as they are."""
@@ -56,7 +46,10 @@ class Undo(ExitStack):
 
     def keep(self, value: Any, writes: bool = False) -> None:
         """The contents of dicts and lists, the attributes of what loads states, however they are
-        nested. ``writes``: the values of tensors, too."""
+        nested, but for what has been kept. ``writes``: the values of tensors, too."""
         has_data = lambda one: state_methods(one) and not isinstance(one, nn.Module)
-        for write in Contents(value, True, self._seen, has_data, writes).writes:
+        contents = Contents(value, False, self._seen, has_data, copies=False)
+        for write in contents.writes:
             self.on_error(write)
+        for own in map(local, contents.tensors if writes else ()):
+            self.on_error(own.detach().copy_, to_host(own))

@@ -156,7 +156,7 @@ class Contents:
         seen: by id what is left as it is; what is visited is added.
         has_data: (object) -> bool: are its attributes data? Default: not an optimizer's, nor a
             module's with a parameter in ``seen``.
-        copies: copy tensors, too.
+        copies: copy the tensors, too.
 
     Raises:
         ValueError: an iterator, whose place nobody can read.
@@ -170,17 +170,20 @@ class Contents:
         has_data: Callable[[Any], object] | None = None,
         copies: bool = True,
     ) -> None:
-        self.value, self._on_host, self._copies = value, on_host, copies
+        self.value = value
         self._seen: dict[int, Any] = {} if seen is None else seen
         self._has_data = has_data or self._is_own
         self.writes: list[Callable[[], object]] = []
         """One for each object."""
-        self.tensors: list[Copy] = []
+        self.tensors: list[torch.Tensor] = []
         self._visit(value)
+        self.copies = [Copy(tensor, on_host) for tensor in self.tensors if copies]
 
     def put_back(self) -> Any:
         for write in self.writes:
             write()
+        for kept, tensor in zip(self.copies, self.tensors, strict=False):
+            kept.put(tensor)
         return self.value
 
     def _is_own(self, value: Any) -> bool:
@@ -193,9 +196,7 @@ class Contents:
         self._seen[id(value)] = value
         inside: Iterable[Any] = ()
         if isinstance(value, torch.Tensor):
-            if self._copies:
-                self.tensors.append(Copy(value, self._on_host))
-                self.writes.append(partial(self.tensors[-1].put, value))
+            self.tensors.append(value)
         elif isinstance(value, (dict, list, set, deque, bytearray)):
             inside = copy.copy(value)
             self.writes.append(partial(refill, value, inside))
@@ -241,7 +242,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Copy):
         yield from tensors_in(value.parts or value.values)
     elif isinstance(value, Contents):
-        yield from tensors_in(value.tensors)
+        yield from tensors_in(value.copies)
     elif isinstance(value, (Mapping, list, tuple)):
         for held in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(held)
