@@ -12,6 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from logging import Logger
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dtensor import is_sharded, like, local
 
-_ATOMS = int, float, str, type(None), type, ModuleType, FunctionType, MethodType, partial
+_ATOMS = (
+    int, float, str, type(None), type, ModuleType, FunctionType, MethodType, partial, Logger,
+)  # fmt: skip
 """They cannot change, or are no data: a copy holds them as they are."""
 
 
