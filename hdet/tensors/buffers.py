@@ -175,7 +175,7 @@ class Contents:
     ) -> None:
         self.value = value
         self._seen: dict[int, Any] = {} if seen is None else seen
-        self._has_data = has_data or self._is_own
+        self._has_data = has_data
         self.writes: list[Callable[[], object]] = []
         """One for each object."""
         self.tensors: list[torch.Tensor] = []
@@ -207,7 +207,7 @@ class Contents:
             self.writes.append(write)
         elif isinstance(value, tuple):
             inside = value
-        elif self._has_data(value):
+        elif (self._has_data or self._is_own)(value):
             names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
             slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
             self.writes += [partial(object.__setattr__, value, *slot) for slot in slots.items()]
