@@ -131,8 +131,8 @@ def _scale(groups: Sequence[dict[str, Any]], schedulers: Sequence[Any], factor: 
 
 
 def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The copies, and the groups of their optimizer, which hold numbers. What is a model's or another
-    optimizer's is not copied."""
+    """The copies, and the groups of their optimizer, with numbers for tensors. What is a model's or
+    another optimizer's is not copied."""
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     own, stand_in.defaults = optimizer.param_groups, optimizer.defaults
     groups = stand_in.param_groups = [
