@@ -218,6 +218,13 @@ def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     }  # fmt: skip
 
 
+def test_the_history_keeps_the_last_thousand_records() -> None:
+    """A log gets all of them."""
+    run = Run(total=1003, every=1, spread=0.0).steps()
+    steps = [record["step"] for record in run.ensemble.history]
+    assert steps == [*range(4, 1004)] and len(run.records) == 1003
+
+
 def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> None:
     run = Run(spread=0.0).steps(3)
     for wanted in (run.ensemble, {"model": run.net, "trainer": [run.ensemble]}):
