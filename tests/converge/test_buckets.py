@@ -67,16 +67,6 @@ def test_the_end_of_a_filling_is_zeros_whatever_was_in_the_bucket() -> None:
     assert second.pack(0.5).tolist() == [0.5] * 7 + [0.0]
 
 
-@pytest.mark.parametrize(("last", "settings", "message"), [
-    (torch.ones(2, dtype=torch.int64), (), "tensor 1 has dtype torch.int64"),
-    (torch.ones(2, 2).to_sparse(), (), "tensor 1 has layout torch.sparse_coo"),
-    (torch.ones(2), (10,), "bucket_bytes"),
-])  # fmt: skip
-def test_what_cannot_be_averaged_is_refused_by_name(last, settings, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        average_tensors([torch.ones(2), last], Replicas.single(), None, *settings)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_all_finite_sees_a_single_bad_element(value: float) -> None:
     tensors = [torch.zeros(0), torch.full((5,), 3e38), torch.randn(100, 100)]

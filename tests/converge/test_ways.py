@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet
 from benchmarks.harness import counted
-from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain, Task
+from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain
 from hdet.replicas import Replicas
 from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
@@ -197,26 +197,6 @@ def sent_in_two_cycles(rank: int, world: int, name: str) -> Any:
 def test_what_a_cycle_sends_and_in_which_order(name: str) -> None:
     expected = [WAYS[name].first, WAYS[name].later, WHOLE]
     assert run_ranks(sent_in_two_cycles, 4, name) == [expected] * 4
-
-
-# -- settings ------------------------------------------------------------------------------------
-
-
-def given(count: int, **changes: Any) -> Task:
-    return task([torch.zeros(4)], replicas=Replicas(0, count), **changes)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
-    (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
-    (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
-    (lambda: Outer(rate=0.0), "rate must be"), (lambda: Outer(rate=float("nan")), "rate must be"),
-    (lambda: Outer(momentum=1.0), "momentum must be"),
-    (lambda: Outer().build(given(2)), "gradients='local'"),
-])  # fmt: skip
-def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize("way", [info.way for info in WAYS.values()], ids=WAYS)
