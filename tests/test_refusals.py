@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet import Decision, Divergence
@@ -74,7 +74,7 @@ REFUSED: list[Row] = [
 ]  # fmt: skip
 OF_ANOTHER_TYPE: list[Row] = [
     (lambda: probe(3), "loss_fn must be a function"),
-    *each(probe, "list, or a function of the", batches=[DataLoader([*range(8)])]),  # type: ignore[arg-type]
+    *each(probe, "list, or a function of the", batches=[DataLoader(TensorDataset(ONE))]),
     *each(auto, "write before_step=lambda: ...", before_step=[ONE]),
 ]
 
