@@ -46,8 +46,8 @@ class WayInfo(NamedTuple):
 
 P = 4 * 2048
 RING = 2 * 3 / 4 * P
-DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * 2 * 8)
-"""Two numbers of each of four replicas."""
+DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * 32 * 8)
+"""A row of fixed length, 32 numbers, of each of four replicas."""
 WHOLE: Sent = [("all_reduce", RING)]
 
 
