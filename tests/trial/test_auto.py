@@ -219,23 +219,6 @@ def test_bounds_of_the_knob_hold(lr: float, end: float) -> None:
     assert run.rate == pytest.approx(end) and any("held at" in note for note in run.notes())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"place": "disk"}, "'device' or 'host'"),
-        ({"budget": 1.0}, "for 3 % write 0.03"),
-        ({"val_batches": (loss_of, iter([1]))}, "one batch, got a function and a list_iterator"),
-        ({"val_batches": (loss_of, [])}, "at least one batch"),
-        ({"val_batches": [batch(0), batch(1)]}, "got a tuple and a tuple"),
-        ({"val_batches": [batch(0)] * 3}, "got a list"),
-        ({"before_step": torch.zeros(())}, "write before_step=lambda: ..."),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        hdet.AutoLR(model(), **arguments)
-
-
 def test_a_wrong_length_and_another_run_are_refused() -> None:
     net, run = model(), auto_run()
     with pytest.raises(ValueError, match="total_steps must be a whole number of steps >= 1"):
