@@ -123,7 +123,7 @@ class AutoLR(Controller):
         self.budget, self.spread_arms = budget, spread_arms
         self.on_restart = on_restart or (lambda: None)
         self._advice = "" if on_restart else ": begin averages of weights again (on_restart=)"
-        self._has_restarted = self._is_told = False
+        self._has_restarted = False
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
@@ -241,9 +241,8 @@ class AutoLR(Controller):
         return line + restarts * self._has_restarted
 
     def note_save(self) -> None:
-        """Warns, once, if a run that is resumed from here is another one."""
-        if self._steps is not None and not self._is_told:
-            self._is_told = True
+        """Warns if a run that is resumed from here is another one."""
+        if self._steps is not None:
             warnings.warn(
                 "saved during AutoLR's search: a run that is resumed from here searches again, "
                 f"from these weights, and is another run; save after its first {STEPS + SCORES} "

@@ -17,6 +17,7 @@ import hdet
 from benchmarks.harness import counted
 from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain, Task
 from hdet.replicas import Replicas
+from hdet.replicas.topology import WIDTH
 from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
 
@@ -46,7 +47,7 @@ class WayInfo(NamedTuple):
 
 P = 4 * 2048
 RING = 2 * 3 / 4 * P
-DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * 2 * 8)
+DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * WIDTH * 8)
 """Two numbers of each of four replicas."""
 WHOLE: Sent = [("all_reduce", RING)]
 

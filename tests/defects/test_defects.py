@@ -190,7 +190,8 @@ def test_16_collectives_and_host_reads(tensor):
     """Inside a cycle none of either; at its end one collective for the slots and one for each half
     of the bucket, for 300 tensors."""
     for collectives, host_reads in run_ranks(_traffic, 2, tensor):
-        assert collectives[0] <= 2  # the ranks' settings and their gradients are compared once
+        # the ranks' settings and their gradients are compared once, each after a call's name is
+        assert collectives[0] <= 4
         inside = [step for step in range(1, 15) if step % 5 != 4]
         assert [collectives[step] for step in inside] == [0] * len(inside)
         assert [host_reads[step] for step in inside] == [0] * len(inside)
