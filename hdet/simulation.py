@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from .knobs.cells import put
 from .tensors.eval_mode import random_states_kept
 
-__all__ = ["Course", "apply_factor", "has_begun", "simulate", "simulate_rates"]
+__all__ = ["Course", "apply_factor", "has_begun", "last_rates", "simulate", "simulate_rates"]
 
 UNKNOWN = 10_000
 """Steps that are simulated where the length of the run is not known."""
@@ -85,6 +85,14 @@ def simulate(
 def has_begun(scheduler: Any) -> bool:
     """Was a step made, by it or by one inside of it?"""
     return any(getattr(one, "last_epoch", 0) > 0 for one in _parts([scheduler]))
+
+
+def last_rates(scheduler: Any) -> list[Any]:
+    """By group; none of one that does not keep them, such as one with a step() of its own."""
+    try:
+        return list(scheduler.get_last_lr())
+    except AttributeError:
+        return []
 
 
 def apply_factor(optimizer: Optimizer, scheduler: Any, factor: float, length: int) -> None:
@@ -153,9 +161,8 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
     for one in _parts(copies):  # transformers has one function for all groups
         once = {id(f): lru_cache(1)(f) for f in getattr(one, "lr_lambdas", ()) if f}
         vars(one).update({"lr_lambdas": [once.get(id(f)) for f in one.lr_lambdas]} if once else {})
-    if len(copies) == 1 and hasattr(copies[0], "get_last_lr"):
-        for group, rate in zip(groups, copies[0].get_last_lr(), strict=False):
-            group["lr"] = rate
+    for group, rate in zip(groups, last_rates(copies[0]) if len(copies) == 1 else (), strict=False):
+        group["lr"] = rate
     return copies, groups
 
 

@@ -16,7 +16,7 @@ from ..core.engine import Engine
 from ..knobs.cells import close
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
-from ..simulation import has_begun
+from ..simulation import has_begun, last_rates
 
 __all__ = [
     "find_lost_state",
@@ -62,7 +62,7 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
     seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
-    for rate, own in zip(rates, getattr(scheduler, "get_last_lr", list)(), strict=False):
+    for rate, own in zip(rates, last_rates(scheduler), strict=False):
         if not close(rate, own):
             return (
                 f"the optimizer's learning rate was {float(rate):g}, its scheduler's "
