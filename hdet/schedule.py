@@ -221,7 +221,7 @@ class Schedule:
     def find_doubt(self) -> str:
         """Why the peaks may not be those of the run; "" where nothing says so. Waits for the device
         of a tensor."""
-        expected = iter(self._rows.get(-1 if self.step is None else self.step, ()))
+        expected = iter(() if self.step is None else self._rows.get(self.step, ()))
         for knob in self._moved:
             for now, peak in zip(knob.scheduled, knob.peaks(), strict=True):
                 own = next(expected, None)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from .knobs.cells import put
 from .tensors.eval_mode import random_states_kept
 
-__all__ = ["Course", "apply_factor", "has_begun", "last_rates", "simulate", "simulate_rates"]
+__all__ = ["Course", "apply_factor", "has_begun", "simulate", "simulate_rates"]
 
 UNKNOWN = 10_000
 """Steps that are simulated where the length of the run is not known."""
@@ -38,7 +38,7 @@ class Course:
     highest: list[float]
     lowest: list[float]
     rows: dict[int, list[float]]
-    """By ``last_epoch``, of the first steps."""
+    """By ``last_epoch`` of the first scheduler, of the first steps."""
 
 
 def simulate(
@@ -61,7 +61,6 @@ def simulate(
         ValueError: one that cannot be copied, or whose copy cannot be stepped.
     """
     moving = [(one, n) for one, n in schedulers if not isinstance(one, ReduceLROnPlateau)]
-    names = ", ".join(type(one).__name__ for one, _ in moving)
     before = [dict(group) for group in optimizer.param_groups]
     with warnings.catch_warnings(), random_states_kept(nn.Identity()):
         warnings.simplefilter("ignore")
@@ -72,6 +71,7 @@ def simulate(
             _rewind(copies, groups)
             return _run(copies, [n for _, n in moving], groups, length or UNKNOWN, places)
         except Exception as error:
+            names = ", ".join(type(one).__name__ for one, _ in moving)
             raise ValueError(
                 f"the peak of {names} is not known, because a copy of it cannot be stepped "
                 f"({type(error).__name__}: {error}): leave it out, step it inside `with "
@@ -85,14 +85,6 @@ def simulate(
 def has_begun(scheduler: Any) -> bool:
     """Was a step made, by it or by one inside of it?"""
     return any(getattr(one, "last_epoch", 0) > 0 for one in _parts([scheduler]))
-
-
-def last_rates(scheduler: Any) -> list[Any]:
-    """By group; none of one that does not keep them, such as one with a step() of its own."""
-    try:
-        return list(scheduler.get_last_lr())
-    except AttributeError:
-        return []
 
 
 def apply_factor(optimizer: Optimizer, scheduler: Any, factor: float, length: int) -> None:
@@ -139,8 +131,8 @@ def _scale(groups: Sequence[dict[str, Any]], schedulers: Sequence[Any], factor: 
 
 
 def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The copies, and the groups of their optimizer, which hold the schedule's own values as
-    numbers. What is a model's or another optimizer's is not copied."""
+    """The copies, and the groups of their optimizer, with numbers for tensors. What is a model's or
+    another optimizer's is not copied."""
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     own, stand_in.defaults = optimizer.param_groups, optimizer.defaults
     groups = stand_in.param_groups = [
@@ -161,8 +153,6 @@ def _copy(schedulers: list[Any], optimizer: Optimizer) -> tuple[list[Any], list[
     for one in _parts(copies):  # transformers has one function for all groups
         once = {id(f): lru_cache(1)(f) for f in getattr(one, "lr_lambdas", ()) if f}
         vars(one).update({"lr_lambdas": [once.get(id(f)) for f in one.lr_lambdas]} if once else {})
-    for group, rate in zip(groups, last_rates(copies[0]) if len(copies) == 1 else (), strict=False):
-        group["lr"] = rate
     return copies, groups
 
 
@@ -210,14 +200,10 @@ def _run(
     length: int,
     places: Sequence[tuple[int, str, int | None]],
 ) -> Course:
-    def read() -> Iterator[float]:
-        for number, key, entry in places:
-            value = groups[number][key]
-            yield float(value if entry is None else value[entry])
-
-    highest = lowest = row = list(read())
-    rows = dict[int, list[float]]()
-    for step in range(length):
+    cells = [(groups[number], key, entry) for number, key, entry in places]
+    read = lambda: [float(g[key] if entry is None else g[key][entry]) for g, key, entry in cells]
+    highest, lowest, rows = read(), read(), dict[int, list[float]]()
+    for step in range(length if schedulers else 0):
         for one, period in zip(schedulers, periods, strict=True) if step else ():
             if step % period == 0:
                 try:
@@ -226,9 +212,8 @@ def _run(
                     if step == period:
                         raise
                     return Course(highest, lowest, rows)  # the schedule is shorter than the run
-        row = list(read())
+        row = read()
         highest, lowest = list(map(max, highest, row)), list(map(min, lowest, row))
-        count = getattr(schedulers[0], "last_epoch", None) if len(schedulers) == 1 else None
-        if count is not None and step < COMPARED:
-            rows[count] = row
+        if step < COMPARED:
+            rows[getattr(schedulers[0], "last_epoch", -1)] = row
     return Course(highest, lowest, rows)

@@ -205,15 +205,15 @@ NEAR = 0.5
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Of (gap with the fixed rate, gap with AutoLR): mean gap, within `NEAR` and 2 %, worse by
-    over `NEAR`, worst."""
+    """Of (gap with the fixed rate, gap with AutoLR), in percent: mean gap, within `NEAR` and 2 %,
+    worse by over `NEAR`, worst."""
     fixed, auto = np.array(pairs).T
     harms = auto - fixed
     return [
-        percent(auto.mean()),
+        f"{auto.mean():.1f}",
         *(str((auto <= within).sum()) for within in (NEAR, 2)),
-        f"{(harms > NEAR).sum()} of {len(pairs)}",
-        percent(max(0.0, harms.max())),
+        str((harms > NEAR).sum()),
+        f"{max(0.0, harms.max()):.1f}",
     ]
 
 

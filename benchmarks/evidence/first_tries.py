@@ -224,7 +224,7 @@ def table(records: Sequence[Record]) -> str:
     rows, said = [], []
     for name in dict.fromkeys(name for name, _, _ in gaps):
         of = ([gaps.get((name, start, level)) for level in ("fixed", *levels)] for start in starts)
-        shown = [[f"{gap:.1f} %" for gap in cell if gap is not None] for cell in of]
+        shown = [[f"{gap:.1f}" for gap in cell if gap is not None] for cell in of]
         rows.append([name, *map(" → ".join, shown)])
     for level in levels:
         pairs = [(gaps[n, s, "fixed"], gap) for (n, s, of), gap in gaps.items() if of == level]

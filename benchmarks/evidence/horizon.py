@@ -106,7 +106,7 @@ def table(records: Sequence[Record]) -> str:
         if found is None:
             return ""
         higher, lower = sum(t < -SIGNIFICANT for t in found), sum(t > SIGNIFICANT for t in found)
-        return f"{higher} : {lower} of {len(found)}"
+        return f"{100 * higher / len(found):.0f}:{100 * lower / len(found):.0f}"
 
     return crossed("cycle", cycles, dict(sorted(columns.items())), cell)
 

@@ -273,7 +273,7 @@ def table(records: Sequence[Record]) -> str:
 
     def cell(own: dict[float, list[Record]], factor: float) -> str:
         lines = own.get(factor, [])
-        return f"{sum(line['crashed'] for line in lines)} of {len(lines)}" if lines else ""
+        return f"{sum(line['crashed'] for line in lines)}" if lines else ""
 
     return crossed("configuration", methods, factors, cell)
 

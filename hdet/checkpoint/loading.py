@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..core.validate import whole
-from ..tensors.dtensor import like
+from ..optim.fused import FusedOptimizer
+from ..tensors.buffers import refill
+from ..tensors.dtensor import like, local
 from .folder import STATE, open_checkpoint, verify_files
 from .plain_data import decode
 from .run_state import Inventory, RunState, state_methods
@@ -58,7 +61,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
         problem = f"checkpoint {str(folder)!r} does not fit this run: "
         saved = SavedState(state, folder, manifest)
         together.all(saved.read, problem)
-        with Undo(saved.ours.tensors.values()) as undo:
+        with Undo() as undo:
             for load_part in (saved.load_model, saved.load_optimizer, saved.load_extra):
                 together.all(partial(load_part, undo), problem)
             ensemble = state.ensemble.taken_over(saved.parts["ensemble"])
@@ -171,16 +174,19 @@ class SavedState:
         undo.on_error(torch._C._autograd._unsafe_set_version_counter, counted, versions)
         undo.on_error(load, copy.deepcopy(ours.modules))
         for name, tensor in ours.tensors.items():
-            undo.keep_values(tensor).copy_(self.parts["model"].pop(name))
+            undo.keep(tensor, writes=True)
+            local(tensor.detach()).copy_(self.parts["model"].pop(name))
         load(self.parts["modules"] or {})
 
     def load_optimizer(self, undo: Undo) -> None:
         """And what the Ensemble keeps for its averages."""
         optimizer, ensemble, ours = self.run.optimizer, self.run.ensemble, self.ours
-        undo.keep(optimizer)
+        ways = Optimizer.load_state_dict, FusedOptimizer.load_state_dict
+        further = getattr(optimizer, "num_replicas", 1) - 1
+        # These make new tensors; those of others may write into those that there are.
+        undo.keep(optimizer, writes=bool(further) or type(optimizer).load_state_dict not in ways)
         for follower in (ensemble.replicas, ensemble.weights.average):  # by hooks on it
             undo.keep(vars(follower), writes=True)
-        further = getattr(optimizer, "num_replicas", 1) - 1
         params = chain(*(group["params"] for group in optimizer.param_groups))
         for i, param in enumerate(params):
             if further and param.requires_grad and i in self.optimizer["state"]:
@@ -199,7 +205,7 @@ class SavedState:
         owners = {key: value for key, value in extra.items() if state_methods(value)}
         for value in owners.values():
             undo.keep_state(value)
-        undo.keep_contents(extra)
+        undo.on_error(refill, extra, extra.copy())
         for key, value in owners.items():
             state_methods(value)[1](self.extra[key])  # type: ignore[index]
         extra.clear()

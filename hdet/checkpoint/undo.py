@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..optim.fused import FusedOptimizer
-from ..tensors.buffers import tensors_in
+from ..tensors.buffers import Contents, refill, tensors_in
 from ..tensors.dtensor import local
 from .run_state import state_methods
 from .tensor_files import to_host
@@ -20,15 +18,11 @@ from .tensor_files import to_host
 
 class Undo(ExitStack):
     """``with Undo() as undo:`` puts back on an error what was given to it inside, the last first.
-    Copies of tensors are in the host's memory.
+    Copies of tensors are in the host's memory."""
 
-    Args:
-        apart: tensors that `keep` leaves alone.
-    """
-
-    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in apart}
+        self._seen: dict[int, Any] = {}
 
     def on_error(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call it then; what it raises is left out, so that all others are called."""
@@ -40,22 +34,11 @@ class Undo(ExitStack):
 
         self.push(put_back)
 
-    def keep_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a DTensor this rank's shard. Returns what may be written to now."""
-        own = local(tensor.detach())
-        self.on_error(own.copy_, to_host(own))
-        return own
-
-    def keep_contents(self, container: Any) -> None:
-        """Of a dict or a list."""
-        refill = container.update if isinstance(container, dict) else container.extend
-        self.on_error(refill, container.copy())
-        self.on_error(container.clear)
-
     def keep_state(self, thing: Any) -> None:
         """Of something with `state_methods`: its own state, and its attributes as they are."""
         take, give = state_methods(thing)  # type: ignore[misc]
-        self.keep_contents(getattr(thing, "__dict__", {}))
+        attributes = getattr(thing, "__dict__", {})
+        self.on_error(refill, attributes, attributes.copy())
         with torch.random.fork_rng(devices=[]):  # a data loader may begin an epoch for it
             state = take()
         on_host = {id(tensor): to_host(tensor) for tensor in tensors_in(state)}
@@ -63,21 +46,10 @@ class Undo(ExitStack):
 
     def keep(self, value: Any, writes: bool = False) -> None:
         """The contents of dicts and lists, the attributes of what loads states, however they are
-        nested. ``writes``: the values of tensors, too. torch's optimizers and hdet's make new ones
-        when they load, but for co-resident replicas; those of others may not."""
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor) and writes:
-            self.keep_values(value)
-        elif isinstance(value, (dict, list, tuple)):
-            if not isinstance(value, tuple):
-                self.keep_contents(value)
-            for held in value.values() if isinstance(value, dict) else value:
-                self.keep(held, writes)
-        elif isinstance(value, (nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-            return
-        elif state_methods(value):
-            load = getattr(type(value), "load_state_dict", None)
-            is_fused = load is FusedOptimizer.load_state_dict and value.num_replicas == 1
-            self.keep(vars(value), writes or not (is_fused or load is Optimizer.load_state_dict))
+        nested, but for what has been kept. ``writes``: the values of tensors, too."""
+        has_data = lambda one: state_methods(one) and not isinstance(one, nn.Module)
+        contents = Contents(value, False, self._seen, has_data, copies=False)
+        for write in contents.writes:
+            self.on_error(write)
+        for own in map(local, contents.tensors if writes else ()):
+            self.on_error(own.detach().copy_, to_host(own))

@@ -201,7 +201,7 @@ class Engine:
             return []
         if not self.explores if controller.needs_replicas else controller.search is not None:
             return []
-        if name == "loss" and len(left_out) == self.replicas:
+        if name >= "loss" and len(left_out) == self.replicas:
             note = "no finite loss was passed to step() in this cycle: pass step(loss)"
             notes, self._said_no_loss = [] if self._said_no_loss else [note], True
             return notes
@@ -238,7 +238,7 @@ class Engine:
         ``scheduled``. Raises ValueError if none does."""
         spec = self.knobs[knob]
         correction = spec.scale.correction_to(value, scheduled)
-        in_range = 1 / LARGEST_CORRECTION <= correction <= LARGEST_CORRECTION
+        in_range = 1 / LARGEST_CORRECTION >= correction <= LARGEST_CORRECTION
         if not in_range or spec.scale.hold(value) != value:
             raise ValueError(
                 f"{spec.name} cannot be set to {value!r} while its schedule is at {scheduled:g}: "

@@ -161,7 +161,7 @@ class Bound:
         return 0.0
 
     def note_peaks(self) -> None:
-        """They may be others now."""
+        """Take the ratios of cells from their peaks, which may have changed."""
         peaks = self.peaks()
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
 

@@ -14,6 +14,7 @@ from torch.optim import Adagrad, Optimizer
 from ..rules import RULES
 from ..tensors.buffers import (
     BufferCopies,
+    Contents,
     Copy,
     ReplicaTensors,
     averages_in,
@@ -244,18 +245,19 @@ class OwnData:
     nothing there, but for schedule-free ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, memo = optimizer, parameters_in(optimizer)
-        self._kept = [{name: keep(held[name], memo=memo) for name in names}
-                      for held, names in _own_data(optimizer)]  # fmt: skip
+        self._optimizer = optimizer
+        self._kept = [{n: held[n] for n in names} for held, names in _own_data(optimizer)]
+        self._contents = Contents(self._kept, seen=parameters_in(optimizer))
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Those that were not there are gone."""
+        self._contents.put_back()
         # Other dicts than then, if a state has been loaded since.
         for (held, names), before in zip(_own_data(self._optimizer), self._kept, strict=False):
             for name in names - before.keys():
                 del held[name]
-            held.update({name: put(held.get(name), kept) for name, kept in before.items()})
+            held.update(before)
 
 
 def parameters_in(optimizer: Optimizer) -> dict[int, Any]:

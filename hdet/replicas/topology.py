@@ -3,8 +3,6 @@ different replicas."""
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,8 +19,6 @@ from .process_groups import build, check_initialised, listed_table, own_group, t
 
 WIDTH = 32
 """Numbers of a replica in a small collective: the length of all of them is the same."""
-LATE_S = 30.0
-"""After so long a wait in one it is said. Groups wait for minutes before they fail."""
 
 
 class Replicas:
@@ -275,15 +271,9 @@ class Replicas:
         sent = sent.to(device)
         sent[self.index, 1 : width + 1] = row.detach().to(device)
         head, rest = sent[:, :WIDTH].contiguous(), sent[:, WIDTH:].contiguous()
-        late = f"rank {dist.get_rank()} has waited for {LATE_S:g} s, in {text}: do all ranks come?"
-        timer = threading.Timer(LATE_S, warnings.warn, [late])
-        timer.daemon, self.purpose = True, text
-        timer.start()
-        try:
-            dist.all_reduce(head, group=group)
-            head = head.cpu()
-        finally:
-            timer.cancel()
+        self.purpose = text
+        dist.all_reduce(head, group=group)
+        head = head.cpu()
         self.purpose = ""
         if (head[:, 0] != mark * (len(ranks) // self.count)).any():
             asked = gathered((text, f"{text}, with {width} numbers"), group, device)

@@ -7,13 +7,11 @@ which needs no collective, and looks for the others' keys (docs/faults.md).
 from __future__ import annotations
 
 import os
-import platform
 import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -37,10 +35,8 @@ class ReplicaLost(RuntimeError):
     Attributes:
         phase: what was under way, e.g. "average", "statistics", "training step", "checkpoint".
         cycle, step: of this rank when it failed.
-        lost: ranks of the default group that are gone, ascending: they did not answer, and do not
-            run on this host. If there are none, a rank was late, or a connection broke.
-        late: ranks that did not answer, but run on this host; some may still wait in the
-            collective.
+        lost: ranks of the default group that did not answer, ascending: they have ended, are late,
+            or still wait in the collective. If there are none, one was late, or a connection broke.
     """
 
     def __init__(
@@ -50,11 +46,9 @@ class ReplicaLost(RuntimeError):
         cycle: int = 0,
         step: int = 0,
         lost: Sequence[int] = (),
-        late: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
-        self.phase, self.cycle, self.step = phase, cycle, step
-        self.lost, self.late = tuple(lost), tuple(late)
+        self.phase, self.cycle, self.step, self.lost = phase, cycle, step, tuple(lost)
 
 
 class Guard:
@@ -67,7 +61,8 @@ class Guard:
         self._replicas, self._engine = replicas, engine
         self.lost: ReplicaLost | None = None
         if _is_distributed():
-            _announce_process()
+            with suppress(Exception):  # restarted workers may find the same store
+                dist.distributed_c10d._get_default_store().delete_key(_answer(dist.get_rank()))
 
     def check_whole(self) -> None:
         """Raises RuntimeError if a replica was lost."""
@@ -102,7 +97,7 @@ class Guard:
         call = RollCall(ranks or range(dist.get_world_size()))
         call.start()
         call.join(PATIENCE_S + 1)
-        what, lost, late = self._read_call(call)
+        what, lost = self._read_call(call)
         asked = f", in {self._replicas.purpose}" if self._replicas.purpose else ""
         message = (
             f"{phase} failed in cycle {cycle} (step {step}){asked}: {what}; this is "
@@ -111,26 +106,20 @@ class Guard:
             "averaged: end this process and start all ranks again from the last checkpoint "
             "(torchrun --max-restarts does that)"
         )
-        return ReplicaLost(message, phase, cycle, step, lost, late)
+        return ReplicaLost(message, phase, cycle, step, lost)
 
-    def _read_call(self, call: RollCall) -> tuple[str, list[int], list[int]]:
-        """Words, and the `ReplicaLost`'s ``lost`` and ``late``."""
+    def _read_call(self, call: RollCall) -> tuple[str, list[int]]:
+        """Words, and the `ReplicaLost`'s ``lost``."""
         if not call.has_store:
             silent = "the rendezvous store does not answer"
             if call.own == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                return f"{silent}, so who is lost is not known", [], []
+                return f"{silent}, so who is lost is not known", []
             holder = f"lost {self._named([0])}, which usually holds it, maybe after another loss"
-            return f"{silent}: {holder}", [0], []
-        missing = sorted(set(call.ranks) - call.present)
-        late = [rank for rank in missing if rank in call.running]
-        lost = [rank for rank in missing if rank not in call.running]
-        sentences = []
-        if lost:
-            sentences.append(f"lost {self._named(lost)} (no answer within {PATIENCE_S:g} s)")
-        if late:
-            sentences.append(f"late, or still waiting: {self._named(late)}")
-        everyone = "every rank answers: one, maybe this one, was late, or a connection broke"
-        return "; ".join(sentences) or everyone, lost, late
+            return f"{silent}: {holder}", [0]
+        lost = sorted(set(call.ranks) - call.present)
+        if not lost:
+            return "every rank answers: one, maybe this one, was late, or a connection broke", []
+        return f"lost or late: {self._named(lost)} (no answer within {PATIENCE_S:g} s)", lost
 
     def _named(self, ranks: Sequence[int]) -> str:
         """``ranks 4-5, 12 (replicas 1, 3)``"""
@@ -182,7 +171,6 @@ class RollCall(threading.Thread):
     Attributes:
         has_store: does the store answer?
         present: ranks that have answered, and this one.
-        running: others that have not, whose processes run on this host.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -190,7 +178,6 @@ class RollCall(threading.Thread):
         self.ranks, self.own = ranks, dist.get_rank()
         self.has_store = False
         self.present = {self.own}
-        self.running = set[int]()
 
     def run(self) -> None:
         try:
@@ -207,9 +194,6 @@ class RollCall(threading.Thread):
         while not store.check(answers) and time.monotonic() < deadline:
             time.sleep(PATIENCE_S / 10)
         self._find_present(store, others)
-        for rank in others:
-            if rank not in self.present and _runs_here(store, rank):
-                self.running.add(rank)
 
     def _find_present(self, store: Any, ranks: list[int]) -> None:
         """By halves: with m of n missing about m log n messages, for the store has one process."""
@@ -228,27 +212,3 @@ def _is_distributed() -> bool:
 def _answer(rank: int) -> str:
     """Says no more: survivors may be a cycle apart, and torchrun's agents count restarts alone."""
     return f"hdet/roll/{rank}"
-
-
-def _process(rank: int) -> str:
-    return f"hdet/process/{rank}"
-
-
-def _announce_process() -> None:
-    """So that ranks on this host can see later whether this one still runs."""
-    with suppress(Exception):  # an extra, never a reason to fail
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        store.set(_process(rank), f"{platform.node()} {os.getpid()}")
-        store.delete_key(_answer(rank))  # restarted workers may find the same store
-
-
-def _runs_here(store: Any, rank: int) -> bool:
-    if not store.check([_process(rank)]):
-        return False
-    host, pid = store.get(_process(rank)).decode().rsplit(" ", 1)
-    if host != platform.node():
-        return False
-    with suppress(OSError):  # no such process
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX"  # of one that has ended only the exit status is left
-    return False

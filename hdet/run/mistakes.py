@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from ..core.engine import Engine
 from ..knobs.cells import close
 from ..optim.snapshot import keeps_weights
 from ..schedule import Schedule
-from ..simulation import has_begun, last_rates
+from ..simulation import has_begun
 
 __all__ = [
     "find_lost_state",
@@ -24,6 +23,7 @@ __all__ = [
     "refuse_eval_mode",
     "refuse_join",
     "warn_of_idle_run",
+    "warn_of_lost_state",
     "warn_of_no_controller",
 ]
 
@@ -41,47 +41,45 @@ def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int 
         _warn("each parameter of the optimizer is frozen (requires_grad=False): nothing is trained")
     if scheduler is not None and rates and not any(rates):
         _warn("the learning rate is 0, and its schedule multiplies it: nothing is trained")
-    if total_steps is None:
-        return
-    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max != total_steps:
-        then = "rises again" if scheduler.T_max < total_steps else "has not fallen to its end"
-        _warn(
-            f"total_steps is {total_steps}, but T_max of the CosineAnnealingLR is "
-            f"{scheduler.T_max}: after step {min(total_steps, scheduler.T_max)} the rate {then}. "
-            "Both count optimizer steps, not epochs"
-        )
-    elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps != total_steps:
-        _warn(
-            f"total_steps is {total_steps}, but that of the OneCycleLR is {scheduler.total_steps}: "
-            "leave it out"
-        )
+    for name in ("T_max", "total_steps"):
+        own = getattr(scheduler, name, total_steps)
+        if total_steps is not None and own != total_steps:
+            _warn(
+                f"total_steps is {total_steps}, but {name} of the {type(scheduler).__name__} is "
+                f"{own}: write one number for both, of optimizer steps, not epochs"
+            )
 
 
 def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> str:
-    """Says that the states of optimizer, scheduler and Ensemble were not all loaded; "" where they
-    seem to be. ``searches``: is the rate going to be searched, for which the run has to be new?"""
+    """Which states do not belong together; "" where they seem to. ``searches``: is the rate going
+    to be searched, for which the run has to be new?"""
     groups = optimizer.param_groups
-    rates = [group["lr"] for group in groups]
-    for rate, own in zip(rates, last_rates(scheduler), strict=False):
-        if not close(rate, own):
+    for group, own in zip(groups, _last_rates(scheduler), strict=False):
+        if not close(rate := group["lr"], own):
             return (
-                f"the optimizer's learning rate was {float(rate):g}, its scheduler's "
-                f"{float(own):g}. On resuming load the states of both, and ensemble.state_dict(), "
-                "without which a correction is lost (docs/checkpoints.md). Of a new run, make the "
-                "scheduler after the rate was written; find_rate(...).apply writes to both"
+                f"the optimizer's learning rate was {float(rate):g}, its scheduler's {float(own):g}"
             )
-    is_new = scheduler is not None and not has_begun(scheduler)
-    if scheduler is None:  # there was one
-        is_new = any(
-            not close(group.get("initial_lr", group["lr"]), group["lr"]) for group in groups
-        )
-    steps = (state.get("step", 0) for state in optimizer.state.values() if is_new and searches)
-    if any(map(_some, steps)):
-        return (
-            "the optimizer has made steps, and no scheduler has, so no rate is searched. On "
-            "resuming load the state of the scheduler, and ensemble.state_dict()"
-        )
-    return ""
+    states = optimizer.state.values() if searches and not has_begun(scheduler) else ()
+    is_resumed = any(_is_positive(state.get("step")) for state in states)
+    return "the optimizer has made steps, and no scheduler has" if is_resumed else ""
+
+
+def _last_rates(scheduler: Any) -> list[Any]:
+    """By group; none of one that does not keep them, such as one with a step() of its own."""
+    try:
+        return list(scheduler.get_last_lr())
+    except AttributeError:
+        return []
+
+
+def warn_of_lost_state(which: str) -> None:
+    """``which``: of `find_lost_state`."""
+    warnings.warn(
+        f"{which}. On resuming load the states of both, and ensemble.state_dict(), without which "
+        "a correction is lost (docs/checkpoints.md). In a new run make the scheduler after the "
+        "rate was written; find_rate(...).apply writes to both",
+        stacklevel=4,
+    )
 
 
 def refuse_backward(loss: object) -> None:
@@ -119,7 +117,7 @@ def _refuse_backward(_: torch.Tensor) -> NoReturn:
     )
 
 
-def _some(steps: object) -> bool:
+def _is_positive(steps: object) -> bool:
     return isinstance(steps, (int, float, torch.Tensor)) and bool(steps > 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import find_lost_state, refuse_join, warn_of_idle_run
+from .mistakes import find_lost_state, refuse_join, warn_of_idle_run, warn_of_lost_state
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -95,9 +94,8 @@ class Parts:
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         warn_of_idle_run(optimizer, self.schedule, total_steps)
         searches = controller is not None and controller.search is not None
-        self.lost_state = find_lost_state(optimizer, scheduler, searches)
+        self.schedule.doubt = self.lost_state = find_lost_state(optimizer, scheduler, searches)
         """Told in the first step, unless the Ensemble's state is loaded before."""
-        self.schedule.doubt = self.lost_state.partition(". ")[0]
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
         self.records = Records(self.engine, log)
@@ -151,7 +149,7 @@ class Parts:
             self.agreement.check(self.weights.device)
         self.weights.moments.check()
         if self.lost_state:
-            warnings.warn(self.lost_state, stacklevel=3)
+            warn_of_lost_state(self.lost_state)
             self.lost_state = ""
         self.records.tell_report()  # not earlier: the state and `tell` may change
 
@@ -175,10 +173,8 @@ class Parts:
             KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr")
             for knob in self.knobs
         ]
-        clock, count = (
-            Clock(self.sync.every, warmup_steps, self.schedule.total_steps),
-            self.replicas.count,
-        )
+        count, length = self.replicas.count, self.schedule.total_steps
+        clock = Clock(self.sync.every, warmup_steps, length)
         self.engine = Engine(specs, count, clock, self.controller, seed, self.design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         is_local = self.sync.gradients == "local"

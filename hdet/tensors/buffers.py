@@ -7,11 +7,12 @@ A forward pass may put a new tensor in a buffer's place (`self.count = self.coun
 from __future__ import annotations
 
 import copy
-import functools
-import pickle
+import copyreg
+import random
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from logging import Logger
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .dtensor import is_sharded, like, local
 
 _ATOMS = (
-    int, float, str, type(None), type, ModuleType, FunctionType, MethodType, functools.partial,
-    Optimizer,
+    int, float, str, type(None), type, ModuleType, FunctionType, MethodType, partial, Logger,
 )  # fmt: skip
 """They cannot change, or are no data: a copy holds them as they are."""
 
@@ -150,62 +150,92 @@ class Copy:
         return made if self._layout is None else like(made, self._layout)
 
 
-class ObjectCopy:
-    """What any other object holds at a moment: its items, its attributes, or what a pickle of it
-    would. `put` writes it into the very same object; of one that cannot be written to it gives a
-    copy."""
+class Contents:
+    """What objects hold at a moment, however they hold each other: items, attributes, tensors,
+    random states. `put_back` writes it into the very same objects.
 
-    def __init__(self, value: Any, on_host: bool, memo: dict[int, Any]) -> None:
-        memo[id(value)], self._value, self._is_entered = self, value, False
-        state = _state_of(value)
-        self._whole = copy.deepcopy(value) if state is None else None
-        self.parts = keep(state, on_host, None, memo)
+    Args:
+        on_host: as of `Copy`.
+        seen: by id what is left as it is; what is visited is added.
+        has_data: (object) -> bool: are its attributes data? Default: not an optimizer's, nor a
+            module's with a parameter in ``seen``.
+        copies: copy the tensors, too.
 
-    @contextmanager
-    def entered(self) -> Iterator[Any]:
-        """Its parts; nothing inside of itself, because objects may hold each other."""
-        parts, self._is_entered = None if self._is_entered else self.parts, True
-        yield parts
-        self._is_entered = parts is None
+    Raises:
+        ValueError: an iterator, whose place nobody can read.
+    """
 
-    def put(self) -> Any:
-        value = self._value
-        if self.parts is None:
-            if not getattr(getattr(value, "flags", None), "writeable", False):
-                return copy.deepcopy(self._whole)
-            value[...] = self._whole  # an array of numpy
-        with self.entered() as parts:
-            if parts is not None:
-                now = _state_of(value)
-                state = put(now, parts)
-                if now is not getattr(value, "__dict__", None):
-                    _write(getattr(value, "bit_generator", value), state)
-        return value
+    def __init__(
+        self,
+        value: Any,
+        on_host: bool = False,
+        seen: dict[int, Any] | None = None,
+        has_data: Callable[[Any], object] | None = None,
+        copies: bool = True,
+    ) -> None:
+        self.value = value
+        self._seen: dict[int, Any] = {} if seen is None else seen
+        self._has_data = has_data
+        self.writes: list[Callable[[], object]] = []
+        """One for each object."""
+        self.tensors: list[torch.Tensor] = []
+        self._visit(value)
+        self.copies = [Copy(tensor, on_host) for tensor in self.tensors if copies]
+
+    def put_back(self) -> Any:
+        for write in self.writes:
+            write()
+        for kept, tensor in zip(self.copies, self.tensors, strict=False):
+            kept.put(tensor)
+        return self.value
+
+    def _is_own(self, value: Any) -> bool:
+        tensors = value.parameters() if isinstance(value, nn.Module) else ()
+        return not isinstance(value, Optimizer) and not any(id(t) in self._seen for t in tensors)
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, _ATOMS):
+            return
+        self._seen[id(value)] = value
+        inside: Iterable[Any] = ()
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, (dict, list, set, deque, bytearray)):
+            inside = copy.copy(value)
+            self.writes.append(partial(refill, value, inside))
+        elif write := _writer(value):
+            self.writes.append(write)
+        elif isinstance(value, tuple):
+            inside = value
+        elif (self._has_data or self._is_own)(value):
+            names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+            slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+            self.writes += [partial(object.__setattr__, value, *slot) for slot in slots.items()]
+            inside = [getattr(value, "__dict__", None), *slots.values()]
+            if isinstance(value, Iterator) and inside == [None]:
+                raise ValueError(f"a {type(value).__name__} (an iterator), which cannot be copied")
+        for held in inside.values() if isinstance(inside, dict) else inside:
+            self._visit(held)
 
 
-def _state_of(value: Any) -> Any:
-    """What can be written into an object; None: nothing. numpy's Generator keeps it elsewhere."""
-    value = getattr(value, "bit_generator", value)
-    plain: dict[Any, Any] = {dict: dict, set: frozenset, (list, deque, bytearray): list}
-    for kind, make in plain.items():
-        if isinstance(value, kind):
-            return make(value)
-    reduced = value.__reduce_ex__(4)
-    if hasattr(value, "setflags") or not isinstance(reduced, tuple) or len(reduced) < 3:
-        return None
-    is_dict = reduced[2] is None or isinstance(reduced[2], dict)
-    return vars(value) if is_dict and hasattr(value, "__dict__") else reduced[2] or ()
+def refill(container: Any, held: Any) -> None:
+    """What a dict, list, set or deque holds becomes what ``held`` does."""
+    container.clear()
+    (container.update if hasattr(container, "update") else container.extend)(held)
 
 
-def _write(value: Any, state: Any) -> None:
-    if hasattr(value, "clear"):
-        value.clear()
-        (value.extend if hasattr(value, "extend") else value.update)(state)
-    elif hasattr(value, "__setstate__"):
-        value.__setstate__(state)
-    elif state:  # attributes and slots
-        for name, held in ((state[0] or {}) | state[1]).items():
-            setattr(value, name, held)
+def _writer(value: Any) -> Callable[[], object] | None:
+    """Writes back what a generator of random numbers or an array of numpy holds now."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    source = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))
+    if type(source).__module__.startswith("numpy.random._"):
+        return partial(setattr, source, "state", source.state)
+    if hasattr(value, "setflags") and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    return None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -214,57 +244,37 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, Copy):
         yield from tensors_in(value.parts or value.values)
-    elif isinstance(value, ObjectCopy):
-        with value.entered() as parts:
-            yield from tensors_in(parts)
+    elif isinstance(value, Contents):
+        yield from tensors_in(value.copies)
     elif isinstance(value, (Mapping, list, tuple)):
         for held in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(held)
 
 
 def keep(
-    value: Any, on_host: bool = False, before: Any = None, memo: dict[int, Any] | None = None
+    value: Any, on_host: bool = False, before: Any = None, seen: dict[int, Any] | None = None
 ) -> Any:
-    """A copy of a value, whatever it is made of: `Copy` of tensors, `ObjectCopy` of objects. What
-    is a handle (a lock, a process group), a module that trains, or of `_ATOMS` is as it is.
+    """A copy of a value, whatever it is made of: `Copy` of tensors, `Contents` of objects.
 
     Args:
         on_host, before: as of `Copy`.
-        memo: copies of what is known already, by id.
+        seen: by id what is left as it is.
 
     Raises:
-        ValueError: an iterator that cannot be copied.
+        ValueError: as `Contents`.
     """
-    memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
+    seen = {} if seen is None else seen
+    if id(value) in seen or isinstance(value, _ATOMS):
+        return value
     if isinstance(value, torch.Tensor):
         return Copy(value, on_host, before)
-    if isinstance(value, _ATOMS):
-        return value
     if type(value) is dict:
         old = before if isinstance(before, dict) else {}
-        return {key: keep(held, on_host, old.get(key), memo) for key, held in value.items()}
-    if type(value) is list or isinstance(value, tuple):
+        return {key: keep(held, on_host, old.get(key), seen) for key, held in value.items()}
+    if type(value) is list:
         olds = before if _matches(before, value) else [None] * len(value)
-        pairs = zip(value, olds, strict=True)
-        return _made(type(value), [keep(held, on_host, old, memo) for held, old in pairs])
-    if isinstance(value, nn.Module) and any(id(p) in memo for p in value.parameters()):
-        return value
-    try:
-        return ObjectCopy(value, on_host, memo)
-    except (TypeError, NotImplementedError, pickle.PicklingError) as error:
-        if isinstance(value, Iterator):
-            raise ValueError(
-                f"a {type(value).__name__} (an iterator), which cannot be copied"
-            ) from error
-        memo[id(value)] = value
-        return value
-
-
-def _made(kind: Any, held: list[Any]) -> Any:
-    """A list or tuple; a named tuple takes its fields one by one."""
-    return kind(*held) if hasattr(kind, "_fields") else kind(held)
+        return [keep(held, on_host, old, seen) for held, old in zip(value, olds, strict=True)]
+    return Contents(value, on_host, seen)
 
 
 def _matches(one: Any, other: Sequence[Any]) -> bool:
@@ -276,21 +286,21 @@ def put(current: Any, kept: Any) -> Any:
     there are tensors, dicts, lists and objects for it."""
     if isinstance(kept, Copy):
         return kept.put(current)
-    if isinstance(kept, ObjectCopy):
-        return kept.put()
+    if isinstance(kept, Contents):
+        return kept.put_back()
     if type(kept) is dict:
         values = current if isinstance(current, dict) else {}
         for key in values.keys() - kept.keys():
             del values[key]
         values.update({key: put(values.get(key), held) for key, held in kept.items()})
         return values
-    if type(kept) is list or isinstance(kept, tuple):
+    if type(kept) is list:
         olds = current if _matches(current, kept) else [None] * len(kept)
         made = [put(old, held) for old, held in zip(olds, kept, strict=True)]
-        if type(current) is list and type(kept) is list:
-            current[:] = made
-            return current
-        return _made(type(kept), made)
+        if type(current) is not list:
+            return made
+        current[:] = made
+        return current
     return kept
 
 

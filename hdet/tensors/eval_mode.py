@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .buffers import BufferCopies, Copy, keep, places, put
+from .buffers import BufferCopies, Contents, Copy, places
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def random_states_kept(model: nn.Module, generators: Sequence[Any] = ()) -> Iter
     """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of
     Python's ``random``, of numpy, if it is loaded, and of ``generators`` of any of these are what
     they were."""
-    kept = keep([*generators])
+    kept = Contents([*generators])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     numpy_state = numpy_random.get_state() if numpy_random else None
@@ -29,7 +29,7 @@ def random_states_kept(model: nn.Module, generators: Sequence[Any] = ()) -> Iter
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        put([*generators], kept)
+        kept.put_back()
         random.setstate(python_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)

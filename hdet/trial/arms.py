@@ -17,7 +17,6 @@ from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
 from .in_place import InPlace
-from .rule import STEPS
 from .searched import Closure, Searched, losses_by, mean_of
 
 __all__ = ["Arms", "Gradients"]
@@ -30,22 +29,22 @@ class Gradients:
     there. (After it, gradients of 0 say that the rate is too high.)"""
 
     def __init__(self, run: Searched) -> None:
-        self._run, self._are_seen = run, False
+        self._run, self._steps = run, 0
         self._have_begun: Any = False  # perhaps a tensor on the device
         self._idle: Any = 0.0
 
     def note(self, *_: Any) -> None:
-        """Of a step, as they are now; as a hook of the optimizer, too."""
+        """Of a step of the run (as a hook of the optimizer) or of an arm, as they are now."""
         if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
-            self._are_seen = True
+            self._steps += 1
             self._have_begun = self._have_begun | (gradient_norm(self._run.parameters) != 0)
             self._idle = self._idle + (~self._have_begun).double()
 
     def why_given_up(self) -> str:
-        """Where that were most of the first steps, on all ranks together: one collective."""
-        row = torch.tensor([self._are_seen, float(self._idle)], dtype=torch.float64)
-        ranks, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
-        return NO_GRADIENTS if idle > ranks * STEPS / 2 else ""
+        """Where that were most of the steps, on all ranks together: one collective."""
+        row = torch.tensor([self._steps, float(self._idle)], dtype=torch.float64)
+        steps, idle = self._run.replicas.sum_rows(row, purpose="gradients").sum(0).tolist()
+        return NO_GRADIENTS if idle > steps / 2 else ""
 
 
 class Arms:
@@ -61,12 +60,13 @@ class Arms:
         self,
         run: Searched,
         first: Snapshot,
+        gradients: Gradients,
         before_step: Callable[[], object] | None,
         scaler: Any,
         place: str,
         spread: bool,
     ) -> None:
-        self.run, self.first, self.spread = run, first, spread
+        self.run, self.first, self.gradients, self.spread = run, first, gradients, spread
         self._before_step, self._scaler, self._place = before_step, scaler, place
         # Are gradients averaged here? None: not if the loop, and so before_step, does it.
         self._averages: bool | None = None
@@ -78,8 +78,6 @@ class Arms:
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
         self._needs_closure = False  # the optimizer's step, as SAM's
-        self.gradients = Gradients(run)
-        self._noted: Snapshot | None = None  # the arm whose gradients these are, the first one
         self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
@@ -103,9 +101,7 @@ class Arms:
     def begin(self) -> Snapshot:
         """A new arm. It has the first weights."""
         self.run.restore(self.first)
-        arm = self.run.take_snapshot(self._place)
-        self._noted = self._noted or arm
-        return arm
+        return self.run.take_snapshot(self._place)
 
     def num_bytes(self, arms: Iterable[Snapshot | None]) -> int:
         """What these take here, with the first weights and the run's own."""
@@ -130,8 +126,7 @@ class Arms:
             losses = self._backward(closure)
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
-                if arm is self._noted:
-                    self.gradients.note()
+                self.gradients.note()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():

@@ -21,7 +21,7 @@ from .budget import Budget
 from .displacement import Displacement
 from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
-from .steps import Cost, LoopLoss, OwnSteps, TrialSteps
+from .steps import LoopLoss, OwnSteps, TrialSteps
 
 __all__ = ["AutoLR"]
 
@@ -123,7 +123,7 @@ class AutoLR(Controller):
         self.budget, self.spread_arms = budget, spread_arms
         self.on_restart = on_restart or (lambda: None)
         self._advice = "" if on_restart else ": begin averages of weights again (on_restart=)"
-        self._has_restarted = self._is_told = False
+        self._has_restarted = False
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
@@ -195,19 +195,15 @@ class AutoLR(Controller):
             measured = self._steps.after_step(closure, loss)
             if measured is None:
                 return None
-            trial = measured
-            self._add(self._steps.cost)
+            trial, steps = measured, self._steps
+            self.cost, self.seconds = self.cost + steps.cost, self.seconds + steps.seconds
+            self.num_bytes = max(self.num_bytes, steps.num_bytes)
         factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
         self._has_restarted = factor < 1
         if factor < 1:
             self._run.restore(self._begun[0])
         self.close()
         return factor
-
-    def _add(self, cost: Cost) -> None:
-        self.cost += cost.steps
-        self.seconds += cost.seconds
-        self.num_bytes = max(self.num_bytes, cost.num_bytes)
 
     def _make_steps(self, closure: Closure | None) -> TrialSteps | OwnSteps:
         assert self._begun is not None
@@ -217,7 +213,7 @@ class AutoLR(Controller):
             return OwnSteps(run, displacement, gradients)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
         spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
-        self._arms = Arms(run, first, self.before_step, self.scaler, self.place, spread)
+        self._arms = Arms(run, first, gradients, self.before_step, self.scaler, self.place, spread)
         return TrialSteps(self._arms, displacement)
 
     def _decide(self, trial: Trial) -> float:
@@ -245,9 +241,8 @@ class AutoLR(Controller):
         return line + restarts * self._has_restarted
 
     def note_save(self) -> None:
-        """Warns, once, if a run that is resumed from here is another one."""
-        if self._steps is not None and not self._is_told:
-            self._is_told = True
+        """Warns if a run that is resumed from here is another one."""
+        if self._steps is not None:
             warnings.warn(
                 "saved during AutoLR's search: a run that is resumed from here searches again, "
                 f"from these weights, and is another run; save after its first {STEPS + SCORES} "

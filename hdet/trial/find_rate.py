@@ -79,7 +79,14 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    own = _peaks(optimizer, scheduler, total_steps)
+    own = simulate_rates(optimizer, scheduler, total_steps).highest
+    if scheduler is None:
+        groups = optimizer.param_groups
+        own = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
+    if not max(own):
+        raise ValueError(
+            "every parameter group has learning rate 0: set the rate that you would use"
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor, replicas = 1.0, replicas or Replicas.of_shards(parameters) or Replicas.default()
     with random_states_kept(model, _generators_of(batches)):
@@ -121,16 +128,3 @@ def _generators_of(batches: object) -> list[Any]:
             elif isinstance(value, (Sampler, Dataset)) and all(value is not x for x in looked_at):
                 looked_at.append(value)
     return found
-
-
-def _peaks(optimizer: Optimizer, scheduler: Any, total_steps: int) -> list[float]:
-    """By group. Raises ValueError if all are 0, or a scheduler that cannot be simulated."""
-    groups = optimizer.param_groups
-    peaks = simulate_rates(optimizer, scheduler, total_steps).highest
-    if scheduler is None:
-        peaks = [float(g.get("max_lr", g.get("initial_lr", g["lr"]))) for g in groups]
-    if not max(peaks):
-        raise ValueError(
-            "every parameter group has learning rate 0: set the rate that you would use"
-        )
-    return peaks

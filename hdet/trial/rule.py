@@ -106,9 +106,8 @@ class Trial:
     def unmeasured(self) -> str:
         """Why nothing follows; empty if something may."""
         scored = [arm.losses for arm in self.arms if arm.losses]
-        if self.given_up or len(scored) < 2 or len(set(scored)) > 1:
-            return self.given_up
-        return NO_EFFECT if scored[0] == self.first_losses else RATE_UNUSED
+        is_same = len(scored) > 1 and len(set(scored)) == 1
+        return self.given_up or (NO_EFFECT if is_same else "")
 
     @property
     def has_learned(self) -> bool:
@@ -176,7 +175,8 @@ class Trial:
                 part = (wanted - moved) / (next_moved - moved)
                 return math.exp(rate + part * (next_rate - rate))
         rate, moved = known[0] if wanted < known[0][1] else known[-1]
-        for before, moved_before in known[-2:-1] if moved < wanted < math.log(TOO_MUCH) else ():
+        if len(known) > 1 and moved < wanted < math.log(TOO_MUCH):
+            before, moved_before = known[-2]
             if moved - moved_before < GROWS * (rate - before):
                 return None
         return math.exp(rate + wanted - moved)

@@ -19,7 +19,7 @@ from .displacement import Displacement, Ratios, medians
 from .rule import FARTHEST, MULTIPLES, RATE_UNUSED, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched, mean_of
 
-__all__ = ["Cost", "OwnSteps", "TrialSteps"]
+__all__ = ["OwnSteps", "TrialSteps"]
 
 UNCERTAINTY = 2.0
 """A warm-up's small steps go further, in proportion to their rates, than a trial's. By this factor
@@ -47,21 +47,10 @@ LoopLoss = torch.Tensor | float | None
 """As a loop gives it."""
 
 
-@dataclass
-class Cost:
-    """Of a trial."""
-
-    steps: float = 0.0
-    """of the run, which take as long"""
-    seconds: float = 0.0
-    num_bytes: int = 0
-    """the most that copies took"""
-
-
 class OwnSteps:
     """Counts the first `STEPS` steps of a run: the free reading."""
 
-    cost = Cost()
+    cost = seconds = num_bytes = 0
 
     def __init__(self, run: Searched, displacement: Displacement, gradients: Gradients) -> None:
         self._run, self._displacement, self._gradients = run, displacement, gradients
@@ -116,7 +105,8 @@ class TrialSteps:
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = self._error = ""
-        self.cost = Cost()
+        self.cost = self.seconds = 0.0  # in steps of the run, which take as long
+        self.num_bytes = 0  # the most that copies took
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> Trial | None:
         """Makes one step of every arm, or one score. Returns the trial when it is over."""
@@ -146,10 +136,10 @@ class TrialSteps:
                 self._given_up = self._given_up or self._arms.gradients.why_given_up()
                 self._end_training()
             if self._position == 2:  # optimizers have made their states, and no arm has stopped
-                self.cost.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
+                self.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
         is_over = self._given_up or not self._live or self._position == STEPS + SCORES
         trial = self._trial() if is_over else None
-        self.cost.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
         return trial
 
     # -- arms --------------------------------------------------------------------------------------
@@ -164,7 +154,7 @@ class TrialSteps:
 
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
-        self.cost.steps += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        self.cost += max(len(self._copies_of(k)) for k in range(self._replicas.count))
         may_skip = self._position > 0 or self._replicas.world_group is not None
         for copy in mine:
             if self._position == 0:
@@ -226,7 +216,7 @@ class TrialSteps:
                     f"{type(error).__name__}: {error}"
                 )
                 return
-            self.cost.steps += FORWARD
+            self.cost += FORWARD
         for copy, loss in losses.items():
             copy.scored.append(loss)
 
@@ -298,8 +288,8 @@ class TrialSteps:
     def _compare_steps(self, own: Ratios, part: float, is_loop: bool) -> None:
         """Gives up if they differ. ``own``: of the run's step, empty on a rank that cannot say.
         ``is_loop``: has the run made one? Not in `find_rate`."""
-        same = self._ratios(self._copies[MULTIPLES.index(1.0)])
-        scaled = {key: same[key] * (part / arm_factor(1)) for key in own}
+        same = self._ratios(self._copies[MULTIPLES.index(1.0)]) if own else {}
+        scaled = {key: ratio * (part / arm_factor(1)) for key, ratio in same.items()}
         ends = (self._ratios(self._copies[number]) for number in (0, -1))
         found = medians(self._replicas, own, scaled, *ends)
         run, arm, low, high = (moved or 0.0 for moved in found)

@@ -110,24 +110,14 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what the build reads."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in (
-        "setup.py",
-        "pyproject.toml",
-        "CMakeLists.txt",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
-    ):
+    names = "setup.py pyproject.toml CMakeLists.txt MANIFEST.in README.md LICENSE"
+    for name in names.split():
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in ("hdet", "triton_kernels", "src"):  # and the links between them
-        shutil.copytree(
-            ROOT / name,
-            folder / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("*.so", "__pycache__"),
-        )
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     return folder
 
 
@@ -140,15 +130,17 @@ def leave(checkout: Path, name: str) -> Path:
     return next((checkout / "csrc").rglob(name), checkout)
 
 
-def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    cwd: Path, *command: str, timeout: float | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "setup.py", *(command or ("build_ext", "--inplace"))],
-        cwd=checkout,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, *command], cwd=cwd, env={**os.environ, **environment}, timeout=timeout,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python(checkout, "setup.py", *(command or ("build_ext", "--inplace")), **environment)
 
 
 def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -> None:
@@ -193,14 +185,8 @@ def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> Non
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
-    assert {
-        "CMakeLists.txt",
-        "setup.py",
-        "src/hdet/py.typed",
-        "src/hdet/_C.pyi",
-        "src/hdet/triton_kernels/step.py",
-        *sources,
-    } <= names
+    package = {f"src/hdet/{name}" for name in ("py.typed", "_C.pyi", "triton_kernels/step.py")}
+    assert {"CMakeLists.txt", "setup.py", *package, *sources} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -209,25 +195,16 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(
 ) -> None:
     """As it is packed, but for the native module, which takes minutes."""
     for folder in ("benchmarks", "examples", "tests"):
-        shutil.copytree(
-            ROOT / folder,
-            checkout / folder,
-            ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"),
-        )
+        ignored = shutil.ignore_patterns("__pycache__", "*.jsonl")
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=ignored)
     result = build(checkout, "build_py", "bdist_wheel", "--skip-build")
     assert result.returncode == 0, result.stderr
     (archive,) = (checkout / "dist").glob("*.whl")
     names = zipfile.ZipFile(archive).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
-    kernels = {
-        f"hdet/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")
-    }
-    assert {
-        "hdet/__init__.py",
-        "hdet/py.typed",
-        "hdet/triton_kernels/__init__.py",
-        *kernels,
-    } <= set(names)
+    kernels = {f"triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    assert "triton_kernels/__init__.py" in kernels
+    assert {f"hdet/{name}" for name in ("__init__.py", "py.typed", *kernels)} <= set(names)
     assert not [name for name in names if name.endswith("/cost.py") or "recsys" in name], (
         "what only our own measurements use"
     )
@@ -243,28 +220,10 @@ def triton_kernels(cwd: Path, path: Path, site: Path | None = None) -> Path:
         "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import "
         "hdet.triton_kernels.chunks as m; print(m.__file__)"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            map(str, (path, site or path, sysconfig.get_paths()["purelib"]))
-        ),
-    }
-    command = [
-        sys.executable,
-        "-S",
-        "-c",
-        code,
-        *([str(site)] if site else []),
-    ]  # -S: without the hdet that these tests run with
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    paths = os.pathsep.join(map(str, (path, site or path, sysconfig.get_paths()["purelib"])))
+    # -S: without the hdet that these tests run with
+    command = "-S", "-c", code, *([str(site)] if site else [])
+    done = python(cwd, *command, timeout=HANG_S, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     return (cwd / done.stdout.strip()).parent
 
@@ -277,17 +236,9 @@ def test_an_editable_install_and_pythonpath_find_hdet_and_its_triton_kernels(
     assert (checkout / "hdet" / "triton_kernels").is_symlink()
     place = checkout / "hdet" / "triton_kernels"
     assert triton_kernels(checkout, Path(".")) == place
-    command = [
-        sys.executable,
-        "-c",
-        "from setuptools import setup; setup()",
-        "editable_wheel",
-        "--dist-dir",
-        str(tmp_path),
-    ]  # no native module
-    done = subprocess.run(
-        command, cwd=checkout, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
+    setup = "from setuptools import setup; setup()"  # no native module
+    command = "-c", setup, "editable_wheel", "--dist-dir", str(tmp_path)
+    done = python(checkout, *command, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.whl")
     (site := tmp_path / "site").mkdir()

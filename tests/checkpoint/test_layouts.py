@@ -149,7 +149,7 @@ def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part() -> None:
     }
     for place, peers in ((4, (0, 1)), (7, (2, 3))):
         content = {"tensors": index, "parts": {}}
-        files = tensor_files.SavedRank(Path(), content, place, 4)
+        files = tensor_files.SavedRank(Path(), {}, content, place, 4)
         assert [chunk["peers"] for chunk in files._chunks("tp")] == [peers]
         assert files.is_whole("all") and not files.is_whole("tp")
 

@@ -1,32 +1,16 @@
-"""The averaged weights at which a probe scores replicas, and the probe's settings."""
+"""The averaged weights at which a probe scores replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 import hdet
 from hdet.controllers.running_mean import RunningMean
-from tests.harness import loss_of, model
 
 from ..ensemble.helpers import same
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    *(({name: wrong}, name) for name, wrong in (
-        ("place", "disk"), ("chunks", 1), ("average_every", 0),
-    )),
-    ({"batches": [1, 2]}, "batches holds 2"),
-    ({"batches": torch.utils.data.DataLoader([1] * 8)}, "must be a list, or a function of the"),
-    ({"loss_fn": 3}, "loss_fn must be a function"),
-])  # fmt: skip
-def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
-    given = {"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings}
-    with pytest.raises((ValueError, TypeError), match=message):
-        hdet.ProbeController(**given)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> RunningMean:

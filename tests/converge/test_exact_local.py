@@ -12,6 +12,7 @@ import hdet
 from benchmarks.harness import counted
 from hdet.converge import Compressed, ExactLocal, Plain
 from hdet.replicas import Replicas
+from hdet.replicas.topology import WIDTH
 from hdet.rules import DECOUPLED
 
 from ..distributed import run_ranks
@@ -73,8 +74,8 @@ def test_it_is_the_plain_average_and_bitwise_equal_on_all_ranks(name: str, world
         assert torch.allclose(own, plain[0][0][cycle][1][0], rtol=1e-6, atol=2e-6)
     mean = sum(rank[0][0][0][0].double() for rank in local) / world
     assert torch.allclose(local[0][0][0][1][0].double(), mean, rtol=1e-6, atol=5e-7)
-    # Compared in the first cycle and every second one after it: two numbers a replica.
-    check = 2 * (world - 1) / world * 2 * 8 * world
+    # Compared in the first cycle and every second one after it: a row of numbers a replica.
+    check = 2 * (world - 1) / world * WIDTH * 8 * world
     assert local[0][1] == [check, 0, check, 0]
     # At every step the mean is known, and the same everywhere.
     assert all(equal(rank[2], local[0][2]) for rank in local) and len(local[0][2]) == 20

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet
 from benchmarks.harness import counted
-from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain, Task
+from hdet.converge import Averaging, Compressed, ExactLocal, Outer, Plain
 from hdet.replicas import Replicas
+from hdet.replicas.topology import WIDTH
 from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
 
@@ -46,8 +47,8 @@ class WayInfo(NamedTuple):
 
 P = 4 * 2048
 RING = 2 * 3 / 4 * P
-DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * 2 * 8)
-"""Two numbers of each of four replicas."""
+DIGESTS = ("all_reduce", 2 * 3 / 4 * 4 * WIDTH * 8)
+"""A row of each of four replicas."""
 WHOLE: Sent = [("all_reduce", RING)]
 
 
@@ -197,26 +198,6 @@ def sent_in_two_cycles(rank: int, world: int, name: str) -> Any:
 def test_what_a_cycle_sends_and_in_which_order(name: str) -> None:
     expected = [WAYS[name].first, WAYS[name].later, WHOLE]
     assert run_ranks(sent_in_two_cycles, 4, name) == [expected] * 4
-
-
-# -- settings ------------------------------------------------------------------------------------
-
-
-def given(count: int, **changes: Any) -> Task:
-    return task([torch.zeros(4)], replicas=Replicas(0, count), **changes)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
-    (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
-    (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
-    (lambda: Outer(rate=0.0), "rate must be"), (lambda: Outer(rate=float("nan")), "rate must be"),
-    (lambda: Outer(momentum=1.0), "momentum must be"),
-    (lambda: Outer().build(given(2)), "gradients='local'"),
-])  # fmt: skip
-def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize("way", [info.way for info in WAYS.values()], ids=WAYS)

@@ -90,15 +90,3 @@ def test_a_cycle_that_rose_or_broke_as_a_whole_is_taken_back_with_a_snapshot(
     losses: list[float | None], settings: dict[str, Any], taken_back: bool
 ) -> None:
     assert verdict(losses, **{"rollback": "device", **settings}).roll_back is taken_back
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"peer_bound": 1.0}, {"peer_bound": math.nan}, {"rise_bound": 0.5}, {"rollback": "disk"},
-        {"lower": 1.0}, {"attempts": 0},
-    ],
-)  # fmt: skip
-def test_settings_are_validated(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        Divergence(**settings)

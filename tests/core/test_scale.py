@@ -51,21 +51,6 @@ def test_tensors_stay_tensors() -> None:
     assert isinstance(held, torch.Tensor) and held == 0.5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "cubic"}, "scale must be 'log', 'linear'"),
-        ({"kind": "linear", "unit": 0.0}, "unit must be a number in \\(0, inf\\)"),
-        ({"low": 1.0, "high": 1.0}, "low < high"),
-        ({"low": math.nan}, "low < high"),
-        ({"low": -2.0, "high": -1.0}, "high > 0 with scale='log'"),
-    ],
-)
-def test_scales_that_are_none_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Scale(**settings)
-
-
 @given(kinds, st.floats(0.01, 0.99), st.floats(0.01, 100))
 def test_the_correction_that_leads_to_a_value_is_the_one_that_made_it(
     kind: str, value: float, factor: float

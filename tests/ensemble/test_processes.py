@@ -129,11 +129,15 @@ class Quantised(nn.Module):
         return self.adapter(x @ self.weight.float())
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
-def test_a_frozen_parameter_in_8_bits_is_refused_in_the_optimizer(make: Any) -> None:
+def refused(rank: int, world: int, make: Any) -> None:
     said = "parameter 0 has dtype torch.float8_e4m3fn.*leave it out of the optimizer"
     with pytest.raises(ValueError, match=said):
         hdet.Ensemble(make(Quantised().parameters(), lr=1e-3))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_frozen_parameter_in_8_bits_is_refused_where_it_would_be_averaged(make: Any) -> None:
+    run_ranks(refused, 2, make)
 
 
 def test_and_stays_as_it_is_in_the_model() -> None:

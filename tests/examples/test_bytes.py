@@ -6,7 +6,6 @@ import json
 import random
 import runpy
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,11 @@ def are_same_runs(ours: Path, theirs: Path) -> bool:
 
 
 STEPS = ["--controller", "softmax", "--steps", "100", "--sync-interval", "4", "--batch-size", "2"]
-PROCESSES = 3  # a sum of two has no order
 
 
-def trained(arguments: list[str], stops: bool = False) -> None:
+def trained(arguments: list[str]) -> None:
     """In a worker of torchrun."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(training, **SIZES))
-        if stops:
-            stack.enter_context(mock.patch.object(Run, "_between_cycles", stop))
-            stack.enter_context(pytest.raises(KeyboardInterrupt))
+    with mock.patch.multiple(training, **SIZES):
         train(arguments)
 
 
@@ -92,7 +86,7 @@ def trained(arguments: list[str], stops: bool = False) -> None:
 def compared(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "compared"
     words = [*STEPS, "--data", str(text_folder), "--compare", "--out", str(out)]
-    torchrun(trained, PROCESSES, words)
+    torchrun(trained, 3, words)
     return out
 
 
@@ -119,7 +113,7 @@ between_cycles = Run._between_cycles
 
 
 def stop(run: Run) -> None:
-    """In the place of `_between_cycles`, on all ranks: after a checkpoint."""
+    """In the place of `_between_cycles`: after a checkpoint."""
     between_cycles(run)
     is_saved = run.step // run.settings.sync_interval % run.interval == 0
     if is_saved and run.step >= 0.6 * run.settings.steps:
@@ -142,16 +136,6 @@ def test_a_resumed_run_is_bitwise_the_same(
     assert not records(tmp_path / "broken", "end")
     train([*broken, "--resume"])
     assert are_same_runs(tmp_path / "broken", tmp_path / "whole")
-
-
-def test_an_interrupted_run_of_several_processes_is_resumed_bitwise(
-    text_folder: Path, tmp_path: Path, compared: Path
-) -> None:
-    arguments = [*STEPS, "--data", str(text_folder), "--out", str(tmp_path)]
-    torchrun(trained, PROCESSES, arguments, True)
-    assert not records(tmp_path, "end")
-    torchrun(trained, PROCESSES, [*arguments, "--resume"])
-    assert are_same_runs(tmp_path, compared / "hdet")
 
 
 def test_a_trial_raises_a_rate_that_is_far_too_low(

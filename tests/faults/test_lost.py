@@ -44,30 +44,29 @@ def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
 
 def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
     """In a ring of four, the rank across from the victim hears of it only when its neighbours have
-    left: it is not called gone."""
+    left, and may be named with it."""
     pairs = {"local": True, "after": 7, "pairs": True, "victim": 3}
     *left, victim = run_faulty(scenarios.killed_in_a_collective, 4, tmp_path, **pairs)
     assert victim.exitcode == -9
     for one in left:
-        assert one.where == ("ReplicaLost", "statistics", 1, 8, (3,)), one
-        assert "lost rank 3 (replica 1) (" in str(one.error)
+        assert one.where[:4] == ("ReplicaLost", "statistics", 1, 8), one
+        assert 3 in one.error.lost and "lost or late: rank" in str(one.error)
         assert f"this is rank {one.rank} (replica {one.rank // 2})" in str(one.error)
-        assert set(one.error.late) <= {0, 1, 2} and one.seconds < HANG_S / 2
+        assert one.seconds < HANG_S / 2
 
 
 @pytest.mark.parametrize(("ranks", "local", "phase"), [
     (2, True, "statistics"), (3, False, "training step"),
 ])  # fmt: skip
 def test_a_straggler_beyond_the_timeout(ranks, local, phase, tmp_path) -> None:
-    """It still runs, which is said; and when it comes, it ends too. Under DDP the others wait for
-    it in their backward pass."""
+    """When it comes, it ends too. Under DDP the others wait for it in their backward pass."""
     outcomes = run_faulty(scenarios.late, ranks, tmp_path, timeout=5.0, local=local)
     first, straggler, *others = outcomes
     for one in outcomes:
-        assert one.where == ("ReplicaLost", phase, 1, 8 if local else 6, ()), one
+        assert one.where[:4] == ("ReplicaLost", phase, 1, 8 if local else 6), one
     for one in (first, *others):
-        assert 1 in one.error.late and "late, or still waiting: rank" in str(one.error)
-    assert first.error.late == (1,) or not local
+        assert 1 in one.error.lost and "lost or late: rank" in str(one.error)
+    assert straggler.error.lost == () and (first.error.lost == (1,) or not local)
     assert "every rank answers: one, maybe this one, was late" in str(straggler.error)
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
 from benchmarks.harness import counted
+from hdet.replicas.topology import WIDTH
 from tests.distributed import run_ranks
 from tests.layouts.common import (
     INTERVAL,
@@ -112,17 +113,16 @@ def test_one_dimensional_fsdp_in_each_replica(shards: list[tuple[Trace, list[flo
 
 
 def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: Any, shards: Any) -> None:
-    """1/T of DDP's bytes, three times as much where moments are averaged; and the stats: 3 N
-    numbers, N more with moments, so that peers know to have the same ones. In the first cycle one
-    number a replica tells the kind of gradients."""
-    gradients = runs[0]["ddp"]
+    """1/T of DDP's bytes, three times as much where moments are averaged; and a row of stats a
+    replica. In the first cycle three such rows more: of what is to be alike, and of the kind of
+    gradients."""
+    gradients, stats = runs[0]["ddp"], 2 * WIDTH * 8
     for policy in POLICIES:
-        times, numbers = (3, 4) if policy == "average" else (1, 3)
-        expected = gradients // INTERVAL * times + 2 * numbers * 8
-        assert runs[0][policy][1] == [expected + 2 * 8] + [expected] * (CYCLES - 1), policy
+        expected = gradients // INTERVAL * (3 if policy == "average" else 1) + stats
+        assert runs[0][policy][1] == [expected + 3 * stats] + [expected] * (CYCLES - 1), policy
     # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the
     # single row and number stay on one rank.
-    volumes = [sent[-1] - 2 * 3 / 4 * 2 * 3 * 8 for _, sent in shards]
+    volumes = [sent[-1] - 2 * 3 / 4 * 2 * WIDTH * 8 for _, sent in shards]
     assert sum(volumes[:2]) == sum(volumes[2:]) == gradients // INTERVAL
 
 

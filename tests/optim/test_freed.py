@@ -14,6 +14,7 @@ import hdet
 
 from ..freed import left_alive, tensors_of
 from .common import BACKENDS, FREE, RULES
+from .test_replicas import copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 
@@ -42,7 +43,7 @@ def train(
     model[1].weight.data = torch.empty(130, 40, dtype=dtype).normal_().t()
     optimizer = fused(model.named_parameters(), lr=0.01, backend=backend, **options)
     if replicas > 1:
-        optimizer.set_replicas(replicas, lambda p: [p, *_clones(p, replicas - 1)])
+        optimizer.set_replicas(replicas, copies(replicas))
     for _ in range(steps):
         model(torch.ones(3, 40, dtype=dtype)).sum().backward()
         optimizer.step()
@@ -51,14 +52,12 @@ def train(
     return model, optimizer
 
 
-def _clones(param: torch.Tensor, count: int) -> list[torch.Tensor]:
-    return [param.detach().clone() for _ in range(count)]
-
-
-def check(fused: Any, backend: str, options: dict[str, dict[str, Any]] = OPTIONS) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
+def test_tensors_are_freed_with_the_optimizer(fused: Any, backend: str) -> None:
     def trained() -> dict[str, Any]:
         found = {}
-        for name, own in options.items():
+        for name, own in OPTIONS.items():
             for replicas in (1, 3):
                 model, optimizer = train(fused, backend, own, replicas)
                 made = {**tensors_of(model, optimizer), "optimizer": optimizer}
@@ -66,12 +65,6 @@ def check(fused: Any, backend: str, options: dict[str, dict[str, Any]] = OPTIONS
         return found
 
     assert left_alive(trained) == []
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
-def test_tensors_are_freed_with_the_optimizer(fused: Any, backend: str) -> None:
-    check(fused, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,9 +1,10 @@
 """hdet/core against the reference: spread, softmax controller, both gammas.
 
-(Whole runs: test_ensemble.py.)
+(Whole runs: test_runs.py.)
 """
 
 import math
+import random
 
 import pytest
 
@@ -12,7 +13,7 @@ from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.spread import assignment, multipliers
-from tests.reference import method, toy
+from tests.reference import method
 
 close = pytest.approx
 
@@ -45,9 +46,9 @@ def test_gammas(div, final_div, steps, warmup, interval):
 def test_softmax_signal_and_update(count, sigma, beta, step_size, gamma):
     """Eq. 4 to 6 over several cycles with made-up losses: base and velocity go on from one cycle
     to the next."""
-    velocity, base = 0.0, 9e-4
-    for cycle in range(6):
-        losses = [2.5 + 0.2 * x for x in toy.uniforms(77 + 100 * cycle + count, count)]
+    velocity, base, draw = 0.0, 9e-4, random.Random(count)
+    for _ in range(6):
+        losses = [draw.uniform(2.3, 2.7) for _ in range(count)]
         rates = [base * rho for rho in method.multipliers(count, 1 / 9)]
         weights = method.softmax(method.scores(losses, sigma))
         delta = method.signal(weights, rates)

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from tests.reference import method, toy
-from tests.reference.simulator import AdamW, Settings, one_cycle, simulate
+from tests.reference import method
 
 
 def close(expected, rel=1e-14, abs=1e-15):
@@ -47,34 +46,3 @@ def test_noise_and_reassignment_by_hand():
     assert method.warm_noise_variance([3.0, 4.0], 0.1) == close(0.125)
     assert method.is_reassignment([2, 0, 1], 3)
     assert not method.is_reassignment([2, 0, 0], 3)
-
-
-def test_one_cycle_by_hand():
-    rates = [
-        one_cycle(t, 10, 25.0, pct_start=0.3, div=25.0, final_div=2.0, shape="linear")
-        for t in range(10)
-    ]
-    assert rates == close(
-        [1, 13, 25, 21.5, 18, 14.5, 11, 7.5, 4, 0.5]
-    )  # the numbers torch's own tests use
-    assert one_cycle(39, 40, 0.05) == close(2e-7)
-
-
-def test_first_adamw_step_is_the_sign_of_the_gradient():
-    assert AdamW(2).direction([0.3, -7.0]) == close([1.0, -1.0], rel=1e-7)
-
-
-def test_toy_gradient_is_the_slope_of_the_loss():
-    data, theta, h = toy.batch(3, 1), toy.start(), 1e-6
-    _, gradient = toy.loss_and_gradient(theta, data)
-    for i in range(toy.SIZE):
-        up, down = ([x + sign * h * (j == i) for j, x in enumerate(theta)] for sign in (1, -1))
-        slope = (toy.loss_and_gradient(up, data)[0] - toy.loss_and_gradient(down, data)[0]) / (
-            2 * h
-        )
-        assert gradient[i] == close(slope, rel=1e-6, abs=1e-9)
-
-
-def test_without_spread_every_replica_is_the_mean():
-    for cycle in simulate(Settings(spread=0.0, controller=False))["cycles"]:
-        assert cycle["before"] == [cycle["before"][0]] * 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hdet.trial.rule import NO_EFFECT, NOTHING, RATE_UNUSED, Arm, RateInterval, Trial, arm_factor
+from hdet.trial.rule import NO_EFFECT, NOTHING, Arm, RateInterval, Trial, arm_factor
 
 BEST = (14 / 15, 16 / 15)
 """Mean 1, standard error 1/15: arms below 1.2 tie."""
@@ -125,8 +125,7 @@ ABOVE, BELOW = "learned less than higher rates", "learned less than lower rates"
         (by_losses((), (), rate=1.0, given_up="why"), 1.0, "why"),
         (by_losses((), rate=1.0), 1.0, NOTHING),
         (by_losses(BEST, TIED, rate=1.0), 1.0, NOTHING),
-        (by_losses(BEST, BEST, (), rate=1.0, moves=1e-4), 1.0, RATE_UNUSED),
-        (by_losses((3.0, 3.0), (3.0, 3.0), rate=1.0, moves=1e-4), 1.0, NO_EFFECT),
+        (by_losses(BEST, BEST, (), rate=1.0, moves=1e-4), 1.0, NO_EFFECT),
         (by_losses((3.0, 3.0), (), rate=1.0, moves=1e-4), 500.0, NO_MOVE),
         # They converge: no rate moves the weights by 0.01, and the upper bound holds.
         (Trial(1.0, (Arm(1.0, BEST, 0.002), Arm(100.0, TIED, 0.003)), (3.0, 3.0)), 1.0, INSIDE),
