@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +54,7 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
     """Which states do not belong together; "" where they seem to. ``searches``: is the rate going
     to be searched, for which the run has to be new?"""
     groups = optimizer.param_groups
-    for group, own in zip(groups, getattr(scheduler, "get_last_lr", list)(), strict=False):
+    for group, own in zip(groups, _last_rates(scheduler), strict=False):
         if not close(rate := group["lr"], own):
             return (
                 f"the optimizer's learning rate was {float(rate):g}, its scheduler's {float(own):g}"
@@ -62,6 +62,14 @@ def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> 
     states = optimizer.state.values() if searches and not has_begun(scheduler) else ()
     is_resumed = any(_is_positive(state.get("step")) for state in states)
     return "the optimizer has made steps, and no scheduler has" if is_resumed else ""
+
+
+def _last_rates(scheduler: Any) -> list[Any]:
+    """By group; none of one that does not keep them, such as one with a step() of its own."""
+    try:
+        return list(scheduler.get_last_lr())
+    except AttributeError:
+        return []
 
 
 def warn_of_lost_state(which: str) -> None:

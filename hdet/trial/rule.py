@@ -265,7 +265,7 @@ class RateInterval:
         """
         trial, guesses = self.trial, list[float]()
         arm = min(trial.arms, key=lambda arm: arm.loss)
-        if trial.given_up or not arm.losses:
+        if trial.unmeasured or not arm.losses:
             return None
         if trial.has_learned:
             guesses.append(arm.rate * min(1.0, trial.steps / self.total_steps) ** HIGH_EXPONENT)
@@ -287,11 +287,11 @@ class RateInterval:
             lost = sum(arm.rate > arms[0].rate and not arm.losses for arm in self.trial.arms)
             tried += f"; {lost} higher rates broke or fell far behind" if lost else ""
             lines.append(f"losses after {self.trial.steps} steps: {tried}")
-            if not (self.trial.unmeasured or self.trial.has_learned):
+            learned, top = self.trial.has_learned, self.trial.arms[-1]
+            if not (learned or self.trial.unmeasured):
                 lines.append("no rate has learned anything in the trial: only displacement counts")
-            top = self.trial.arms[-1]
-            is_outermost = top.loss == min(arm.loss for arm in arms)
-            if self.trial.has_learned and is_outermost and self.low <= top.rate <= self.high:
+            is_outermost = top.loss == min(arm.loss for arm in arms) and not self.trial.unmeasured
+            if learned and is_outermost and self.low <= top.rate <= self.high:
                 lines.append(f"the best loss is at the highest rate: try {top.rate:.2g} next")
             elif self.best is not None:
                 lines.append(f"best guess without a rate of your own: {self.best:.2g}")

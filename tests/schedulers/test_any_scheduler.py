@@ -184,6 +184,15 @@ class Wrapped:
         self.step, self.get_last_lr = scheduler.step, scheduler.get_last_lr
 
 
+class Writes(torchs.LambdaLR):
+    """Rates go into the groups in a step() of its own, which keeps no last ones."""
+
+    def step(self):
+        self.last_epoch += 1
+        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = rate * self.lr_lambdas[0](self.last_epoch)
+
+
 class Follows(torchs.LambdaLR):
     """Reads the run, in which it does after some steps what no copy does."""
 
@@ -206,6 +215,7 @@ TRIANGLES = {
     "MultiplicativeLR": ratio,
     "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.1 * PEAK, PEAK, 60, cycle_momentum=False),
     "wrapped": lambda opt: Wrapped(torchs.LambdaLR(opt, triangle)),
+    "Writes": lambda opt: Writes(opt, triangle),
     "Follows": lambda opt: Follows(opt, triangle),
     "initial_lr": None,  # a formula inside rescheduling(), and what says its peak
     "max_lr": None,

@@ -86,6 +86,7 @@ def test_both_ends_fall_with_the_length_of_the_run() -> None:
         (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19), 250),
         (by_losses(WORSE, BEST, WORSE, moves=4e-4, first=1.19, pretrained=True), None),
         (by_losses(WORSE, BEST, WORSE, moves=4e-4, given_up="why"), None),
+        (by_losses(BEST, BEST, moves=4e-4), None),  # nothing follows from it
         (by_losses((), ()), None),
         (moved(1.0), None),
     ],
@@ -98,6 +99,7 @@ def test_a_best_guess_is_between_the_best_arm_and_what_moves_the_weights(
         found = replace(trial, rate=rate).interval(28 * 1024)
         assert found.best == (best and pytest.approx(best))
         assert (f"without a rate of your own: {best or 0:.2g}" in str(found)) == (best is not None)
+        assert not (found.trial.unmeasured and "next" in str(found))
 
 
 INSIDE, NO_MOVE = "inside the interval", "hardly moves the weights"
