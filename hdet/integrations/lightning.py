@@ -81,7 +81,7 @@ class HdetCallback(Adapter, _Callback):
         self.trainer, self.module = trainer, pl_module
         self.owner, self.scaler = pl_module, getattr(trainer.precision_plugin, "scaler", None)
         self.without_sync = getattr(trainer.strategy, "block_backward_sync", nullcontext)
-        steps, several = trainer.estimated_stepping_batches, len(trainer.optimizers)
+        steps, several = _count_steps(trainer), len(trainer.optimizers)
         if several > 1 and trainer.max_steps > 0:  # Lightning counts the steps of each
             steps = min(steps, -(-trainer.max_steps // several))
         length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
@@ -282,3 +282,16 @@ class _Rescheduled(StandIn):
     def step(self, *args: Any, **kwargs: Any) -> None:
         with self._callback.ensembles[self._number].rescheduling():
             self.inner.step(*args, **kwargs)
+
+
+def _count_steps(trainer: Any) -> float:
+    """The run's length in optimizer steps; Lightning's own leaves out that accumulation may change
+    between epochs."""
+    kind = pytorch.callbacks.GradientAccumulationScheduler
+    changes = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+    epochs, batches = trainer.max_epochs or 0, trainer.num_training_batches
+    if not changes or epochs < 1 or not 0 < batches < math.inf:
+        return float(trainer.estimated_stepping_batches)
+    parts = (changes[-1].get_accumulate_grad_batches(epoch) for epoch in range(epochs))
+    steps = sum(math.ceil(batches / part) for part in parts)
+    return float(steps if trainer.max_steps < 0 else min(steps, trainer.max_steps))

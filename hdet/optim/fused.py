@@ -715,8 +715,14 @@ class FusedOptimizer(Optimizer):
             if param is None:  # not a parameter's: carried, as torch does
                 made[key] = values
                 continue
-            layout = self._layout(param)
-            values = self._counted(values, groups_of[key])
+            layout, group = self._layout(param), groups_of[key]
+            if "exp_avg_sq" in values and "differentiable" in group and "amsgrad" not in group:
+                raise ValueError(
+                    f"the loaded state of parameter {key} lacks amsgrad in its group: it is that "
+                    "of torch's NAdam or RAdam, which no optimizer of hdet is: load it there, or "
+                    "begin without it"
+                )
+            values = self._counted(values, group)
             entries = layout.loaded(values, param, f"parameter {key}")
             dropped |= layout.master_key(param) is None and bool(kept_masters(entries))
             ours = self._sets.get(param, [param])[1:]

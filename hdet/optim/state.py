@@ -147,11 +147,6 @@ class Layout:
             "replica_masters": torch.float32 if halves is None else torch.int16,
             "replica_z": torch.float32,
         }
-        if "mu_product" in values:  # beside the names of AdamW's
-            raise ValueError(
-                f"the loaded state of {name} has mu_product: it is that of torch.optim.NAdam, "
-                "which no optimizer of hdet is: load it there, or begin without it"
-            )
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum

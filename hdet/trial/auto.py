@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -249,6 +250,10 @@ class AutoLR(Controller):
                 "steps for one that goes on bitwise",
                 stacklevel=3,
             )
+
+    def held_off(self, what: str) -> AbstractContextManager[None]:
+        """Inside, no arm comes into the run's place, also in another thread."""
+        return nullcontext() if self._arms is None else self._arms.in_place.held_off(what)
 
     def check_in_place(self, what: str) -> None:
         """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another

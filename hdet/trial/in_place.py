@@ -26,7 +26,7 @@ class InPlace:
     """
 
     def __init__(self, *owners: Any) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: int | None = None
         hooked = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
         self._hooks = [owner.register_state_dict_pre_hook(self) for owner in hooked]
@@ -47,6 +47,13 @@ class InPlace:
             )
         with self._lock:
             pass
+
+    @contextmanager
+    def held_off(self, what: str) -> Iterator[None]:
+        """Inside, no copy comes into the run's place. Raises and waits as `check`."""
+        with self._lock:
+            self.check(what)
+            yield
 
     @contextmanager
     def hold(self) -> Iterator[None]:

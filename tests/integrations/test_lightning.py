@@ -38,6 +38,7 @@ from .frameworks import (
 
 needs("lightning")
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from .lightning_runs import Batch, Gan, HdetCallback, Net, fit, losses_of
 from .lightning_runs import train as train_module
@@ -139,14 +140,16 @@ def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("batches", "parts", "epochs", "steps"), [(7, 2, 3, -1), (7, 3, 3, 8), (5, 8, 4, -1)]
+    ("batches", "parts", "epochs", "steps"),
+    [(7, 2, 3, -1), (7, 3, 3, 8), (5, 8, 4, -1), (6, {0: 1, 2: 3}, 4, -1), (6, {0: 1, 2: 3}, 4, 9)],
 )
 def test_the_runs_length_is_the_steps_that_lightning_makes(
-    tmp_path: Path, batches: int, parts: int, epochs: int, steps: int
+    tmp_path: Path, batches: int, parts: Any, epochs: int, steps: int
 ) -> None:
+    changes = [GradientAccumulationScheduler(parts)] if isinstance(parts, dict) else []
     trainer = fit(
-        str(tmp_path), {}, Net(), limit_train_batches=batches, accumulate_grad_batches=parts,
-        max_epochs=epochs, max_steps=steps,
+        str(tmp_path), {}, Net(), limit_train_batches=batches, max_epochs=epochs, max_steps=steps,
+        accumulate_grad_batches=1 if changes else parts, before=changes,
     )  # fmt: skip
     ensemble = trainer.hdet.ensemble
     assert ensemble.run.clock.total_steps == ensemble.engine.step == trainer.global_step > 0

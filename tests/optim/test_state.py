@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, NAdam
+from torch.optim import SGD, Adam, AdamW, NAdam, RAdam
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedNAdamW, FusedOptimizer, FusedSGD
 
@@ -294,8 +294,8 @@ def test_damaged_states_are_refused_and_leave_the_optimizer_as_it_was(message: s
         (SGD, FusedAdamW, "betas"),
         (AdamW, FusedSGD, "momentum"),
         (FusedLion, FusedAdam, "eps"),
-        (NAdam, FusedNAdamW, "mu_product"),
-        (NAdam, FusedAdamW, "mu_product"),
+        (NAdam, FusedNAdamW, "amsgrad"),
+        (RAdam, FusedAdamW, "amsgrad"),
         (Adam, FusedLion, None),
     ],
 )
@@ -310,7 +310,7 @@ def test_states_of_another_rule_are_refused_by_name(
     if lacks is None:  # an Adam has all that a Lion needs
         ours.load_state_dict(other.state_dict())
         return
-    with pytest.raises(ValueError, match=f"(lacks|has) .*{lacks}"):
+    with pytest.raises(ValueError, match=f"lacks .*{lacks}"):
         ours.load_state_dict(other.state_dict())
 
 

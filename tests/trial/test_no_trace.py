@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import threading
+import time
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.trial.in_place import InPlace
 from hdet.trial.rule import STEPS
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
@@ -250,6 +252,26 @@ def with_closure(act: Callable[[Run], object], at: int = 3, call: int = 4, **set
 
 def is_of_the_run(weights: Any, steps: int, lr: float = 0.03) -> bool:
     return same(weights, auto_run(lr, controlled=False).steps(steps).weights())
+
+
+def test_no_arm_comes_while_another_thread_saves_a_checkpoint() -> None:
+    in_place, has_begun, order = InPlace(), threading.Event(), list[str]()
+
+    def save() -> None:
+        with in_place.held_off("checkpoint.save"):
+            has_begun.set()
+            time.sleep(0.1)
+            in_place.check("model.state_dict()")  # its own does not wait
+            order.append("saved")
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    has_begun.wait()
+    with in_place.hold(), pytest.raises(RuntimeError, match="a trial's copy is in the place"):
+        order.append("arm")
+        in_place.held_off("checkpoint.save").__enter__()
+    thread.join()
+    assert order == ["saved", "arm"]
 
 
 def test_a_handler_that_saves_gets_the_runs_weights() -> None:
