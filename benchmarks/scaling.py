@@ -207,7 +207,7 @@ def ways(job: Job) -> list[Way]:
         return _in_buckets(size, job, both)
 
     plain = _in_buckets(size, job, lambda bucket: all_reduce(bucket, replicas, link))
-    extra = all_reduce(16 * replicas, ranks, link)
+    extra = all_reduce(8 * WIDTH * replicas, ranks, link)
     return [
         way("plain", plain, bucket),
         way("compressed bf16", exchanged(2), kept_back),

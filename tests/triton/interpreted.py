@@ -30,6 +30,7 @@ from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
 from hdet.triton_kernels import numbers
 from hdet.triton_kernels import symmetric as triton_symmetric
+from tests.freed import left_alive, tensors_of
 from tests.kernels import (
     cases,
     test_average,
@@ -382,5 +383,8 @@ def tiles_of(places, found):
 
 
 def test_tensors_are_freed_with_the_optimizer() -> None:
-    options = {"float32 masters": {"master_weights": "fp32"}}
-    test_freed.check(hdet.FusedAdamW, "triton", options)
+    def trained() -> dict[str, Any]:
+        made = test_freed.train(hdet.FusedAdamW, "triton", {"master_weights": "fp32"}, replicas=3)
+        return {**tensors_of(*made), "optimizer": made[1]}
+
+    assert left_alive(trained) == []
