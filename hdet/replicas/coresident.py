@@ -194,7 +194,7 @@ class CoresidentReplicas(Replicas):
         sets: Any = self._sets
         return [[sets[t][k] if t in sets else t for t in tensors] for k in self.local]
 
-    def sum_rows(self, *rows: torch.Tensor, purpose: str = "") -> torch.Tensor:
+    def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:
         """K rows -> (K, width); nobody else is to be asked."""
         return torch.stack(rows)
 

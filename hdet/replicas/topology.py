@@ -245,7 +245,7 @@ class Replicas:
     purpose: str = ""
     """Of the small collective that is under way, or has failed."""
 
-    def sum_rows(self, *rows: torch.Tensor, purpose: str = "numbers") -> torch.Tensor:
+    def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:
         """(width,) numbers for each local replica -> (N, width) float64, bitwise the same in all
         processes: the stats of a cycle.
 

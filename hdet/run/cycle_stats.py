@@ -152,7 +152,7 @@ def gather_stats(
     replicas: Replicas,
     members: Sequence[LocalReplica],
     measured: Sequence[Measured],
-    purpose: str = "statistics",
+    purpose: str,
     *,
     compare: bool,
     marks: Sequence[float | torch.Tensor] = (),
@@ -161,7 +161,7 @@ def gather_stats(
     device.
 
     Args:
-        purpose: who has called.
+        purpose: of the collective, for the error of a rank that has come for another one.
         members: the replicas of this process.
         measured: of each of them.
         compare: add two marks of the parameters, to recognise equal replicas.

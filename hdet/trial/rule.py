@@ -45,9 +45,9 @@ TIE = 3.0  # standard errors of the best arm's mean loss
 LOW_EXPONENT, HIGH_EXPONENT = 0.3, 0.15  # the best rate's is 0.32 in arXiv 2409.19913
 TOO_LITTLE, TOO_MUCH = 0.01, 2.0  # good rates of 80 % of the workloads move weights by .06 to 1.2
 LITTLE, MUCH = 0.05, 0.27  # where a rate goes from below, and from above
-MIDDLE = 0.1  # of these two: half of `RateInterval.best`
+MIDDLE = 0.1  # `RateInterval.best` is the mean of the best arm's and the rate that moves them so
 # Rates that are far too high to measure anything.
-GROWS = 0.1  # exponent of the rate with which a displacement has to grow, to be continued
+GROWS = 0.1  # a displacement that grows slower than rate ** GROWS says nothing of other rates
 BROKEN = 1 / 64  # what a rate is multiplied by if every arm broke; another trial follows
 FARTHEST = 64.0  # the displacement in the place of all larger ones of a run's own steps
 

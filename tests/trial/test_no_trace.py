@@ -297,14 +297,18 @@ def test_another_thread_that_saves_waits_for_the_run() -> None:
     assert saved[0] is True and is_of_the_run(saved[1], 4)
 
 
-def test_ctrl_c_leaves_the_run_and_no_other_signal_is_lost(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "both", [(signal.SIGINT, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGINT)], ids=str
+)
+def test_ctrl_c_leaves_the_run_and_no_other_signal_is_lost(
+    request: pytest.FixtureRequest, both: tuple[signal.Signals, signal.Signals]
+) -> None:
     # a shell's background jobs ignore it
     seen: list[int] = []
     for number, handler in ((signal.SIGINT, signal.default_int_handler),
                             (signal.SIGUSR1, lambda *_: seen.append(run.index))):  # fmt: skip
         before = signal.signal(number, handler)
         request.addfinalizer(functools.partial(signal.signal, number, before))
-    both = (signal.SIGINT, signal.SIGUSR1)
     run = with_closure(lambda run: [signal.raise_signal(number) for number in both]).steps(3)
     with pytest.raises(KeyboardInterrupt):
         run.step()
