@@ -21,7 +21,7 @@ from ..core.controller import Controller
 from ..core.design import is_orthogonal_possible
 from ..core.divergence import Divergence
 from ..core.evidence import Run
-from ..knobs import Bound
+from ..knobs import BoundKnob
 from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
@@ -179,7 +179,7 @@ def _check_buffers_stay(model: nn.Module) -> None:
 
 def checked_design(
     design: str | None,
-    knobs: Sequence[Bound],
+    knobs: Sequence[BoundKnob],
     optimizer: Optimizer,
     replicas: Replicas,
     controller: Controller | None,
@@ -194,7 +194,8 @@ def checked_design(
     shared = sync.gradients == "shared"
     for knob in knobs:
         _check_acts(knob, replicas, shared)
-        if not (knob.valid_on_train_loss or controller is None or controller.judges_held_out):
+        is_valid = knob.meaning.valid_on_train_loss
+        if not (is_valid or controller is None or controller.judges_held_out):
             raise ValueError(
                 f"the training loss always prefers less of the knob {knob.name!r}, and the "
                 f"controller {controller.name!r} learns from the training loss: use "
@@ -211,7 +212,7 @@ def checked_design(
 
 
 def _check_several(
-    replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None
+    replicas: Replicas, knobs: Sequence[BoundKnob], controller: Controller | None
 ) -> None:
     explores = (
         any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
@@ -237,14 +238,16 @@ def _design_of(design: str | None, knobs: int, replicas: int) -> str:
     return design or ("orthogonal" if knobs > 1 and is_possible else "permutation")
 
 
-def _check_acts(knob: Bound, replicas: Replicas, shared: bool) -> None:
-    in_step = knob.acts == "step" and knob.key != "lr"
-    if len(replicas.local) > 1 and (in_step or knob.on_gradients):
+def _check_acts(knob: BoundKnob, replicas: Replicas, shared: bool) -> None:
+    meaning = knob.meaning
+    in_step = meaning.acts == "step" and knob.key != "lr"
+    if len(replicas.local) > 1 and (in_step or meaning.on_gradients):
         raise ValueError(
             f"the knob {knob.name!r} acts inside optimizer.step() or on gradients, which "
             "co-resident replicas share: explore it with one process per replica"
         )
-    if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
+    needs_own = not (meaning.affects_eval_loss or meaning.on_gradients)
+    if shared and meaning.acts == "forward" and needs_own:
         raise ValueError(
             f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
             "replicas step with the same all-reduced gradient, so nothing would differ "
@@ -253,7 +256,7 @@ def _check_acts(knob: Bound, replicas: Replicas, shared: bool) -> None:
 
 
 def _check_moments(
-    knobs: Sequence[Bound], optimizer: Optimizer, replicas: Replicas, sync: Sync
+    knobs: Sequence[BoundKnob], optimizer: Optimizer, replicas: Replicas, sync: Sync
 ) -> None:
     """What becomes of the optimizer's state, where replicas may have different ones."""
     moments, shared = sync.moments, sync.gradients == "shared"
@@ -274,13 +277,13 @@ def _check_moments(
         return
     if not shared:
         return
-    can_part = any(knob.moments_diverge for knob in knobs)
+    can_part = any(knob.meaning.parts_moments for knob in knobs)
     if moments is not None and not can_part and follows_gradients(optimizer):
         raise ValueError(
             f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
             "leave it out"
         )
-    parting = [repr(knob.name) for knob in explored if knob.moments_diverge]
+    parting = [repr(knob.name) for knob in explored if knob.meaning.parts_moments]
     if parting and moments not in ("average", "reset"):
         raise ValueError(
             f"moments is {moments!r}, but replicas that differ in {', '.join(parting)} differ in "
@@ -289,7 +292,7 @@ def _check_moments(
         )
 
 
-def _check_average_is_one(knobs: Sequence[Bound], optimizer: Optimizer) -> None:
+def _check_average_is_one(knobs: Sequence[BoundKnob], optimizer: Optimizer) -> None:
     """Schedule-free: x is y and z mixed by beta1, and the mean of all z by their weights."""
     for knob in knobs:
         if knob.name.split("/")[0] in ("beta1", "warmup_steps", "r", "weight_lr_power"):
@@ -299,7 +302,7 @@ def _check_average_is_one(knobs: Sequence[Bound], optimizer: Optimizer) -> None:
             )
 
 
-def _check_mean_is_base(knobs: Sequence[Bound]) -> None:
+def _check_mean_is_base(knobs: Sequence[BoundKnob]) -> None:
     """ExactLocal's mean is the trajectory at the base values, if rates alone differ. Multipliers of
     both designs add up to N."""
     for knob in knobs:
