@@ -22,7 +22,7 @@ _HOMES = {
         "trial.find_rate": "find_rate",
         "trial.rule": "RateInterval",
         "controllers.probe": "ProbeController",
-        "controllers.sequential": "SequentialController Shadow",
+        "controllers.shadow": "Shadow",
         "controllers.softmax": "SoftmaxController",
         "core.controller": "Controller",
         "core.divergence": "Divergence",
@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from . import logging as logging
     from . import optim as optim
     from .controllers.probe import ProbeController as ProbeController
-    from .controllers.sequential import SequentialController as SequentialController
-    from .controllers.sequential import Shadow as Shadow
+    from .controllers.shadow import Shadow as Shadow
     from .controllers.softmax import SoftmaxController as SoftmaxController
     from .converge.sync import Sync as Sync
     from .core.controller import Controller as Controller

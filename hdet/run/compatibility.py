@@ -28,6 +28,7 @@ from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
 from .moments import follows_gradients
 
 __all__ = [
@@ -40,7 +41,8 @@ __all__ = [
 
 _KINDS = {
     "replicas": (Replicas, "Replicas.from_group(group) or CoresidentReplicas(model, 4)"),
-    "controller": (Controller, "AutoLR(model) or ProbeController(...)"),
+    "search": (AutoLR, "AutoLR(model)"),
+    "controller": (Controller, "ProbeController(...); an AutoLR is passed as search"),
     "sync": (Sync, "Sync(50)"),
     "divergence": (Divergence, "Divergence(rollback='device')"),
 }
@@ -182,6 +184,7 @@ def checked_design(
     knobs: Sequence[BoundKnob],
     optimizer: Optimizer,
     replicas: Replicas,
+    search: AutoLR | None,
     controller: Controller | None,
     sync: Sync,
 ) -> str:
@@ -190,17 +193,17 @@ def checked_design(
 
     Raises ValueError if not, which names the knob, why not, and the way out.
     """
-    _check_several(replicas, knobs, controller)
+    explores = search is None and any(knob.spread > 0 for knob in knobs)
+    _check_several(replicas, explores if controller is None else controller.needs_replicas)
     shared = sync.gradients == "shared"
     for knob in knobs:
         _check_acts(knob, replicas, shared)
-        is_valid = knob.meaning.valid_on_train_loss
-        if not (is_valid or controller is None or controller.judges_held_out):
+        if controller is not None and not controller.may_move(knob.spec):
             raise ValueError(
                 f"the training loss always prefers less of the knob {knob.name!r}, and the "
                 f"controller {controller.name!r} learns from the training loss: use "
                 "ProbeController(..., held_out=True), controller=None, or a controller of your own "
-                "that learns from held-out data alone and says judges_held_out = True"
+                "that learns from held-out data alone and whose may_move(knob) returns True"
             )
     if is_schedule_free(optimizer):
         _check_average_is_one(knobs, optimizer)
@@ -211,12 +214,7 @@ def checked_design(
     return found
 
 
-def _check_several(
-    replicas: Replicas, knobs: Sequence[BoundKnob], controller: Controller | None
-) -> None:
-    explores = (
-        any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
-    )
+def _check_several(replicas: Replicas, explores: bool) -> None:
     if explores and replicas.count == 1 and replicas.members > 1:
         raise ValueError(
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
@@ -313,16 +311,11 @@ def _check_mean_is_base(knobs: Sequence[BoundKnob]) -> None:
             )
 
 
-def decides_at_ends(controller: Controller) -> bool:
-    """Does it decide where cycles end? Not if it only searches in the first steps."""
-    return controller.search is None or controller.needs_replicas
-
-
 def check_controller(controller: Controller, run: Run) -> None:
     """Is this run one the controller, which has started, can work in? Raises ValueError if not;
     warns where it can, and next to nothing comes of it."""
     total, length = run.total_steps, run.sync_interval
-    if total is not None and total < 2 * length and decides_at_ends(controller):
+    if total is not None and total < 2 * length:
         warnings.warn(
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
             f"the controller {controller.name!r} decides where a cycle ends, so it will hardly do "
