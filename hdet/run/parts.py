@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine, KnobSpec
 from ..core.evidence import Run
-from ..core.validate import whole
+from ..core.validate import refuse, warn, whole
 from ..knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
@@ -23,19 +24,22 @@ from ..replicas.refusals import check_sharding
 from ..schedule import Schedule, Scheduler
 from ..trial.searched import Searched
 from .compatibility import (
+    Setup,
     averaged_tensors,
     check_arguments,
     check_averaged,
-    check_controller,
-    checked_design,
+    choose_design,
     decides_at_ends,
+    doubts,
+    wrong_for_controller,
+    wrong_settings,
 )
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import find_lost_state, refuse_join, warn_of_idle_run, warn_of_lost_state
+from .mistakes import find_lost_state, refuse_join, warn_of_lost_state
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -69,10 +73,14 @@ class Parts:
     ) -> None:
         knobs = [LearningRate()] if knobs is None else knobs
         self.sync, self.divergence = sync or Sync(), divergence or Divergence()
-        check_arguments(
-            optimizer, scheduler, knobs, seed=seed, log=log, replicas=replicas,
-            controller=controller, sync=self.sync, divergence=self.divergence,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "optimizer": optimizer, "scheduler": scheduler, "knobs": knobs,
+            "controller": controller, "replicas": replicas, "sync": self.sync,
+            "divergence": self.divergence, "design": design, "total_steps": total_steps,
+            "seed": seed, "log": log,
+        }  # fmt: skip
+        self.setup = Setup(**given)
+        check_arguments(self.setup)
         self.optimizer, self.controller = optimizer, controller
         self.tensors = averaged_tensors(optimizer, self.sync.buffers)
         check_tied(self.sync.tied, self.tensors)
@@ -80,9 +88,9 @@ class Parts:
         if self.replicas.count > 1:
             check_averaged(self.tensors)
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
-        self.design = checked_design(
-            design, self.knobs, optimizer, self.replicas, controller, self.sync
-        )
+        self.setup = replace(self.setup, knobs=self.knobs, replicas=self.replicas)
+        refuse(wrong_settings(self.setup))
+        self.design = choose_design(self.setup)
         if total_steps is not None:
             whole(total_steps, "total_steps", of="steps")
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
@@ -92,7 +100,7 @@ class Parts:
         if sync is None and length and controller is not None and not decides_at_ends(controller):
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
-        warn_of_idle_run(optimizer, self.schedule, total_steps)
+        self.setup = replace(self.setup, schedule=self.schedule, sync=self.sync)
         searches = controller is not None and controller.search is not None
         self.schedule.doubt = self.lost_state = find_lost_state(optimizer, scheduler, searches)
         """Told in the first step, unless the Ensemble's state is loaded before."""
@@ -181,7 +189,9 @@ class Parts:
         self.run = Run(clock, specs, count, self.schedule.floors(), local=is_local)
         if self.controller is not None:
             self.controller.start(self.run)
-            check_controller(self.controller, self.run)
+        refuse(wrong_for_controller(self.setup))
+        for message in doubts(self.setup):
+            warn(message)
         moves = self.controller is not None or self.engine.explores
         check_disjoint(self.knobs, tensors=moves)
         if self.engine.step:
