@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,7 +175,7 @@ class Ensemble:
                 record = cycles.end()
         finally:  # also when the schedule is past its end: at rest there is the base value
             if not schedule.is_neutral:
-                schedule.write(self.engine)
+                schedule.write()
         if ends:
             self.records.add(record)
 
@@ -212,7 +211,7 @@ class Ensemble:
         at the end becomes the schedule's next values. Build such a scheduler before, or inside.
         Raises ValueError inside itself, or where somebody has written a value outside."""
         self.cycles.check_no_arm("rescheduling")
-        with self.schedule.rescheduling(self.engine):
+        with self.schedule.rescheduling():
             yield
 
     def set_value(self, name: str, value: float) -> None:
@@ -229,9 +228,8 @@ class Ensemble:
                 leads from the schedule's value to this one, because one of them is 0.
         """
         self.cycles.check_at_rest("set_value")
-        k = self.schedule.number_of(name)
-        self.engine.set_value(k, float(value), self.knobs[k].uncorrected_value())
-        self.schedule.write(self.engine)
+        self.schedule.named(name).set(float(value))
+        self.schedule.write()
 
     def guard(self) -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward
@@ -261,7 +259,7 @@ class Ensemble:
         """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
         Raises ValueError where there is no such knob."""
         self.schedule.check_unwritten()
-        return self.knobs[self.schedule.number_of(name)].value()
+        return self.schedule.named(name).value()
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
@@ -270,7 +268,7 @@ class Ensemble:
 
     @property
     def corrections(self) -> dict[str, float]:
-        return self.schedule.by_knob(self.engine.corrections)
+        return self.schedule.by_knob(self.schedule.corrections())
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -336,10 +334,10 @@ class Ensemble:
         with self.schedule.taken_over(state), self.engine.taken_over(state):
             yield
         self.engine.restart()
-        self.schedule.write(self.engine)
+        self.schedule.write()
         self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
-        self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
+        self._fan_out.note_load(self.schedule.write)
         self.cycles.note_load()
         if self.engine.controller is None and state["controller"] is not None:
             warn_of_no_controller(self.engine, state["controller"])

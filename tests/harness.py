@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.core.engine import Engine
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SYNC = [field.name for field in dataclasses.fields(hdet.Sync)]
@@ -317,8 +316,9 @@ def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
 
 def force(run: hdet.Ensemble, *corrections: float) -> None:
     """As if a cycle had ended with these corrections, by knob."""
-    run.engine.corrections = list(corrections)
-    run.schedule.write(run.engine)
+    for knob, correction in zip(run.knobs, corrections, strict=True):
+        knob.correction = correction
+    run.schedule.write()
 
 
 class Scripted(hdet.Controller):
@@ -332,23 +332,19 @@ class Scripted(hdet.Controller):
 
     def __init__(self, factors: Any = (), multipliers: Any = None) -> None:
         super().__init__()
-        self.factors, self.multipliers = factors, multipliers
+        self.factors, self.given = factors, multipliers
+        self.rows: Any = None
+
+    def start(self, run: Any) -> None:
+        super().start(run)
+        if self.given is not None:
+            self.rows = [[rho] * run.replicas for rho in self.given[: len(run.knobs)]]
 
     def plan(self) -> hdet.Plan:
-        return hdet.Plan(spread=self.multipliers is None)
+        return hdet.Plan(multipliers=self.rows)
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         cycle = evidence.cycle
         factors = self.factors[cycle] if cycle < len(self.factors) else 1.0
         rows = [factors] * len(evidence.knobs) if isinstance(factors, float) else factors
         return [hdet.Decision(factor=factor) for factor in rows]
-
-
-def _scripted_or_drawn(engine: Engine) -> list[list[float]]:
-    controller = engine.controller
-    rows = controller.multipliers if isinstance(controller, Scripted) else None
-    return _drawn(engine) if rows is None else [[rho] * engine.replicas for rho in rows]
-
-
-_drawn = Engine.multipliers
-Engine.multipliers = _scripted_or_drawn  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from ..core.controller import Controller
 from ..core.design import is_orthogonal_possible
 from ..core.divergence import Divergence
 from ..core.validate import refuse
-from ..knobs import Bound
+from ..knobs import BoundKnob
 from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
@@ -50,7 +50,7 @@ class Setup:
 
     optimizer: Optimizer
     scheduler: Any
-    knobs: Sequence[Bound]
+    knobs: Sequence[BoundKnob]
     controller: Controller | None
     replicas: Replicas
     sync: Sync
@@ -62,7 +62,7 @@ class Setup:
     schedule: Schedule | None = None
 
     @property
-    def explored(self) -> list[Bound]:
+    def explored(self) -> list[BoundKnob]:
         return [knob for knob in self.knobs if knob.spread > 0]
 
 
@@ -189,20 +189,22 @@ def wrong_settings(run: Setup) -> Iterator[str]:
             "use hdet.AutoLR(model), which needs one replica only"
         )
     for knob in run.knobs:
-        acts_inside = (knob.acts == "step" and knob.key != "lr") or knob.on_gradients
-        acts_outside = knob.affects_eval_loss or knob.on_gradients
+        meaning = knob.meaning
+        acts_inside = (meaning.acts == "step" and knob.key != "lr") or meaning.on_gradients
+        acts_outside = meaning.affects_eval_loss or meaning.on_gradients
+        is_valid = meaning.valid_on_train_loss
         if is_coresident and acts_inside:
             yield (
                 f"the knob {knob.name!r} acts inside optimizer.step() or on gradients, which "
                 "co-resident replicas share: explore it with one process per replica"
             )
-        if shares and knob.acts == "forward" and not acts_outside:
+        if shares and meaning.acts == "forward" and not acts_outside:
             yield (
                 f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all "
                 "replicas step with the same all-reduced gradient, so nothing would differ "
                 "between them: pass gradients='local' and a choice of moments"
             )
-        if not (knob.valid_on_train_loss or controller is None or controller.judges_held_out):
+        if not (is_valid or controller is None or controller.judges_held_out):
             yield (
                 f"the training loss always prefers less of the knob {knob.name!r}, and the "
                 f"controller {controller.name!r} learns from the training loss: use "
@@ -255,13 +257,13 @@ def _wrong_moments(run: Setup) -> Iterator[str]:
         return
     if not shares:
         return
-    can_part = any(knob.moments_diverge for knob in run.knobs)
+    can_part = any(knob.meaning.parts_moments for knob in run.knobs)
     if moments is not None and not can_part and follows_gradients(optimizer):
         yield (
             f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
             "leave it out"
         )
-    parting = [repr(knob.name) for knob in run.explored if knob.moments_diverge]
+    parting = [repr(knob.name) for knob in run.explored if knob.meaning.parts_moments]
     if parting and moments not in ("average", "reset"):
         yield (
             f"moments is {moments!r}, but replicas that differ in {', '.join(parting)} differ in "

@@ -170,11 +170,10 @@ class Cycles:
         if factor is None:
             return None
         if factor != 1:
-            decision, schedule = Decision(factor=factor), self.schedule
-            for k, (knob, peaks) in enumerate(zip(schedule.knobs, schedule.peaks(), strict=True)):
+            for knob in self.schedule.knobs:
                 if knob.key == "lr":
-                    self.notes += self.engine.apply(k, decision, peaks[0])
-            schedule.write(self.engine)
+                    self.notes += knob.move(Decision(factor=factor))
+            self.schedule.write()
         if factor < 1:  # the first weights are in place again
             self.note_restore()
             search.on_restart()
@@ -244,7 +243,7 @@ class Cycles:
         else:
             outcome = self._decide(verdict, stats, measured)
         self.note_average()
-        self.schedule.write(self.engine)
+        self.schedule.write()
         record = cycle_record(
             self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
             notes=self.notes, probe_ms=1e3 * (probed - started),
@@ -257,7 +256,7 @@ class Cycles:
         return record
 
     def _check_explored(self) -> None:
-        forward = [knob for knob in self.schedule.knobs if knob.acts == "forward"]
+        forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
         if self.has_explored or not self.engine.explores:
             return
         if any(knob.spread > 0 for knob in forward):
@@ -272,7 +271,7 @@ class Cycles:
     def _as_replica(self, place: int) -> Iterator[None]:
         """While it is scored: the local replica's own values of the knobs that affect an
         evaluation, base values of all others."""
-        own = self.fan_out.exploring(place, lambda knob: knob.affects_eval_loss)
+        own = self.fan_out.exploring(place, lambda knob: knob.meaning.affects_eval_loss)
         with self.replicas.use(self.replicas.local[place]), own:
             yield
 
@@ -310,16 +309,10 @@ class Cycles:
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
-        schedule.write(engine)  # the base values of the next step
-        outcome = engine.close(
-            stats.losses, voting, scheduled=schedule.values(), values=schedule.base_values(),
-            peak=[own[0] for own in schedule.peaks()], floor=schedule.floors(),
-            highest=schedule.highest(), local=self.has_local_gradients,
-            step=engine.step if schedule.step is None else schedule.step,
-        )  # fmt: skip
-        if outcome.evidence is not None:
-            schedule.forget_highest()
-        return outcome
+        schedule.write()  # the base values of the next step
+        return engine.close(
+            stats.losses, voting, step=schedule.step, local=self.has_local_gradients
+        )
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(

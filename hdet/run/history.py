@@ -66,8 +66,7 @@ class Records:
         engine, controller = self.engine, self.engine.controller
         if controller is None:
             return "no controller: nothing moves the values of the schedule"
-        pairs = zip(engine.knobs, engine.corrections, strict=True)
-        moved = ", ".join(f"{knob.name} {by:.4g}" for knob, by in pairs)
+        moved = ", ".join(f"{value.name} {value.correction:.4g}" for value in engine.values)
         return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
 
     def tell_note(self, note: str) -> None:
@@ -107,7 +106,7 @@ def cycle_record(
     columns: dict[str, Iterable[Any]] = {
         "values": schedule.base_values(),
         "scheduled": schedule.values(),
-        "corrections": engine.corrections,
+        "corrections": schedule.corrections(),
         "slopes": [decision.slope for decision in outcome.decisions],
         "errors": [decision.error for decision in outcome.decisions],
         "t": [decision.t for decision in outcome.decisions],

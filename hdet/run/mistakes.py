@@ -97,8 +97,7 @@ def _is_positive(steps: object) -> bool:
 
 def warn_of_no_controller(engine: Engine, saved: str) -> None:
     """A state of a run with the controller ``saved`` was loaded into one without any."""
-    names = [knob.name for knob in engine.knobs]
-    kept = ", ".join(f"{n} {c:.4g}" for n, c in zip(names, engine.corrections, strict=True))
+    kept = ", ".join(f"{value.name} {value.correction:.4g}" for value in engine.values)
     spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
     warn(
         f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "

@@ -14,10 +14,10 @@ from ..converge.sync import Sync
 from ..core.clock import Clock
 from ..core.controller import Controller
 from ..core.divergence import Divergence
-from ..core.engine import Engine, KnobSpec
+from ..core.engine import Engine
 from ..core.evidence import Run
 from ..core.validate import refuse, warn, whole
-from ..knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
+from ..knobs import BoundKnob, Knob, LearningRate, bind_all, check_disjoint
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
@@ -87,7 +87,7 @@ class Parts:
         self.replicas = self._replicas(replicas)
         if self.replicas.count > 1:
             check_averaged(self.tensors)
-        self.knobs: list[Bound] = bind_all(knobs, optimizer)
+        self.knobs: list[BoundKnob] = bind_all(knobs, optimizer)
         self.setup = replace(self.setup, knobs=self.knobs, replicas=self.replicas)
         refuse(wrong_settings(self.setup))
         self.design = choose_design(self.setup)
@@ -126,7 +126,7 @@ class Parts:
         )
         self.agreement = Agreement(
             engine, self.tensors, optimizer, self.schedule, self.replicas, models, sync,
-            self.divergence, any(knob.on_gradients for knob in self.knobs),
+            self.divergence, any(knob.meaning.on_gradients for knob in self.knobs),
         )  # fmt: skip
         self.cycles = Cycles(
             engine, self.schedule, self.fan_out, self.weights, self.panel, self.divergence,
@@ -177,16 +177,13 @@ class Parts:
         return Replicas.default() if replicas is None else replicas
 
     def _make_engine(self, warmup_steps: int, seed: int) -> None:
-        specs = [
-            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr")
-            for knob in self.knobs
-        ]
         count, length = self.replicas.count, self.schedule.total_steps
         clock = Clock(self.sync.every, warmup_steps, length)
-        self.engine = Engine(specs, count, clock, self.controller, seed, self.design)
+        engine = Engine(self.knobs, count, clock, self.controller, seed, self.design)
+        self.engine = engine
         self.engine.step = max(0, int(self.schedule.step or 0))
         is_local = self.sync.gradients == "local"
-        self.run = Run(clock, specs, count, self.schedule.floors(), local=is_local)
+        self.run = Run(clock, engine.knobs, count, self.schedule.floors(), local=is_local)
         if self.controller is not None:
             self.controller.start(self.run)
         refuse(wrong_for_controller(self.setup))

@@ -136,6 +136,7 @@ class Agreement:
             "knobs": {knob.name: knob for knob in engine.knobs},
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
+            "corrections": self.schedule.corrections(),
             "scheduler": self._of_scheduler(of_groups=False),
             "whether its peak is known": not self.schedule.doubt,
         }

@@ -78,7 +78,7 @@ class Run(harness.Run):
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        knobs = [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs]
+        knobs = [(knob.scheduled, knob.off_schedule, knob.left) for knob in self.ensemble.knobs]
         values = self.ensemble.values(), self.ensemble.corrections
         return repr((self.whole.state_dict(), plain, groups, knobs, values))
 

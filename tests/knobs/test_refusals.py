@@ -24,7 +24,7 @@ from hdet import (
     Temperature,
     WeightDecay,
 )
-from hdet.knobs import Bound, of_model, of_optimizer
+from hdet.knobs import BoundKnob, Meaning, of_model, of_optimizer
 from hdet.knobs.cells import item_cell
 
 from .helpers import LOCAL, Net, adamw, ensemble, groups_of
@@ -89,9 +89,9 @@ class Silent:
     def __init__(self, **flags: bool) -> None:
         self.flags = flags
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> list[Bound]:
+    def bind(self, optimizer: torch.optim.Optimizer) -> list[BoundKnob]:
         cells = [item_cell({"x": 1.0}, "x")]
-        return [Bound("silent", 0.3, cells, acts="forward", **self.flags)]
+        return [BoundKnob("silent", 0.3, cells, meaning=Meaning("forward", **self.flags))]
 
 
 @pytest.mark.parametrize("name", KNOBS)
@@ -99,7 +99,7 @@ def test_what_each_knob_says_of_itself(name: str) -> None:
     _, knob, settings = knob_of(name)
     for bound in knob.bind(settings["optimizer"]):
         known = (VALID, "affects_eval_loss", "on_gradients", DIVERGE)
-        assert {flag for flag in known if getattr(bound, flag)} == KNOBS[name][1]
+        assert {flag for flag in known if getattr(bound.meaning, flag)} == KNOBS[name][1]
 
 
 def test_every_knob_is_in_the_table() -> None:
