@@ -20,6 +20,7 @@ from .knobs import Knob
 from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
 from .run.cycles import ReplicasDiverged
+from .run.history import Records
 from .run.mistakes import refuse_backward, refuse_eval_mode, warn_of_less_control
 from .run.parts import Parts
 from .schedule import Scheduler
@@ -103,7 +104,8 @@ class Ensemble:
         self.parameters, self.replicas, self.knobs = parts.tensors, parts.replicas, parts.knobs
         self.schedule, self.engine, self.run = parts.schedule, parts.engine, parts.run
         self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
-        self.records, self._fan_out, self._agreement = parts.records, parts.fan_out, parts.agreement
+        self.records: Records = parts.records
+        self._fan_out, self._agreement = parts.fan_out, parts.agreement
         self.search = search
         self._has_modes = is_schedule_free(optimizer)
         parts.attach()

@@ -100,8 +100,8 @@ class Run:
 
     ``scheduler`` may be a function of the optimizer, ``search`` and ``controller`` of the model;
     "probe" is `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches
-    are given to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side by side
-    with the others. ``records``: what it has logged.
+    are given to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side
+    by side with the others. ``records``: what it has logged.
     """
 
     def __init__(

@@ -40,9 +40,9 @@ class HdetMixin(_Any):
     Args:
         ensemble: settings of the `hdet.Ensemble`, such as ``search``, ``sync``, ``knobs``.
             ``search``, ``controller`` and ``replicas`` may be functions of the model, as the
-            Trainer calls it, such as ``hdet.AutoLR``. ``log`` is called on the first process only. None: how far the first steps move the weights is looked at,
-            and a rate that is wrong by a factor of ten or more is moved, at no cost;
-            ``{"search": hdet.AutoLR}`` makes a trial.
+            Trainer calls it, such as ``hdet.AutoLR``. ``log`` is called on the first process only.
+            None: how far the first steps move the weights is looked at, and a rate that is wrong by
+            a factor of ten or more is moved, at no cost; ``{"search": hdet.AutoLR}`` makes a trial.
         args, kwargs: the Trainer's own.
 
     A loss is the Trainer's own: `compute_loss`, with its accumulation, tokens, label smoothing and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine
 from ..core.evidence import Run
-from ..core.validate import whole
+from ..core.validate import refuse, warn, whole
 from ..knobs import BoundKnob, Knob, LearningRate, bind_all, check_disjoint
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
@@ -24,18 +25,21 @@ from ..schedule import Schedule, Scheduler
 from ..trial.auto import AutoLR
 from ..trial.searched import Searched
 from .compatibility import (
+    Setup,
     averaged_tensors,
     check_arguments,
     check_averaged,
-    check_controller,
-    checked_design,
+    choose_design,
+    doubts,
+    wrong_for_controller,
+    wrong_settings,
 )
 from .cycles import Cycles
 from .fan_out import FanOut
 from .faults import Guard
 from .history import Records
 from .measurements import Panel
-from .mistakes import find_lost_state, refuse_join, warn_of_idle_run, warn_of_lost_state
+from .mistakes import find_lost_state, refuse_join, warn_of_lost_state
 from .replica_parameters import ReplicaWeights, check_tied
 from .same_run import Agreement
 
@@ -70,10 +74,14 @@ class Parts:
     ) -> None:
         knobs = [LearningRate()] if knobs is None else knobs
         self.sync, self.divergence = sync or Sync(), divergence or Divergence()
-        check_arguments(
-            optimizer, scheduler, knobs, seed=seed, log=log, replicas=replicas,
-            search=search, controller=controller, sync=self.sync, divergence=self.divergence,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "optimizer": optimizer, "scheduler": scheduler, "knobs": knobs, "search": search,
+            "controller": controller, "replicas": replicas, "sync": self.sync,
+            "divergence": self.divergence, "design": design, "total_steps": total_steps,
+            "seed": seed, "log": log,
+        }  # fmt: skip
+        self.setup = Setup(**given)
+        check_arguments(self.setup)
         self.optimizer, self.search, self.controller = optimizer, search, controller
         self.tensors = averaged_tensors(optimizer, self.sync.buffers)
         check_tied(self.sync.tied, self.tensors)
@@ -81,9 +89,9 @@ class Parts:
         if self.replicas.count > 1:
             check_averaged(self.tensors)
         self.knobs: list[BoundKnob] = bind_all(knobs, optimizer)
-        self.design = checked_design(
-            design, self.knobs, optimizer, self.replicas, search, controller, self.sync
-        )
+        self.setup = replace(self.setup, knobs=self.knobs, replicas=self.replicas)
+        refuse(wrong_settings(self.setup))
+        self.design = choose_design(self.setup)
         if total_steps is not None:
             whole(total_steps, "total_steps", of="steps")
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
@@ -93,7 +101,7 @@ class Parts:
         if sync is None and length and search is not None and controller is None:
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
-        warn_of_idle_run(optimizer, self.schedule, total_steps)
+        self.setup = replace(self.setup, schedule=self.schedule, sync=self.sync)
         self.lost_state = find_lost_state(optimizer, scheduler, search is not None)
         self.schedule.doubt = self.lost_state
         """Told in the first step, unless the Ensemble's state is loaded before."""
@@ -193,7 +201,9 @@ class Parts:
             self.search.start(self.run)
         if self.controller is not None:
             self.controller.start(self.run)
-            check_controller(self.controller, self.run)
+        refuse(wrong_for_controller(self.setup))
+        for message in doubts(self.setup):
+            warn(message)
         check_disjoint(self.knobs, tensors=self._moves_values or self.engine.explores)
         if self.engine.step:
             self.engine.restart()
