@@ -3,7 +3,7 @@ it is about.
 
 - 1, 3: the spread scaled a list that nobody read; without the controller neither spread nor
   average; reference/test_runs.py::test_a_run_is_what_the_equations_make_of_its_losses,
-  layouts/test_left_out.py
+  layouts/test_by_hand.py
 - 4, 7: get_last_lr did not exist with default arguments; a length by epochs;
   schedulers/test_same_as_torch.py::test_bitwise_the_same_run
 - 5: gamma was negative; here,
