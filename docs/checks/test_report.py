@@ -8,13 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-
 from hdet.cli.main import main
+from tests.cli.common import write_run
 
-from ..browser import CHROMIUM, TOO_WIDE, Browser
-from ..docs_toys import run
-from ..test_docs import COMPLETE, ROOT
-from .common import write_run
+from .browser import CHROMIUM, TOO_WIDE, Browser
+from .test_pages import COMPLETE, ROOT
+from .toys import run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 LOADED = "[...document.images].filter(one => one.checkVisibility() && one.naturalWidth > 0).length"
