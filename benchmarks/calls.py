@@ -59,7 +59,7 @@ class Run:
 
     def backward(self) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = loss_of(self.net, self.ensemble.engine.step)
+        loss = loss_of(self.net, self.ensemble.steps_done)
         loss.backward()
         return loss
 

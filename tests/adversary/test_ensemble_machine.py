@@ -247,12 +247,12 @@ class EnsembleMachine(RuleBasedStateMachine):
             return self.ensemble.state_dict()
 
     def multipliers(self, knob: int = 0) -> list[float]:
-        return self.ensemble.engine.multipliers()[knob] if self.replicas else [self.setup["rho"]]
+        return self.ensemble._engine.multipliers()[knob] if self.replicas else [self.setup["rho"]]
 
     @invariant()
     def all_is_well(self) -> None:
         self.base_values_at_rest()
-        engine, shadow = self.ensemble.engine, self.shadow
+        engine, shadow = self.ensemble._engine, self.shadow
         counted = engine.step, engine.position, self.ensemble.cycle
         assert counted == (shadow.step, shadow.position, shadow.cycle)
         assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)

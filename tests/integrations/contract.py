@@ -65,7 +65,7 @@ class Trained:
 
     def see(self, ensembles: list[Any]) -> Trained:
         """Adds what an adapter's Ensembles say."""
-        self.state = [(of.engine.step, of.cycle, of.corrections) for of in ensembles]
+        self.state = [(of.steps_done, of.cycle, of.corrections) for of in ensembles]
         auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]

@@ -129,7 +129,7 @@ class Loop:
             seen.weights[self.done] = weights(self.model)
             seen.skipped.append(accelerator.optimizer_step_was_skipped)
             if self.ensemble is not None:
-                seen.counted.append(self.ensemble.engine.step)
+                seen.counted.append(self.ensemble.steps_done)
                 seen.metrics.append(self.ensemble.metrics())
             if self.done == evaluate:
                 if self.ensemble is not None:

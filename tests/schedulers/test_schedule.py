@@ -192,7 +192,7 @@ def test_rescheduling_inside_explore_moves_what_acts_in_the_step() -> None:
             assert drop.p == replicas != 0.2 and rates(toy.optimizer) == [0.5, 0.5]
             toy.optimizer.param_groups[0]["lr"] = 0.25
         assert drop.p == replicas and rates(toy.optimizer) == [0.5, 1.0]
-    assert drop.p == 0.2 and run.schedule.values()[0] == 0.25
+    assert drop.p == 0.2 and run._schedule.values()[0] == 0.25
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def by_a_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
 
 
 def by_its_own_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
-    ensemble.schedule.scheduler.step()
+    ensemble._schedule.scheduler.step()
 
 
 def by_a_state(toy: Toy, ensemble: hdet.Ensemble) -> None:
@@ -234,7 +234,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     settings: dict[str, Any] = {"sync": hdet.Sync(STEPS), "controller": Scripted([factor])}
     ensemble = hdet.Ensemble(toy.optimizer, scheduler, **settings)
     epoch(toy, ensemble)
-    before = exact(toy.parameters()), ensemble.engine.step
+    before = exact(toy.parameters()), ensemble.steps_done
     ensemble.state_dict()
     write(toy, ensemble)
     calls = (
@@ -244,7 +244,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     for call in calls:
         with pytest.raises(ValueError, match=r"lr of parameter group \d is .*" + REFUSED):
             call()
-    assert (exact(toy.parameters()), ensemble.engine.step) == before
+    assert (exact(toy.parameters()), ensemble.steps_done) == before
     ensemble.set_value("lr", 0.25)  # the way out
     ensemble.step(toy.step())
 
