@@ -25,7 +25,8 @@ from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.divergence import Divergence, judge
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
+from hdet.core.value import Value
 from hdet.run.cycle_stats import CycleStats, parse
 
 from .harness import alternate, emit
@@ -42,7 +43,7 @@ class Cycle:
     The schedule stays at its peak, where every vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
-        specs = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]
+        specs = [Value(f"lr/{k}", 0.3) for k in range(knobs)]
         self.engine = Engine(
             specs, replicas, Clock(1, total_steps=10**6), CONTROLLERS[controller]()
         )
@@ -71,8 +72,7 @@ class Cycle:
         engine.tick()
         verdict = judge(self.divergence, stats.finite, stats.raw_losses, engine.level)
         engine.accept(verdict.level, engine.replicas - len(verdict.healthy))
-        one = [1.0] * len(engine.knobs)
-        engine.close(stats.losses, rows, scheduled=one, floor=[1e-3] * len(engine.knobs))
+        engine.close(stats.losses, rows)
         engine.multipliers()
 
     def __call__(self) -> None:

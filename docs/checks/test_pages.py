@@ -119,7 +119,7 @@ NO_EXAMPLE = {
     "Run", "Evidence", "Decision", "Plan",  # those of a controller are in Controller's example
     "Averaging", "Averager", "Task",  # docs/adding-an-average.md
     "Measurement",  # docs/adding-a-controller.md
-    "Bound", "GroupKnob",  # docs/adding-a-knob.md
+    "BoundKnob", "GroupKnob", "Meaning",  # docs/adding-a-knob.md
     "Backend", "StepTensors", "StepOptions", "StepSettings", "StepPlan", "AveragePlan",
     "CopyPlan",  # those of plans are in step_plan's, average_plan's and copy_plan's
     "ProbeRule",  # ProbeController's

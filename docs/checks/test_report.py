@@ -24,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of README's program, as it stands there, with a log."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     history = f"hdet.logging.History({str(folder / 'history.jsonl')!r})"
-    source = COMPLETE[0].source.replace("controller=auto)", f"controller=auto, log={history})")
+    source = COMPLETE[0].source.replace("search=auto)", f"search=auto, log={history})")
     run(source, "README.md")
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 0
     return folder / "page.html"

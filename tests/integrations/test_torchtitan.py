@@ -283,7 +283,7 @@ def test_torchtitans_command_line_takes_it() -> None:
 
 
 def _graphs(folder: str) -> None:
-    trainer = wrap(config(folder), controller=trial).build()
+    trainer = wrap(config(folder), search=trial).build()
     trainer.config.training.disable_cuda_graphs = False  # a CPU has none
     trainer.hdet.begin_run()
 
