@@ -28,6 +28,7 @@ from .frameworks import (
     listening,
     needs,
     on_ranks,
+    steps_of,
     weights,
 )
 
@@ -127,7 +128,7 @@ class Loop:
             seen.weights[self.done] = weights(self.model)
             seen.skipped.append(accelerator.optimizer_step_was_skipped)
             if self.ensemble is not None:
-                seen.counted.append(self.ensemble.engine.step)
+                seen.counted.append(steps_of(self.ensemble))
                 seen.metrics.append(self.ensemble.metrics())
             if self.done == evaluate:
                 if self.ensemble is not None:

@@ -24,6 +24,7 @@ from .frameworks import (
     llama,
     needs,
     on_ranks,
+    steps_of,
     weights,
 )
 
@@ -66,7 +67,7 @@ class Seen(transformers.TrainerCallback):
         self.weights[state.global_step] = weights(model)
         self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
         ensemble = getattr(self.trainer, "ensemble", None)
-        self.counted.append(0 if ensemble is None else ensemble.engine.step)
+        self.counted.append(0 if ensemble is None else steps_of(ensemble))
         control.should_training_stop |= state.global_step == self.until
 
     def on_prediction_step(self, *others: Any, model: Any = None, **more: Any) -> None:
@@ -175,7 +176,7 @@ def _stopped(folder: str) -> Any:
     trainer.train()
     first = weights(trainer.model)
     trainer.train()  # anew, with an Ensemble of its own
-    assert trainer.ensemble.engine.step == 3
+    assert steps_of(trainer.ensemble) == 3
     return first, weights(trainer.model)
 
 

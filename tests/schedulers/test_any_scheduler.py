@@ -162,7 +162,7 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
         assert second == pytest.approx(first if "last step" in name else first / 2), step
         ensemble.step(toy.step())
     # also where the first six steps, at a rate of 0 that is the schedule's own, move nothing
-    assert (ensemble.cycle, ensemble.engine.step) == (STEPS // 3, STEPS)
+    assert (ensemble.cycle, ensemble.state_dict()["step"]) == (STEPS // 3, STEPS)
 
 
 # -- the peak ----------------------------------------------------------------------------------
