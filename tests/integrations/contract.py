@@ -211,12 +211,12 @@ class Contract:
             assert same == [5, 10, 12] and torch.equal(one.last, two.last) and len(one.state) == 2
             corrections = [one.metrics[-1][f"optimizer {n}/hdet/corrections/lr"] for n in (0, 1)]
             assert corrections == [0.5, 0.5]
-        for controller, message in (
-            (trial, "AutoLR trains copies of a run with one optimizer, and there are 2: train all"),
-            (Halved(), "several optimizers, each with a controller of its own: pass a function"),
+        for name, of, message in (
+            ("search", trial, "AutoLR trains copies of a run with one optimizer, and there are 2"),
+            ("controller", Halved(), "several optimizers, each with a controller of its own: pass"),
         ):
             with pytest.raises((ValueError, RankError), match=message):
-                self.run(tmp_path, {**SPREAD, "controller": controller}, world, **settings)
+                self.run(tmp_path, {**SPREAD, name: of}, world, **settings)
 
     def test_a_setting_that_an_ensemble_does_not_have_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises((TypeError, RankError), match="unexpected keyword argument 'controler'"):
