@@ -24,8 +24,6 @@ from .frameworks import (
     accelerate_reset,
     closures,
     computed_again,
-    correction_in,
-    example,
     gradients,
     listening,
     needs,
@@ -266,9 +264,3 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         auto = hdet.Ensemble(inner, total_steps=9000, search=hdet.AutoLR(loop.model))
         with pytest.raises(TypeError, match=r"call step\(loss, batch\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    with accelerate_reset():
-        example("accelerate_loop").main(200)
-    assert correction_in(capsys.readouterr().out) >= 2

@@ -24,9 +24,7 @@ from .frameworks import (
     Halved,
     closures,
     computed_again,
-    correction_in,
     equal,
-    example,
     gradients,
     halved,
     needs,
@@ -240,15 +238,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="optimizes by hand cannot: pass losses_of="):
         fit(str(tmp_path), {"search": hdet.AutoLR}, module)
     assert torch.equal(before, weights(module))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
-        HdetCallback(controler=None)
     with pytest.raises(TypeError, match="positional argument"):
         HdetCallback(hdet.AutoLR)  # would be losses_of=, and no controller
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    example("lightning_module").main(100)
-    assert correction_in(capsys.readouterr().out) >= 2
 
 
 # -- beside Lightning's own callbacks ----------------------------------------------------------

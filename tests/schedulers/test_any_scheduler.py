@@ -273,6 +273,23 @@ def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed()
     hdet.Ensemble(toy.optimizer, scheduler, total_steps=TOTAL).step(toy.step())
 
 
+class Told:
+    """As timm's, which are told where they are."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch, metric=None):
+        pass
+
+
+def test_a_scheduler_whose_step_needs_an_argument_is_refused_with_the_way_out():
+    toy = Toy(sgd)
+    with pytest.raises(ValueError, match=r"Told.*step needs 'epoch'.*: leave scheduler out"):
+        hdet.Ensemble(toy.optimizer, Told(toy.optimizer))
+    hdet.Ensemble(toy.optimizer)  # which is as it was
+
+
 class Own(torchs.LRScheduler):
     def get_lr(self):
         return [0.1, 0.2]
