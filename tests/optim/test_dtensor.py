@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from hdet.optim import FusedAdamW, FusedMuon, FusedSGD
 from tests.distributed import run_ranks
 
-from .common import BY_NAME, FREE, RULES, Rule, plans_made
+from .common import BY_NAME, FREE, RULES, Rule, copies, plans_made
 from .sharded import (
     Block,
     Twins,
@@ -41,7 +41,6 @@ from .sharded import (
     train,
     weights,
 )
-from .test_replicas import copies
 
 BF16 = torch.bfloat16
 SHAPES = [(7, 5), (3,), (1, 4), (6, 2), (9, 8)]

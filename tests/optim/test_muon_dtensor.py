@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from hdet.optim import FusedMuon, matrices, newton_schulz
 from tests.distributed import run_ranks
 
+from .common import copies
 from .sharded import Twins, close, full, model_of, train, weights
-from .test_replicas import copies
 
 SHAPES = [(7, 5), (5, 7), (1, 4), (3, 6, 2), (9, 8), (3,), (8, 3), (7, 5)]
 MATRICES = [0, 1, 2, 3, 4, 7]
