@@ -15,6 +15,7 @@ from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
 from .knobs import Knob
+from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
 from .run.cycles import ReplicasDiverged
@@ -49,8 +50,8 @@ class Ensemble:
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
-        log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank
-            that writes.
+        log: called as ``log(record, step)`` once per cycle, with a `hdet.logging.CycleRecord`; give
+            it on the rank that writes.
 
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
     and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle
@@ -85,7 +86,7 @@ class Ensemble:
         warmup_steps: int = 0,
         total_steps: int | None = None,
         seed: int = 0,
-        log: Callable[[dict[str, Any], int], object] | None = None,
+        log: Callable[[CycleRecord, int], object] | None = None,
     ) -> None:
         # Everything is validated before the optimizer is touched, which `Parts.attach` does.
         parts = self._parts = Parts(
@@ -244,9 +245,9 @@ class Ensemble:
         return self.engine.cycle
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """The records of this process's last 1000 cycles, as ``log`` gets them, without what
-        `hdet.replay` reads (``record``)."""
+    def history(self) -> list[CycleRecord]:
+        """The records of this process's last 1000 cycles, as ``log`` gets them, but for their key
+        ``record``."""
         return list(self.records.history)
 
     @property

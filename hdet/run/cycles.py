@@ -13,6 +13,7 @@ import torch
 from ..core.divergence import Divergence, Verdict, judge
 from ..core.engine import CycleOutcome, Engine
 from ..core.plan import Decision
+from ..logging import CycleRecord
 from ..schedule import Schedule
 from ..tensors.profiling import ranged
 from ..trial.auto import AutoLR
@@ -220,7 +221,7 @@ class Cycles:
     # -- end ---------------------------------------------------------------------------------------
 
     @ranged("hdet.cycle")
-    def end(self) -> dict[str, Any]:
+    def end(self) -> CycleRecord:
         """Measure, average, let the controller decide, begin the next cycle. Returns the record."""
         is_searching = self.search is not None and not self.search.done
         self._check_explored()

@@ -18,6 +18,7 @@ from ..core.engine import Engine
 from ..core.evidence import Run
 from ..core.validate import refuse, warn, whole
 from ..knobs import BoundKnob, Knob, LearningRate, bind_all, check_disjoint
+from ..logging import CycleRecord
 from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
@@ -69,7 +70,7 @@ class Parts:
         warmup_steps: int,
         total_steps: int | None,
         seed: int,
-        log: Callable[[dict[str, Any], int], object] | None,
+        log: Callable[[CycleRecord, int], object] | None,
     ) -> None:
         knobs = [LearningRate()] if knobs is None else knobs
         self.sync, self.divergence = sync or Sync(), divergence or Divergence()

@@ -323,13 +323,6 @@ class AutoLR(Controller):
             lines.append(str(self.best_weights))
         return "\n".join(lines)
 
-    @staticmethod
-    def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the rule makes of a recorded trial (`RateInterval.to_dict`), and what it made then:
-        suggestion and ends."""
-        now = Trial.from_dict(then["trial"]).interval(then["total_steps"]).to_dict()
-        return [{key: of[key] for key in ("suggestion", "low", "high")} for of in (now, then)]
-
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
