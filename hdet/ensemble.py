@@ -17,6 +17,7 @@ from .core.divergence import Divergence
 from .core.plan import Decision
 from .core.schema import MAPPING, loaded, optional, read
 from .knobs import Knob
+from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
 from .run.cycles import Cycles, ReplicasDiverged
@@ -66,8 +67,8 @@ class Ensemble:
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
-        log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank
-            that writes.
+        log: called as ``log(record, step)`` once per cycle, with a `hdet.logging.CycleRecord`; give
+            it on the rank that writes.
 
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
     and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle
@@ -103,7 +104,7 @@ class Ensemble:
         warmup_steps: int = 0,
         total_steps: int | None = None,
         seed: int = 0,
-        log: Callable[[dict[str, Any], int], object] | None = None,
+        log: Callable[[CycleRecord, int], object] | None = None,
     ) -> None:
         given = Setup(
             optimizer, scheduler, knobs, search, controller, replicas, sync, divergence,  # type: ignore[arg-type]
@@ -320,8 +321,8 @@ class Ensemble:
     def report_to(
         self,
         tell: Callable[[str], object],
-        log: Callable[[dict[str, Any], int], object] | None = None,
-    ) -> Callable[[dict[str, Any], int], object] | None:
+        log: Callable[[CycleRecord, int], object] | None = None,
+    ) -> Callable[[CycleRecord, int], object] | None:
         """Let lines of text go to ``tell``, and records to ``log`` if it is given. Returns where
         records went before."""
         before, self._records.tell = self._records.log, tell
@@ -346,9 +347,9 @@ class Ensemble:
         return self._cycles.has_begun
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """The records of this process's last 1000 cycles, as ``log`` gets them, without what
-        `hdet.replay` reads (``record``)."""
+    def history(self) -> list[CycleRecord]:
+        """The records of this process's last 1000 cycles, as ``log`` gets them, but for their key
+        ``record``."""
         return list(self._records.history)
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from ..logging import scalars
+from ..logging import CycleRecord, scalars
 from .common import Adapter, StandIn, require
 
 __all__ = ["Prepared", "prepare"]
@@ -153,7 +153,7 @@ class Prepared(Adapter, StandIn):
             )
         self.converge()
 
-    def _log_record(self, record: dict[str, Any], step: int) -> None:
+    def _log_record(self, record: CycleRecord, step: int) -> None:
         if self.accelerator.trackers:
             self.accelerator.log(scalars(record), step=step)
         if self._user_log is not None:

@@ -12,6 +12,7 @@ import torch
 
 from ..core.divergence import Verdict, judge
 from ..core.engine import CycleOutcome
+from ..logging import CycleRecord
 from ..tensors.profiling import ranged
 from ..trial.rule import RateInterval
 from .cycle_stats import CycleStats, LossMeter, Measured, gather_stats
@@ -213,7 +214,7 @@ class Cycles:
     # -- end ---------------------------------------------------------------------------------------
 
     @ranged("hdet.cycle")
-    def end(self) -> dict[str, Any]:
+    def end(self) -> CycleRecord:
         """Measure, average, let the controller decide, begin the next cycle. Returns the record."""
         is_searching = self.search is not None and not self.search.done
         self._check_explored()

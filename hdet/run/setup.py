@@ -15,6 +15,7 @@ from ..core.controller import Controller
 from ..core.divergence import Divergence
 from ..core.engine import Engine
 from ..core.evidence import Run
+from ..logging import CycleRecord
 from ..replicas import Replicas
 from ..schedule import Schedule
 from ..tensors.buffers import ReplicaTensors
@@ -40,7 +41,7 @@ class Setup:
     warmup_steps: int
     total_steps: int | None
     seed: int
-    log: Callable[[dict[str, Any], int], object] | None
+    log: Callable[[CycleRecord, int], object] | None
     # made of them
     tensors: ReplicaTensors = None  # type: ignore[assignment]
     """What is averaged: parameters, then buffers; DTensors stand for their shards."""

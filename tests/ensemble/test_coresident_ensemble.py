@@ -58,7 +58,7 @@ def steps_of(case: str) -> int:
 
 
 def traced_all(rank: int, world: int) -> Any:
-    return {case: traced(rank, world, case.steps_done, CASES[case]) for case in CASES}
+    return {case: traced(rank, world, steps_of(case), CASES[case]) for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def processes() -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_replicas_are_two_processes_to_the_bit(case: str, processes: list[Any]) -> None:
     """Because g0 / 2 + g1 / 2 is what DDP computes for two."""
-    ranks, steps = [rank[case] for rank in processes], case.steps_done
+    ranks, steps = [rank[case] for rank in processes], steps_of(case)
     ours = traced(0, 1, steps, CASES[case], together=2)
     for step in range(steps):
         assert same(ours[0][step], [rank[0][step][0] for rank in ranks]), step
