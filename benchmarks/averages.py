@@ -28,7 +28,6 @@ DDP points of a file and prints what the model gives for the others beside what 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import warnings
@@ -53,6 +52,7 @@ from hdet.tensors.dtensor import local_parts
 
 from .harness import alternate, counted, emit, parser_of, spawn, summary
 from .scaling import Link, Traffic
+from .tables import read
 
 LAYERS = 4
 WIDTHS = (128, 256, 512)
@@ -344,8 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fit", type=Path, metavar="FILE", help="compare the cost model with it")
     options = parser.parse_args(arguments)
     if options.fit:
-        lines = [json.loads(line) for line in options.fit.read_text(encoding="utf-8").splitlines()]
-        records = [record for record in lines if record["benchmark"] == "layouts"]
+        records = [line for line in read(options.fit) if line["benchmark"] == "layouts"]
         for side in ("floor", "ours"):
             print("\n".join(compare(records, side)))
         return

@@ -47,7 +47,7 @@ from hdet.run.cycle_stats import CycleStats, parse
 from hdet.trial.arms import Arms
 from hdet.trial.rule import STEPS
 
-from .harness import alternate, emit, parser_of
+from .harness import alternate, emit, ensemble_of, parser_of
 from .tables import table
 
 
@@ -86,13 +86,9 @@ class FourReplicas(hdet.Replicas):
 def step(options: argparse.Namespace) -> None:
     job, total = Job(), 10 * options.repeats
     schedule = lambda optimizer: OneCycleLR(optimizer, 3e-4, total, cycle_momentum=False)
-    ensemble = hdet.Ensemble(
-        job.optimizer,
-        schedule(job.optimizer),
-        knobs=[hdet.LearningRate(0.3)],
-        replicas=FourReplicas(),
-        sync=hdet.Sync(total),
-    )
+    scheduler, sync, knobs = schedule(job.optimizer), hdet.Sync(total), [hdet.LearningRate(0.3)]
+    of = {"knobs": knobs, "replicas": FourReplicas(), "sync": sync}
+    ensemble = ensemble_of(job.optimizer, scheduler, total, **of)
     # what a loop without hdet calls in the same place
     plain = schedule(torch.optim.SGD(job.model.parameters(), lr=0.1))
     # In turn: a training step has used the caches for something else, and what comes next pays.
@@ -144,8 +140,7 @@ def trial(options: argparse.Namespace) -> None:
     for name, (owner, method) in PARTS.items():
         setattr(owner, method, timed(getattr(owner, method), found[name]))
     job = Job()
-    auto = hdet.AutoLR(job.model)
-    ensemble = hdet.Ensemble(job.optimizer, total_steps=10_000, controller=auto)
+    ensemble = ensemble_of(job.optimizer, None, 10_000, search=hdet.AutoLR(job.model))
     for index in range(STEPS):
         losses = job.losses(index)
         loss, took = job.trained(losses)

@@ -2,7 +2,6 @@
 and what the controller does with four groups.
 
     python -m benchmarks.evidence.paper [--methods full ...] [--factors 1 8 ...] [--seeds 10]
-    [--jobs 2] [--quick] [--json FILE]
 
 N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the
 baseline is looked for first, then everything runs at ``factors`` times it. Runs that are in the
@@ -30,6 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core.spread import assignment, multipliers
 
+from ..harness import ensemble_of
 from ..tables import crossed, grouped
 from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
@@ -131,9 +131,10 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         softmax = hdet.SoftmaxController(setup.sigma, decay=setup.decay)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")
-        ensemble = hdet.Ensemble(
+        ensemble = ensemble_of(
             optimizer,
             onecycle(optimizer, rate, steps),
+            None,
             replicas=replicas,
             seed=seed,
             design="permutation",
