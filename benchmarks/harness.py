@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import hdet
-
 
 def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
     """``doc``: a module's own, printed as it is; ``writes``: with an option for JSON lines."""
@@ -39,21 +37,6 @@ def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParse
     if writes:
         made.add_argument("--json", help="append the results to this file, as JSON lines")
     return made
-
-
-def ensemble_of(
-    optimizer: Any,
-    scheduler: Any,
-    steps: int,
-    *,
-    search: hdet.AutoLR | None = None,
-    controller: hdet.Controller | None = None,
-    **settings: Any,
-) -> hdet.Ensemble:
-    """``search``: finds the rate; ``controller``: what then moves the knobs."""
-    given = [one for one in (search, controller) if one is not None]
-    one = hdet.SequentialController(*given) if len(given) == 2 else next(iter(given), None)
-    return hdet.Ensemble(optimizer, scheduler, total_steps=steps, controller=one, **settings)
 
 
 def spawn(function: Callable[..., Any], world_size: int, *args: Any) -> Any:

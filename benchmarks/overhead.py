@@ -41,13 +41,14 @@ from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.divergence import Divergence, judge
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
+from hdet.core.value import Value
 from hdet.optim.snapshot import Snapshot
 from hdet.run.cycle_stats import CycleStats, parse
 from hdet.trial.arms import Arms
 from hdet.trial.rule import STEPS
 
-from .harness import alternate, emit, ensemble_of, parser_of
+from .harness import alternate, emit, parser_of
 from .tables import table
 
 
@@ -87,8 +88,8 @@ def step(options: argparse.Namespace) -> None:
     job, total = Job(), 10 * options.repeats
     schedule = lambda optimizer: OneCycleLR(optimizer, 3e-4, total, cycle_momentum=False)
     scheduler, sync, knobs = schedule(job.optimizer), hdet.Sync(total), [hdet.LearningRate(0.3)]
-    of = {"knobs": knobs, "replicas": FourReplicas(), "sync": sync}
-    ensemble = ensemble_of(job.optimizer, scheduler, total, **of)
+    four = FourReplicas()
+    ensemble = hdet.Ensemble(job.optimizer, scheduler, knobs=knobs, replicas=four, sync=sync)
     # what a loop without hdet calls in the same place
     plain = schedule(torch.optim.SGD(job.model.parameters(), lr=0.1))
     # In turn: a training step has used the caches for something else, and what comes next pays.
@@ -140,7 +141,7 @@ def trial(options: argparse.Namespace) -> None:
     for name, (owner, method) in PARTS.items():
         setattr(owner, method, timed(getattr(owner, method), found[name]))
     job = Job()
-    ensemble = ensemble_of(job.optimizer, None, 10_000, search=hdet.AutoLR(job.model))
+    ensemble = hdet.Ensemble(job.optimizer, total_steps=10_000, search=hdet.AutoLR(job.model))
     for index in range(STEPS):
         losses = job.losses(index)
         loss, took = job.trained(losses)
@@ -169,7 +170,7 @@ class Cycle:
     The schedule stays at its peak, where every vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
-        specs, clock = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)], Clock(1, total_steps=10**6)
+        specs, clock = [Value(f"lr/{k}", 0.3) for k in range(knobs)], Clock(1, total_steps=10**6)
         self.engine = Engine(specs, replicas, clock, CONTROLLERS[controller]())
         # loss, weight, mark; ranks that saw the probe, its losses, their digest
         width = 3 + 1 + CHUNKS + 1 if controller == "probe" else 3
@@ -196,8 +197,7 @@ class Cycle:
         engine.tick()
         verdict = judge(self.divergence, stats.finite, stats.raw_losses, engine.level)
         engine.accept(verdict.level, engine.replicas - len(verdict.healthy))
-        one = [1.0] * len(engine.knobs)
-        engine.close(stats.losses, rows, scheduled=one, floor=[1e-3] * len(engine.knobs))
+        engine.close(stats.losses, rows)
         engine.multipliers()
 
 

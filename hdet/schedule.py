@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from .core import schema
-from .core.engine import Engine
-from .knobs import Bound, GroupKnob
+from .core.value import LARGEST_CORRECTION
+from .knobs import BoundKnob, GroupKnob
 from .replicas.agreement import ReplicaDisagreement, digest
 from .replicas.layout import brief
 from .simulation import simulate
@@ -50,7 +50,7 @@ class Schedule:
     """
 
     def __init__(
-        self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None
+        self, scheduler: Scheduler | None, knobs: Sequence[BoundKnob], total_steps: int | None
     ) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         own_length: int | None = getattr(scheduler, "total_steps", None)
@@ -111,11 +111,11 @@ class Schedule:
         total = getattr(scheduler, "total_steps", self.total_steps)
         return total is not None and getattr(scheduler, "last_epoch", None) == total
 
-    def write(self, engine: Engine) -> None:
+    def write(self) -> None:
         """Leave the corrected base values in their places, but where a replica's value stands."""
-        for k, knob in enumerate(self.knobs):
+        for knob in self.knobs:
             if not knob.is_lent:
-                knob.write(engine.corrections[k], engine.held[k])
+                knob.write()
         self.is_neutral = all(knob.is_neutral for knob in self.knobs)
 
     # -- what others write -------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Schedule:
             )
 
     @contextmanager
-    def rescheduling(self, engine: Engine) -> Iterator[None]:
+    def rescheduling(self) -> Iterator[None]:
         """Inside, the cells hold the schedule's own values; what is left there is taken for the
         next ones. Inside `explore` that goes for the knobs that act in the optimizer's step.
 
@@ -176,7 +176,7 @@ class Schedule:
                 )
             for knob in moved:
                 knob.take_schedule()
-            self.write(engine)
+            self.write()
 
     # -- by name -----------------------------------------------------------------------------------
 
@@ -184,22 +184,25 @@ class Schedule:
         """[knob], by name."""
         return {knob.name: number for knob, number in zip(self.knobs, numbers, strict=True)}
 
-    def number_of(self, name: str) -> int:
+    def named(self, name: str) -> BoundKnob:
         """Raises ValueError where there is no such knob."""
-        names = [knob.name for knob in self.knobs]
-        if name not in names:
-            raise ValueError(f"there is no knob {name!r}, only {names}")
-        return names.index(name)
+        for knob in self.knobs:
+            if knob.name == name:
+                return knob
+        raise ValueError(f"there is no knob {name!r}, only {[knob.name for knob in self.knobs]}")
 
     # -- what is known: [knob] ---------------------------------------------------------------------
 
     def values(self) -> list[float]:
         """The untouched schedule's values now. Waits for the device of a tensor."""
-        return [float(knob.scheduled[0]) for knob in self.knobs]
+        return [knob.scheduled_value() for knob in self.knobs]
 
     def base_values(self) -> list[float]:
         """As `write` has left them."""
-        return [float(knob.left[0]) for knob in self.knobs]
+        return [knob.base_value() for knob in self.knobs]
+
+    def corrections(self) -> list[float]:
+        return [knob.correction for knob in self.knobs]
 
     def floors(self) -> list[float]:
         """The lowest values of the untouched schedule; 0 is unknown."""
@@ -231,14 +234,6 @@ class Schedule:
                     return self.doubt or f"it is {float(now):g}, and a copy of its schedule {said}"
         return self.doubt
 
-    def highest(self) -> list[float]:
-        """Of the untouched schedule, now and in the steps since `forget_highest`."""
-        return [max(float(knob.highest), float(knob.scheduled[0])) for knob in self.knobs]
-
-    def forget_highest(self) -> None:
-        for knob in self.knobs:
-            knob.highest = -math.inf
-
     # -- the same on all ranks ---------------------------------------------------------------------
 
     def mark(self) -> float:
@@ -265,6 +260,8 @@ class Schedule:
         """Plain data."""
         highest = {knob.name: float(knob.highest) for knob in self.knobs}
         return {
+            "corrections": self.corrections(),
+            "bases": [knob.off_schedule for knob in self.knobs],
             "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
             "highest": {name: x if x > -math.inf else None for name, x in highest.items()},
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
@@ -276,8 +273,15 @@ class Schedule:
         Raises:
             ValueError: a state of another run, or one with values that no schedule has.
         """
-        checks = {"scheduler": schema.optional(schema.MAPPING)}
-        given = schema.read(state, checks, STATE)["scheduler"]
+        correction = schema.number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
+        base, count = schema.optional(schema.number(1e-100)), len(self.knobs)
+        checks = {
+            "scheduler": schema.optional(schema.MAPPING),
+            "corrections": schema.list_of(correction, count),
+            "bases": schema.list_of(base, count),
+        }
+        values = schema.read(state, checks, STATE)
+        given = values["scheduler"]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
                 "the ensemble's state and this run differ in having a scheduler: construct "
@@ -294,9 +298,9 @@ class Schedule:
             "scheduled": {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs},
             "highest": {name: schema.optional(kind) for name, kind in kinds.items()},
         }
-        values = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
+        rows = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
         for key, table in tables.items():
-            values[key] = schema.read(values[key], table, f"{key} of {STATE}")
+            values[key] = schema.read(rows[key], table, f"{key} of {STATE}")
         values["scheduler"] = None if given is None else self._checked(given, own, total)
         return values
 
@@ -327,12 +331,15 @@ class Schedule:
         values = self.check_state(state)
         with schema.loaded(self.scheduler, values["scheduler"]):
             yield
-        for knob in self.knobs:
+        rows = zip(self.knobs, values["corrections"], values["bases"], strict=True)
+        for knob, correction, base in rows:
             high = values["highest"][knob.name]
-            knob.load(values["scheduled"][knob.name], -math.inf if high is None else high)
+            knob.highest = -math.inf if high is None else float(high)
+            knob.correction, knob.off_schedule = correction, base
+            knob.follow(list(map(float, values["scheduled"][knob.name])))
 
 
-def _kind_of_value(knob: Bound, least: float) -> schema.Check:
+def _kind_of_value(knob: BoundKnob, least: float) -> schema.Check:
     """A beta stays below 1, on a linear scale values pass 0."""
     if knob.scale.kind == "horizon":
         return schema.number(0, 1 - 2**-53)

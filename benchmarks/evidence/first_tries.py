@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import hdet
 
-from ..harness import ensemble_of
 from ..tables import gap, grouped
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record
@@ -176,7 +175,7 @@ def run(workload: str, start: float, level: str, seed: int) -> Record:
     auto = ensemble = None
     if level != "fixed":
         auto = hdet.AutoLR(model)
-        ensemble = ensemble_of(optimizer, scheduler, steps, search=auto)
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, search=auto)
     generator, losses = torch.Generator().manual_seed(1), list[float]()
 
     def validate() -> float:

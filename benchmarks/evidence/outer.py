@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import hdet
 from hdet.converge import Outer, Plain
 
-from ..harness import ensemble_of, spawn
+from ..harness import spawn
 from ..tables import grouped
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record, finite
@@ -49,10 +49,10 @@ def worker(
         lambda net, batch: problem.losses(net, batch).mean(), common, chunks=CHUNKS, model=model
     )
     average = Plain() if method == "local" else Outer()
-    ensemble = ensemble_of(
+    ensemble = hdet.Ensemble(
         optimizer,
         chosen.scheduler_for(optimizer, steps),
-        steps,
+        total_steps=steps,
         controller=probe if method == "probe" else None,
         seed=seed,
         knobs=[hdet.LearningRate(SPREAD if method in ("spread", "probe") else 0.0)],

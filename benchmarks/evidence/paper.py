@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core.spread import assignment, multipliers
 
-from ..harness import ensemble_of
 from ..tables import crossed, grouped
 from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
@@ -131,10 +130,9 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         softmax = hdet.SoftmaxController(setup.sigma, decay=setup.decay)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")
-        ensemble = ensemble_of(
+        ensemble = hdet.Ensemble(
             optimizer,
             onecycle(optimizer, rate, steps),
-            None,
             replicas=replicas,
             seed=seed,
             design="permutation",

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 
-from ..harness import ensemble_of, spawn
+from ..harness import spawn
 from ..tables import percent
 from ..tables import table as markdown
 from . import auto, fixed_rates
@@ -57,7 +57,7 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
     parallel = DistributedDataParallel(model)
     auto_lr = hdet.AutoLR(parallel, spread_arms=spread)
     scheduler = chosen.scheduler_for(optimizer, STEPS)
-    ensemble = ensemble_of(optimizer, scheduler, STEPS, search=auto_lr)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, search=auto_lr)
     torch.manual_seed(1000 + rank)  # each draws its own noise, and drops its own units
     for step in range(STEPS):
         batch = tuple(column[rank::world] for column in problem.batch(0, step))

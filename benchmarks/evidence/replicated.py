@@ -10,7 +10,6 @@ from torch import nn
 
 import hdet
 
-from ..harness import ensemble_of
 from .problems import Batch, Problem
 from .training import BETAS, WARMUP, Parts, Schedule, one_cycle_schedule, wsd_schedule
 
@@ -68,10 +67,10 @@ def replicated(
     probed: list[int] = []
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     replicas = hdet.CoresidentReplicas(model, REPLICAS)
-    ensemble = ensemble_of(
+    ensemble = hdet.Ensemble(
         optimizer,
         schedule(optimizer, problem.steps),
-        problem.steps,
+        total_steps=problem.steps,
         controller=controller(probed),
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,

@@ -34,7 +34,7 @@ from torch import nn
 
 import hdet
 
-from ..harness import ensemble_of, spawn
+from ..harness import spawn
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record, finite
 from .problems import Batch, Problem
@@ -93,10 +93,10 @@ def replica(
 
     of_batch = lambda net, batch: problem.losses(net, batch).mean()
     probe = hdet.ProbeController(of_batch, common, chunks=CHUNKS, model=model, held_out=True)
-    ensemble = ensemble_of(
+    ensemble = hdet.Ensemble(
         optimizer,
         WORKLOADS[workload].scheduler_for(optimizer, steps),
-        steps,
+        total_steps=steps,
         search=hdet.AutoLR(model) if searches else None,
         controller=probe if searches else None,
         knobs=knobs if searches else [hdet.LearningRate(0.0)],

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import hdet
 
-from ..harness import ensemble_of
 from .problems import Batch, Problem
 
 BETAS = (0.9, 0.95)
@@ -173,7 +172,9 @@ def with_ensemble(
     seed: int = 0,
 ) -> tuple[Parts, hdet.Ensemble]:
     """A training loop whose closure has the losses of the batch."""
-    ensemble = ensemble_of(optimizer, scheduler, problem.steps, search=search, seed=seed)
+    ensemble = hdet.Ensemble(
+        optimizer, scheduler, total_steps=problem.steps, search=search, seed=seed
+    )
     backward = Plain(problem, model)
 
     def after(batch: Batch) -> None:

@@ -21,6 +21,7 @@ def record_of(outcome: CycleOutcome) -> dict[str, Any]:
         "begin": outcome.begin,
         "plan": asdict(outcome.plan),
         "rolled_back": outcome.rolled_back,
+        "observed": outcome.observed,
         "evidence": None if outcome.evidence is None else asdict(outcome.evidence),
         "decisions": [asdict(decision) for decision in outcome.decisions],
     }
@@ -54,17 +55,17 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iter
         if n == 0 and record["begin"]:
             controller.restart()
         where = f"cycle {record['cycle']}"
-        yield from _difference(f"{where}: plan", asdict(controller.plan()), record["plan"])
-        if line["trial"] is not None and controller.search is not None:
-            again = controller.search.decided_again(line["trial"])
-            yield from _difference(f"{where}: what the trial says", *again)
-        if controller.search is not None:
-            controller.search.done = not line["searching"]
+        evidence = record["evidence"] and Evidence(**record["evidence"])
+        if not record["observed"]:
+            yield from _difference(f"{where}: plan", asdict(controller.plan()), record["plan"])
         if record["rolled_back"]:
             controller.restart()
-        if record["evidence"] is None:
+        if evidence is None:
             continue
-        decisions = [asdict(one) for one in controller.learn(Evidence(**record["evidence"]))]
+        if record["observed"]:
+            controller.observe(evidence)
+            continue
+        decisions = [asdict(one) for one in controller.learn(evidence)]
         yield from _difference(f"{where}: decisions", decisions, record["decisions"])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..knobs import Bound
+from ..knobs import BoundKnob
 from ..optim.snapshot import without_hooks
 from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
@@ -79,7 +79,7 @@ class FanOut:
         self._in_step = [
             (k, knob)
             for k, knob in enumerate(self.knobs)
-            if knob.acts == "step" and not (self.is_fused and knob.key == "lr")
+            if knob.meaning.acts == "step" and not (self.is_fused and knob.key == "lr")
         ]
 
     def attach(self) -> None:
@@ -223,7 +223,7 @@ class FanOut:
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._is_first_step = True
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
-            knob.rho = multiplier
+            knob.multiplier = multiplier
         self._moves = self._are_rates_bounded or any(rho != 1.0 for rho in self.multipliers[0])
         if self.is_fused:
             self._hand_on_multipliers()
@@ -234,7 +234,7 @@ class FanOut:
         for row, multipliers in zip(table, self.multipliers, strict=True):
             for knob, multiplier in zip(self.knobs, multipliers, strict=True):
                 for i, index in enumerate(knob.indices if knob.key == "lr" else ()):
-                    row[index] = knob.effective(i, multiplier)
+                    row[index] = knob.acting(multiplier, i)
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
     def note_average(self) -> None:
@@ -251,7 +251,7 @@ class FanOut:
         self._wait_for_state = hook.remove
 
     @contextmanager
-    def exploring(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
+    def exploring(self, place: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
         """Inside, those of the knobs of the forward pass have the values of this process's replica
         number ``place``."""
         if self.explored is not None:
@@ -267,7 +267,7 @@ class FanOut:
         try:
             with ExitStack() as stack:
                 for knob, multiplier in zip(self.knobs, self.multipliers[place], strict=True):
-                    if knob.acts == "forward" and which(knob):
+                    if knob.meaning.acts == "forward" and which(knob):
                         stack.enter_context(knob.fanned_out(multiplier))
                 yield
         finally:

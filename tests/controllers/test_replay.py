@@ -25,15 +25,9 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         lambda m: probe(m, 10**7),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
-    "softmax, then probe": (
-        lambda m: hdet.SequentialController(
-            hdet.SoftmaxController(0.01, decay=None, freeze_after=40), probe(m, 10**7)
-        ),
-        {"every": 4, "lr": 1e-5},
-    ),
     "a search, then a probe": (
-        lambda m: hdet.SequentialController(hdet.AutoLR(m), probe(m, 10**7)),
-        {"together": 1, "lr": 1e-5},
+        lambda m: probe(m, 10**7),
+        {"search": hdet.AutoLR, "together": 1, "lr": 1e-5},
     ),
     "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7)), {"lr": 1e-5}),
 }
@@ -76,7 +70,7 @@ def test_a_resumed_run_is_decided_again_from_its_state() -> None:
 
 # -- in the shadow: it decides, is recorded, and touches nothing -----------------------------------
 
-SHOWN = ["softmax", "softmax, its own decay", "probe", "softmax, then probe"]
+SHOWN = ["softmax", "softmax, its own decay", "probe"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -103,12 +103,12 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
     del net.temperature
     net.register_buffer("temperature", torch.tensor(1.0))
     run = ensemble(net, [hdet.Temperature(net)])
-    run.engine.corrections = [2.0]
+    run.knobs[0].correction = 2.0
     for _ in range(3):
-        run.schedule.write(run.engine)
+        run.schedule.write()
         net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
         run.schedule.check_unwritten()
-    run.schedule.write(run.engine)
+    run.schedule.write()
     assert float(net.temperature) == 2.0 and run.schedule.values() == [1.0]
     net.temperature.fill_(3.0)
     with pytest.raises(ValueError, match="temperature is 3, and was left at 2"):
