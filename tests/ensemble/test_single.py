@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import hdet
-from benchmarks.calls import a_rate
 from hdet import Ensemble
+from tests.calls import of_a_step
 from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
 
 from .helpers import same, trained, watching
@@ -227,5 +227,5 @@ def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> No
 
 
 def test_a_step_with_nothing_to_do_makes_at_most_15_calls() -> None:
-    calls = a_rate()
+    calls = of_a_step()
     assert len(calls) <= 15, calls
