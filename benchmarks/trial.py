@@ -62,7 +62,7 @@ def main() -> None:
     model = GPT(config)
     optimizer = hdet.FusedAdamW(model.parameter_groups(0.1), lr=3e-4, betas=(0.9, 0.95))
     auto = hdet.AutoLR(model)
-    ensemble = hdet.Ensemble(optimizer, total_steps=10_000, controller=auto)
+    ensemble = hdet.Ensemble(optimizer, total_steps=10_000, search=auto)
     plain: list[float] = []
     for step in range(STEPS):
         tokens, targets = sample_batch(text, 8, config.context, seed=0, stream="bench", index=step)

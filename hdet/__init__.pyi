@@ -8,8 +8,7 @@ from . import kernels as kernels
 from . import logging as logging
 from . import optim as optim
 from .controllers.probe import ProbeController as ProbeController
-from .controllers.sequential import SequentialController as SequentialController
-from .controllers.sequential import Shadow as Shadow
+from .controllers.shadow import Shadow as Shadow
 from .controllers.softmax import SoftmaxController as SoftmaxController
 from .converge.sync import Sync as Sync
 from .core.controller import Controller as Controller

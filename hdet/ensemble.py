@@ -14,16 +14,20 @@ from torch.optim import Optimizer
 from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
+from .core.plan import Decision
+from .core.schema import MAPPING, loaded, optional, read
 from .knobs import Knob
 from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
 from .run.cycles import ReplicasDiverged
 from .run.history import Records
-from .run.mistakes import refuse_backward, refuse_eval_mode, warn_of_no_controller
+from .run.mistakes import refuse_backward, refuse_eval_mode, warn_of_less_control
 from .run.parts import Parts
 from .schedule import Scheduler
+from .trial.auto import AutoLR
 from .trial.searched import Closure
+from .trial.steps import LoopLoss
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -39,7 +43,10 @@ class Ensemble:
         scheduler: a torch scheduler of this optimizer, which the Ensemble steps and nobody else.
             None: constant values, or a schedule that you step yourself inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]``.
-        controller: None, `AutoLR`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
+        search: an `AutoLR`, which finds the learning rate in the first steps. Replicas train alike
+            until it is over, and without a controller for good.
+        controller: decides where a cycle ends, once a search is over: None, `ProbeController`, or
+            any `hdet.Controller` (docs/choosing.md).
         replicas: who takes part: `Replicas`, or `CoresidentReplicas`. Default: each rank is a
             replica, but under plain FSDP2 (a mesh of one dimension) all of them are one.
         sync: when and how replicas are averaged: `Sync`.
@@ -62,7 +69,7 @@ class Ensemble:
     Example::
 
         ensemble = hdet.Ensemble(
-            optimizer, scheduler, total_steps=2000, controller=hdet.AutoLR(model)
+            optimizer, scheduler, total_steps=2000, search=hdet.AutoLR(model)
         )
         for batch in loader:
             loss = loss_fn(model, batch)
@@ -78,6 +85,7 @@ class Ensemble:
         scheduler: Scheduler | None = None,
         *,
         knobs: Sequence[Knob] | None = None,
+        search: AutoLR | None = None,
         controller: Controller | None = None,
         replicas: Replicas | None = None,
         sync: Sync | None = None,
@@ -90,7 +98,7 @@ class Ensemble:
     ) -> None:
         # Everything is validated before the optimizer is touched, which `Parts.attach` does.
         parts = self._parts = Parts(
-            optimizer, scheduler, knobs, controller, replicas, sync, divergence, design,
+            optimizer, scheduler, knobs, search, controller, replicas, sync, divergence, design,
             warmup_steps, total_steps, seed, log,
         )  # fmt: skip
         self.optimizer, self.sync, self.divergence = optimizer, parts.sync, parts.divergence
@@ -99,6 +107,7 @@ class Ensemble:
         self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
         self.records: Records = parts.records
         self._fan_out, self._agreement = parts.fan_out, parts.agreement
+        self.search = search
         self._has_modes = is_schedule_free(optimizer)
         parts.attach()
         self._detach = weakref.finalize(self, parts.detach)
@@ -145,7 +154,7 @@ class Ensemble:
             ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
         cycles, schedule = self.cycles, self.schedule
-        if self.replicas.in_use or self._fan_out.explored is not None or cycles.search is not None:
+        if self.replicas.in_use or self._fan_out.explored is not None or self.search is not None:
             cycles.check_at_rest("step")
         if self.during.lost is not None:
             self.during.check_whole()
@@ -160,12 +169,8 @@ class Ensemble:
         if stepped and not self._agreement.knows_gradients:
             self._parts.check_gradients()
         try:
-            if stepped and cycles.search is not None:
-                if closure is not None and not cycles.search.done:
-                    refuse_backward(loss)
-                note = cycles.search_rate(closure, loss)
-                if note is not None:
-                    self.records.tell_note(note)
+            if stepped and self.search is not None:
+                self._search_rate(self.search, closure, loss)
             is_over = schedule.advance()
             if stepped:
                 ends = self.engine.tick()
@@ -179,6 +184,26 @@ class Ensemble:
                 schedule.write()
         if ends:
             self.records.add(record)
+
+    def _search_rate(self, search: AutoLR, closure: Closure | None, loss: LoopLoss) -> None:
+        """One step of the search, and what it decides."""
+        if closure is not None and not search.done:
+            refuse_backward(loss)
+        with self.during("trial"):
+            factor = search.after_step(closure, loss)
+        if factor is None:
+            return
+        notes: list[str] = []
+        if factor != 1:
+            for knob in self.knobs:
+                if knob.key == "lr":
+                    notes += knob.move(Decision(factor=factor))
+            self.schedule.write()
+        if factor < 1:  # the first weights are in place again
+            self.cycles.note_restore()
+            search.on_restart()
+        self.cycles.notes += [*notes, search.note]
+        self.records.tell_note(search.note)
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it.
@@ -306,15 +331,28 @@ class Ensemble:
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
-        if self.cycles.search is not None:
-            self.cycles.search.note_save()
-        return {**self.engine.state_dict(), **self.schedule.state_dict()}
+        search = self.search
+        if search is not None:
+            search.note_save()
+        own = {"search": None if search is None else search.state_dict()}
+        return {**self.engine.state_dict(), **self.schedule.state_dict(), **own}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError for a state that `load_state_dict` refuses; change nothing."""
         self.cycles.check_at_rest("load_state_dict")
         self.schedule.check_state(state)
         self.engine.check_state(state)
+        self._check_search(state)
+
+    def _check_search(self, state: Any) -> Any:
+        """The search's part of a state. A run without a search takes the state of any."""
+        [given] = read(state, {"search": optional(MAPPING)}, "the ensemble's state").values()
+        if self.search is not None and given is None:
+            raise ValueError(
+                "the ensemble's state was saved without a search, this run has one: construct it "
+                "without search, which keeps the corrections"
+            )
+        return None if self.search is None else given
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any
@@ -332,16 +370,18 @@ class Ensemble:
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
         self.cycles.check_at_rest("load_state_dict")
-        with self.schedule.taken_over(state), self.engine.taken_over(state):
+        searched = loaded(self.search, self._check_search(state))
+        with searched, self.schedule.taken_over(state), self.engine.taken_over(state):
             yield
         self.engine.restart()
+        if self.search is not None:
+            self.search.close()
         self.schedule.write()
         self._parts.lost_state = self.schedule.doubt = ""
         self._agreement.reset()
         self._fan_out.note_load(self.schedule.write)
         self.cycles.note_load()
-        if self.engine.controller is None and state["controller"] is not None:
-            warn_of_no_controller(self.engine, state["controller"])
+        warn_of_less_control(self.engine, state)
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge()

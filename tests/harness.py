@@ -98,10 +98,10 @@ class Run:
 
     ``ddp``: does DDP average gradients, where there is a process group?
 
-    ``scheduler`` and ``controller`` may be functions of the optimizer and of the model, "probe" is
-    `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches are given
-    to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side by side
-    with the others. ``records``: what it has logged.
+    ``scheduler`` may be a function of the optimizer, ``search`` and ``controller`` of the model;
+    "probe" is `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches
+    are given to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side
+    by side with the others. ``records``: what it has logged.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Run:
         spread: float = 0.3,
         weight_decay: float = 0.0,
         dtype: torch.dtype | None = None,
+        search: Any = None,
         controller: Any = None,
         ddp: bool = True,
         data: Callable[[int], Batch] = batch,
@@ -141,7 +142,9 @@ class Run:
             controller = probe(self.wrapped)
         elif not isinstance(controller, hdet.Controller) and controller is not None:
             controller = controller(self.net)
-        self.controller: Any = controller
+        if search is not None and not isinstance(search, hdet.AutoLR):
+            search = search(self.net)
+        self.search, self.controller = search, controller
         self.records: list[dict[str, Any]] = []
         self.losses: Callable[[Batch], torch.Tensor] = lambda data: losses_of(self.wrapped, data)
         self.closure: Callable[[Batch], Any] | None = (
@@ -157,6 +160,7 @@ class Run:
         self.ensemble = hdet.Ensemble(
             self.optimizer,
             self.scheduler,
+            search=search,
             controller=controller,
             **policies(**{"log": self._log, **settings}),
         )
@@ -328,7 +332,6 @@ class Scripted(hdet.Controller):
 
     name = "scripted"
     needs_replicas = False
-    knob_per_group = True
 
     def __init__(self, factors: Any = (), multipliers: Any = None) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def parts_of(
 ) -> tuple[Parts, hdet.Ensemble]:
     """A training loop with a controller; its closure has the losses of the batch."""
     ensemble = hdet.Ensemble(
-        optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed
+        optimizer, scheduler, total_steps=problem.steps, search=controller, seed=seed
     )
     backward = Plain(problem, model)
 

@@ -176,7 +176,7 @@ def run(workload: str, start: float, level: str, seed: int) -> Record:
     auto = ensemble = None
     if level != "fixed":
         auto = hdet.AutoLR(model)
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, controller=auto)
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, search=auto)
     generator, losses = torch.Generator().manual_seed(1), list[float]()
 
     def validate() -> float:

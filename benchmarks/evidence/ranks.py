@@ -58,9 +58,9 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
     model = problem.build(0)
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
     parallel = DistributedDataParallel(model)
-    controller = hdet.AutoLR(parallel, spread_arms=spread)
+    search = hdet.AutoLR(parallel, spread_arms=spread)
     scheduler = SCHEDULES[chosen.schedule](optimizer, STEPS)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, controller=controller)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, search=search)
     torch.manual_seed(1000 + rank)  # each draws its own noise, and drops its own units
     for step in range(STEPS):
         batch = tuple(column[rank::world] for column in problem.batch(0, step))
@@ -69,13 +69,13 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
         optimizer.step()
         optimizer.zero_grad()
         ensemble.step(loss, closure=partial(problem.losses, parallel, batch))
-        if controller.done:
+        if search.done:
             break
-    interval = controller.interval
+    interval = search.interval
     assert interval is not None
     factor = interval.suggestion / interval.rate
     return {
-        "exponent": exponent, "factor": factor, "reason": interval.reason, "cost": controller.cost
+        "exponent": exponent, "factor": factor, "reason": interval.reason, "cost": search.cost
     }  # fmt: skip
 
 

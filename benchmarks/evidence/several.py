@@ -110,7 +110,8 @@ def replica(
         total_steps=steps,
         knobs=knobs if searches else [hdet.LearningRate(0.0)],
         seed=seed,
-        controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None,
+        search=hdet.AutoLR(model) if searches else None,
+        controller=probe if searches else None,
         sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
     )
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)

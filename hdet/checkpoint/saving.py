@@ -67,8 +67,8 @@ def save(
         if not ensemble.in_sync:
             ensemble.converge()
         ensemble.cycles.reset_losses()  # losses of the running cycle are not in the checkpoint
-        if ensemble.cycles.search is not None:  # a thread of its own may save in a trial
-            stack.enter_context(ensemble.cycles.search.held_off("checkpoint.save"))
+        if ensemble.search is not None:  # a thread of its own may save in a trial
+            stack.enter_context(ensemble.search.held_off("checkpoint.save"))
         _write(final, state, step, keep, together)
     newest = folders.latest(root) if together.place == 0 else final
     if newest != final:

@@ -17,7 +17,7 @@ from .controller import Controller
 from .design import table_of
 from .evidence import Evidence, KnobSpec
 from .plan import Decision, Plan
-from .schema import COUNT, MAPPING, instance, list_of, loaded, number, optional, read
+from .schema import COUNT, FLAG, MAPPING, instance, list_of, loaded, number, optional, read
 from .value import Value
 
 __all__ = ["STATE_VERSION", "CycleOutcome", "Engine"]
@@ -50,6 +50,8 @@ class CycleOutcome:
     evidence: Evidence | None = None
     """What the controller was given; None where it was not asked."""
     rolled_back: bool = False
+    observed: bool = False
+    """Has the controller only looked on, because a search moves the rate?"""
 
 
 class Engine:
@@ -64,6 +66,8 @@ class Engine:
         seed: key of the assignments (Eq. 8).
         design: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all
             knobs together (core/design.py).
+        searches: does a search move rates in the first steps? Until it is over replicas train
+            alike, and the controller looks on; without a controller they train alike for good.
     Raises:
         ValueError: there is no knob, or two have one name; or the controller would never act.
     """
@@ -76,6 +80,7 @@ class Engine:
         controller: Controller | None = None,
         seed: int = 0,
         design: str = "permutation",
+        searches: bool = False,
     ) -> None:
         names = [value.name for value in values]
         if not names or len(set(names)) != len(names):
@@ -97,6 +102,8 @@ class Engine:
         self.rollbacks = self.rollbacks_in_row = self.diverged_total = 0
         """Cycles rolled back since step 0, and in a row; how often a replica was left out of an
         average."""
+        self.searches = self.is_searching = searches
+        """`is_searching`: has the running cycle begun before the search was over?"""
         self._said_no_loss = False
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
@@ -107,7 +114,10 @@ class Engine:
     def plan(self) -> Plan:
         """Of the running cycle; the controller is asked once for each."""
         if self._plan is None:
-            self._plan = Plan() if self.controller is None else self.controller.plan()
+            if self.controller is None or self.is_searching:
+                self._plan = Plan(spread=not self.searches)
+            else:
+                self._plan = self.controller.plan()
         return self._plan
 
     @property
@@ -159,6 +169,7 @@ class Engine:
         *,
         step: int | None = None,
         local: bool = False,
+        is_search_over: bool = True,
     ) -> CycleOutcome:
         """End the cycle: give the evidence to the controller, hand on its decisions. Values must be
         those of the next step, and are to be corrected after it.
@@ -168,6 +179,7 @@ class Engine:
             measured: by name, [replica][number]; rows that are not finite are left out.
             step: of the schedule; None: the engine's.
             local: as in `Evidence`.
+            is_search_over: does the controller decide from the next cycle on, if it did not?
 
         Raises:
             ValueError: the controller's answer is not one Decision for each knob.
@@ -192,19 +204,24 @@ class Engine:
                 decisions_left=self.clock.decisions_left(self.step),
                 local=local, measured=rows, **asdict(self.clock),
             )  # fmt: skip
-            decisions = self._decide(self.controller, evidence)
+            if self.is_searching:
+                self.controller.observe(evidence)
+            else:
+                decisions = self._decide(self.controller, evidence)
             for value, decision in zip(values, decisions, strict=True):
                 notes += value.move(decision)
                 value.highest = -math.inf
+        observed = self.is_searching
+        self.is_searching = observed and not is_search_over
         ended = {"multipliers": table, "decisions": decisions, "left_out": left_out}
-        return self._end(**ended, notes=notes, evidence=evidence)
+        return self._end(**ended, notes=notes, evidence=evidence, observed=observed)
 
     def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
         """Of those whose numbers the controller would have read; of a loop without losses, once."""
         controller = self.controller
-        if controller is None or not self.clock.controls(self.step):
+        if controller is None or self.is_searching or not self.clock.controls(self.step):
             return []
-        if not self.explores if controller.needs_replicas else controller.search is not None:
+        if controller.needs_replicas and not self.explores:
             return []
         if name == "loss" and len(left_out) == self.replicas:
             note = "no finite loss was passed to step() in this cycle: pass step(loss)"
@@ -257,6 +274,7 @@ class Engine:
         outcome = self._end(
             multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
             left_out=list(range(self.replicas)), notes=[], rolled_back=True,
+            observed=self.is_searching,
         )  # fmt: skip
         self.restart()
         return outcome
@@ -272,6 +290,7 @@ class Engine:
             "knobs": [knob.name for knob in self.knobs],
             "controller": None if controller is None else controller.name,
             **{name: getattr(self, name) for name in COUNTS},
+            "is_searching": self.is_searching,
             "seed": self.seed,
             "level": self.level,
             "controller_state": None if controller is None else controller.state_dict(),
@@ -290,6 +309,7 @@ class Engine:
                 )
         fields = {
             **dict.fromkeys(COUNTS, COUNT),
+            "is_searching": FLAG,
             "seed": number(whole=True),
             "level": optional(number()),
             "controller_state": optional(MAPPING) if self.controller is None else MAPPING,
@@ -321,6 +341,7 @@ class Engine:
             yield
         for key in (*COUNTS, "seed", "level"):
             setattr(self, key, values[key])
+        self.is_searching = self.searches and values["is_searching"]
         self._plan = self._table = None
 
 

@@ -27,7 +27,7 @@ class Value:
         name: unique in a run.
         spread: alpha in [0, 1).
         scale: what corrections and multipliers do to it; default: log, without bounds.
-        rate: is it a learning rate? Those are lowered where a cycle is rolled back.
+        rate, valid_on_train_loss: as in `KnobSpec`.
         scheduled: [cell]: the schedule's first values.
     """
 
@@ -54,9 +54,11 @@ class Value:
         scale: Scale | None = None,
         *,
         rate: bool = True,
+        valid_on_train_loss: bool = True,
         scheduled: Sequence[Any] = (1.0,),
     ) -> None:
-        self.spec = KnobSpec(name, check_spread(spread), scale or Scale(), rate)
+        spread = check_spread(spread)
+        self.spec = KnobSpec(name, spread, scale or Scale(), rate, valid_on_train_loss)
         self.name, self.spread, self.scale = name, spread, self.spec.scale
         self.scheduled = self.left = list(scheduled)
         self._check_begin()

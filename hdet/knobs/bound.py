@@ -108,7 +108,11 @@ class BoundKnob(Value):
         key: str = "",
     ) -> None:
         self.key, self.cells, self.meaning = key, list(cells), meaning or Meaning()
-        super().__init__(name, spread, scale, rate=key == "lr", scheduled=self.read())
+        is_valid = self.meaning.valid_on_train_loss
+        super().__init__(
+            name, spread, scale,
+            rate=key == "lr", valid_on_train_loss=is_valid, scheduled=self.read(),
+        )  # fmt: skip
         self.take_schedule()
         self.is_neutral = not self.scale.bounded
 

@@ -28,6 +28,7 @@ from ..replicas.refusals import check_wrapper
 from ..schedule import Schedule
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
 from .moments import follows_gradients
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "check_arguments",
     "check_averaged",
     "choose_design",
-    "decides_at_ends",
     "doubts",
     "wrong_for_controller",
     "wrong_settings",
@@ -51,6 +51,7 @@ class Setup:
     optimizer: Optimizer
     scheduler: Any
     knobs: Sequence[BoundKnob]
+    search: AutoLR | None
     controller: Controller | None
     replicas: Replicas
     sync: Sync
@@ -70,7 +71,8 @@ class Setup:
 
 _KINDS = {
     "replicas": (Replicas, "Replicas.from_group(group) or CoresidentReplicas(model, 4)"),
-    "controller": (Controller, "AutoLR(model) or ProbeController(...)"),
+    "search": (AutoLR, "AutoLR(model)"),
+    "controller": (Controller, "ProbeController(...); an AutoLR is passed as search"),
     "sync": (Sync, "Sync(50)"),
     "divergence": (Divergence, "Divergence(rollback='device')"),
 }
@@ -181,7 +183,9 @@ def wrong_settings(run: Setup) -> Iterator[str]:
             f"gradients is {sync.gradients!r} and converge {sync.converge!r}, but co-resident "
             "replicas share one gradient, and their optimizer averages them: leave both out"
         )
-    explores = run.explored if controller is None else controller.needs_replicas
+    explores = run.search is None and bool(run.explored)
+    if controller is not None:
+        explores = controller.needs_replicas
     if explores and replicas.count == 1 < replicas.members:
         yield (
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
@@ -192,7 +196,6 @@ def wrong_settings(run: Setup) -> Iterator[str]:
         meaning = knob.meaning
         acts_inside = (meaning.acts == "step" and knob.key != "lr") or meaning.on_gradients
         acts_outside = meaning.affects_eval_loss or meaning.on_gradients
-        is_valid = meaning.valid_on_train_loss
         if is_coresident and acts_inside:
             yield (
                 f"the knob {knob.name!r} acts inside optimizer.step() or on gradients, which "
@@ -204,12 +207,12 @@ def wrong_settings(run: Setup) -> Iterator[str]:
                 "replicas step with the same all-reduced gradient, so nothing would differ "
                 "between them: pass gradients='local' and a choice of moments"
             )
-        if not (is_valid or controller is None or controller.judges_held_out):
+        if controller is not None and not controller.may_move(knob.spec):
             yield (
                 f"the training loss always prefers less of the knob {knob.name!r}, and the "
                 f"controller {controller.name!r} learns from the training loss: use "
                 "ProbeController(..., held_out=True), controller=None, or a controller of your own "
-                "that learns from held-out data alone and says judges_held_out = True"
+                "that learns from held-out data alone and whose may_move(knob) returns True"
             )
         # ExactLocal's mean is the trajectory at the base values, if rates alone differ: multipliers
         # of both designs add up to N.
@@ -282,11 +285,6 @@ def choose_design(run: Setup) -> str:
 # -- once the controller has started ---------------------------------------------------------------
 
 
-def decides_at_ends(controller: Controller) -> bool:
-    """Does it decide where cycles end? Not if it only searches in the first steps."""
-    return controller.search is None or controller.needs_replicas
-
-
 def wrong_for_controller(run: Setup) -> Iterator[str]:
     """Is this run one that the controller can work in?"""
     count, names = run.replicas.count, [knob.name for knob in run.knobs]
@@ -337,7 +335,7 @@ def doubts(run: Setup) -> Iterator[str]:
     if controller is None:
         return
     name, total, length = controller.name, schedule.total_steps, run.sync.every
-    if total is not None and total < 2 * length and decides_at_ends(controller):
+    if total is not None and total < 2 * length:
         yield (
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "
             f"the controller {name!r} decides where a cycle ends, so it will hardly do anything. "

@@ -12,12 +12,11 @@ import torch
 
 from ..core.divergence import Divergence, Verdict, judge
 from ..core.engine import CycleOutcome, Engine
-from ..core.plan import Decision
 from ..logging import CycleRecord
 from ..schedule import Schedule
 from ..tensors.profiling import ranged
 from ..trial.auto import AutoLR
-from ..trial.searched import Closure
+from ..trial.rule import RateInterval
 from .cycle_stats import CycleStats, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
@@ -46,7 +45,7 @@ class Cycles:
         panel: the controller's measurements.
         divergence: when a replica is left out, or a cycle rolled back.
         during: put, with a name, around what communicates.
-        search: an `AutoLR`, which searches in the first steps.
+        search: an `AutoLR`, which the Ensemble steps.
         has_local_gradients: does each replica step with gradients of its own?
     """
 
@@ -67,8 +66,7 @@ class Cycles:
         self.replicas, self.has_local_gradients = weights.replicas, has_local_gradients
         self.notes: list[str] = []
         """For the next record."""
-        self.trial: Mapping[str, Any] | None = None
-        """What an `AutoLR` has measured, for the next record."""
+        self._interval: RateInterval | None = None  # of the search, once a record has it
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False
@@ -158,30 +156,10 @@ class Cycles:
 
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
+        self._interval = None if self.search is None else self.search.interval
         self._stay_equal = self.replicas.count == 1
         self.weights.note_load()
         self.begin()
-
-    def search_rate(self, closure: Closure | None, loss: torch.Tensor | float | None) -> str | None:
-        """One step of the search. Returns what it has decided, in a line. ``loss``: the loop's."""
-        search = self.search
-        assert search is not None
-        with self.during("trial"):
-            factor = search.after_step(closure, loss)
-        if factor is None:
-            return None
-        if factor != 1:
-            for knob in self.schedule.knobs:
-                if knob.key == "lr":
-                    self.notes += knob.move(Decision(factor=factor))
-            self.schedule.write()
-        if factor < 1:  # the first weights are in place again
-            self.note_restore()
-            search.on_restart()
-        assert search.interval is not None
-        self.trial = search.interval.to_dict()
-        self.notes.append(search.note)
-        return search.note
 
     # -- an average --------------------------------------------------------------------------------
 
@@ -248,13 +226,19 @@ class Cycles:
         record = cycle_record(
             self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
             notes=self.notes, probe_ms=1e3 * (probed - started),
-            converge_ms=1e3 * (averaged - probed), trial=self.trial,
-            trial_steps=self.search.cost if self.search is not None and self.trial else 0.0,
-            searching=is_searching,
+            converge_ms=1e3 * (averaged - probed), searching=is_searching, **self._take_trial(),
         )  # fmt: skip
-        self.notes, self.trial = [], None
+        self.notes = []
         self.begin()
         return record
+
+    def _take_trial(self) -> dict[str, Any]:
+        """What the search has measured in this cycle, for its record."""
+        search = self.search
+        if search is None or search.interval is None or search.interval is self._interval:
+            return {"trial": None, "trial_steps": 0.0}
+        self._interval = search.interval
+        return {"trial": search.interval.to_dict(), "trial_steps": search.cost}
 
     def _check_explored(self) -> None:
         forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
@@ -312,8 +296,9 @@ class Cycles:
         }
         schedule.write()  # the base values of the next step
         return engine.close(
-            stats.losses, voting, step=schedule.step, local=self.has_local_gradients
-        )
+            stats.losses, voting, step=schedule.step, local=self.has_local_gradients,
+            is_search_over=self.search is None or self.search.done,
+        )  # fmt: skip
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(

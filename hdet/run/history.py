@@ -17,6 +17,7 @@ from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
 from ..logging import CycleRecord
 from ..schedule import Schedule
+from ..trial.auto import AutoLR
 
 __all__ = ["Records", "cycle_record"]
 
@@ -45,12 +46,17 @@ class Records:
     By default the first rank's notes are logged at the level INFO, everything else at DEBUG.
     """
 
-    def __init__(self, engine: Engine, log: Callable[[CycleRecord, int], object] | None) -> None:
-        self.engine, self.log = engine, log
+    def __init__(
+        self,
+        engine: Engine,
+        search: AutoLR | None,
+        log: Callable[[CycleRecord, int], object] | None,
+    ) -> None:
+        self.engine, self.search, self.log = engine, search, log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
         self.history = deque[CycleRecord](maxlen=1000)
-        self._last_report, self._told = "", set[str]()
+        self._last_reports, self._told = dict[str, str](), set[str]()
 
     def add(self, record: CycleRecord) -> None:
         self.history.append({**record, "record": {}})
@@ -64,11 +70,14 @@ class Records:
 
     def report(self) -> str:
         """See `hdet.Ensemble.report`."""
-        engine, controller = self.engine, self.engine.controller
-        if controller is None:
-            return "no controller: nothing moves the values of the schedule"
-        moved = ", ".join(f"{value.name} {value.correction:.4g}" for value in engine.values)
-        return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
+        controller, reports = self.engine.controller, []
+        if self.search is not None:
+            reports.append(self.search.report())
+        if controller is not None:
+            moved = [f"{value.name} {value.correction:.4g}" for value in self.engine.values]
+            usual = f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
+            reports.append(controller.report() or usual)
+        return "; then: ".join(reports) or "no controller: nothing moves the values of the schedule"
 
     def tell_note(self, note: str) -> None:
         """At once, what the next record will have among its notes."""
@@ -79,17 +88,20 @@ class Records:
         self._told.add(note)
 
     def tell_report(self) -> None:
-        controller = self.engine.controller
-        report = "" if controller is None else controller.report()
-        if controller is not None and report not in ("", self._last_report):
-            # Whoever shows no INFO would wait for a controller that does nothing from the start on.
-            search = controller.search
-            is_idle = controller.idle or (search is not None and search.is_too_short)
+        controller, search = self.engine.controller, self.search
+        if search is not None:
+            self._tell_report(search.name, search.report(), search.done or search.is_too_short)
+        if controller is not None:
+            self._tell_report(controller.name, controller.report(), controller.idle)
+
+    def _tell_report(self, name: str, report: str, is_idle: bool) -> None:
+        if report not in ("", self._last_reports.get(name)):
             tell = self.tell or _LOG.debug
+            # Whoever shows no INFO would wait for one that does nothing from the start on.
             if self.engine.step == 0 and is_idle:
                 tell = _LOG.warning
-            tell(f"hdet, {controller.name}: {report}")
-        self._last_report = report
+            tell(f"hdet, {name}: {report}")
+        self._last_reports[name] = report
 
 
 def cycle_record(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +20,8 @@ __all__ = [
     "refuse_backward",
     "refuse_eval_mode",
     "refuse_join",
+    "warn_of_less_control",
     "warn_of_lost_state",
-    "warn_of_no_controller",
 ]
 
 
@@ -95,12 +95,17 @@ def _is_positive(steps: object) -> bool:
     return isinstance(steps, (int, float, torch.Tensor)) and bool(steps > 0)
 
 
-def warn_of_no_controller(engine: Engine, saved: str) -> None:
-    """A state of a run with the controller ``saved`` was loaded into one without any."""
+def warn_of_less_control(engine: Engine, state: Mapping[str, Any]) -> None:
+    """A state was loaded into a run without the search or the controller of the saved one."""
+    lacks = [] if engine.searches or state["search"] is None else ["an AutoLR"]
+    if engine.controller is None and state["controller"] is not None:
+        lacks.append(f"controller {state['controller']!r}")
+    if not lacks:
+        return
     kept = ", ".join(f"{value.name} {value.correction:.4g}" for value in engine.values)
     spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
     warn(
-        f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
+        f"the ensemble's state was saved with {' and '.join(lacks)}, and this run has none: the "
         f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}",
     )

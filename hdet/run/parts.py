@@ -23,6 +23,7 @@ from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..replicas.refusals import check_sharding
 from ..schedule import Schedule, Scheduler
+from ..trial.auto import AutoLR
 from ..trial.searched import Searched
 from .compatibility import (
     Setup,
@@ -30,7 +31,6 @@ from .compatibility import (
     check_arguments,
     check_averaged,
     choose_design,
-    decides_at_ends,
     doubts,
     wrong_for_controller,
     wrong_settings,
@@ -62,6 +62,7 @@ class Parts:
         optimizer: Optimizer,
         scheduler: Scheduler | None,
         knobs: Sequence[Knob] | None,
+        search: AutoLR | None,
         controller: Controller | None,
         replicas: Replicas | None,
         sync: Sync | None,
@@ -75,14 +76,14 @@ class Parts:
         knobs = [LearningRate()] if knobs is None else knobs
         self.sync, self.divergence = sync or Sync(), divergence or Divergence()
         given: dict[str, Any] = {
-            "optimizer": optimizer, "scheduler": scheduler, "knobs": knobs,
+            "optimizer": optimizer, "scheduler": scheduler, "knobs": knobs, "search": search,
             "controller": controller, "replicas": replicas, "sync": self.sync,
             "divergence": self.divergence, "design": design, "total_steps": total_steps,
             "seed": seed, "log": log,
         }  # fmt: skip
         self.setup = Setup(**given)
         check_arguments(self.setup)
-        self.optimizer, self.controller = optimizer, controller
+        self.optimizer, self.search, self.controller = optimizer, search, controller
         self.tensors = averaged_tensors(optimizer, self.sync.buffers)
         check_tied(self.sync.tied, self.tensors)
         self.replicas = self._replicas(replicas)
@@ -95,26 +96,25 @@ class Parts:
         if total_steps is not None:
             whole(total_steps, "total_steps", of="steps")
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        if controller is not None and scheduler is not None:
+        if self._moves_values and scheduler is not None:
             self.schedule.simulate(optimizer, [(scheduler, 1)])
         length = self.schedule.total_steps
-        if sync is None and length and controller is not None and not decides_at_ends(controller):
+        if sync is None and length and search is not None and controller is None:
             # Where a cycle ends, nothing happens but a record: often enough for a curve.
             self.sync = Sync(min(self.sync.every, max(20, length // 50)))
         self.setup = replace(self.setup, schedule=self.schedule, sync=self.sync)
-        searches = controller is not None and controller.search is not None
-        self.schedule.doubt = self.lost_state = find_lost_state(optimizer, scheduler, searches)
+        self.lost_state = find_lost_state(optimizer, scheduler, search is not None)
+        self.schedule.doubt = self.lost_state
         """Told in the first step, unless the Ensemble's state is loaded before."""
         self._make_engine(warmup_steps, seed)
         self._make_cycles()
-        self.records = Records(self.engine, log)
+        self.records = Records(self.engine, search, log)
         self.cycles.times_device = log is not None
 
     def _make_cycles(self) -> None:
         engine, sync, optimizer = self.engine, self.sync, self.optimizer
         self.during = Guard(self.replicas, engine)
         self.panel = Panel(engine, self.during)
-        self.search: Any = None if self.controller is None else self.controller.search
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         first, is_local = self.replicas.local[0], sync.gradients == "local"
         self.fan_out = FanOut(
@@ -126,8 +126,8 @@ class Parts:
             self.tensors, optimizer, self.replicas, sync, self.divergence, models
         )
         self.agreement = Agreement(
-            engine, self.tensors, optimizer, self.schedule, self.replicas, models, sync,
-            self.divergence, any(knob.meaning.on_gradients for knob in self.knobs),
+            engine, self.search, self.tensors, optimizer, self.schedule, self.replicas, models,
+            sync, self.divergence, any(knob.meaning.on_gradients for knob in self.knobs),
         )  # fmt: skip
         self.cycles = Cycles(
             engine, self.schedule, self.fan_out, self.weights, self.panel, self.divergence,
@@ -168,11 +168,15 @@ class Parts:
             self.agreement.check_gradients(self.fan_out.gradient_norm, self.weights.device)
         self.agreement.knows_gradients = True
 
+    @property
+    def _moves_values(self) -> bool:
+        return self.search is not None or self.controller is not None
+
     # -- checked -----------------------------------------------------------------------------------
 
     def _replicas(self, given: Replicas | None) -> Replicas:
         replicas = Replicas.of_shards(self.tensors) if given is None else given
-        decides = self.controller is not None or self.divergence.rollback is not None
+        decides = self._moves_values or self.divergence.rollback is not None
         gradients = self.sync.gradients
         check_sharding(self.optimizer, self.tensors, replicas, gradients, decides=decides)
         return Replicas.default() if replicas is None else replicas
@@ -180,18 +184,28 @@ class Parts:
     def _make_engine(self, warmup_steps: int, seed: int) -> None:
         count, length = self.replicas.count, self.schedule.total_steps
         clock = Clock(self.sync.every, warmup_steps, length)
-        engine = Engine(self.knobs, count, clock, self.controller, seed, self.design)
+        engine = Engine(
+            self.knobs,
+            count,
+            clock,
+            self.controller,
+            seed,
+            self.design,
+            searches=self.search is not None,
+        )
         self.engine = engine
         self.engine.step = max(0, int(self.schedule.step or 0))
         is_local = self.sync.gradients == "local"
-        self.run = Run(clock, engine.knobs, count, self.schedule.floors(), local=is_local)
+        floors, searches = self.schedule.floors(), self.search is not None
+        self.run = Run(clock, engine.knobs, count, floors, local=is_local, searches=searches)
+        if self.search is not None:
+            self.search.start(self.run)
         if self.controller is not None:
             self.controller.start(self.run)
         refuse(wrong_for_controller(self.setup))
         for message in doubts(self.setup):
             warn(message)
-        moves = self.controller is not None or self.engine.explores
-        check_disjoint(self.knobs, tensors=moves)
+        check_disjoint(self.knobs, tensors=self._moves_values or self.engine.explores)
         if self.engine.step:
             self.engine.restart()
 

@@ -24,6 +24,7 @@ from ..replicas import Replicas
 from ..replicas.agreement import compare, digest
 from ..schedule import Schedule
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
 
 __all__ = ["Agreement"]
 
@@ -47,6 +48,7 @@ class Agreement:
     state was loaded."""
 
     engine: Engine
+    search: AutoLR | None
     parameters: Sequence[torch.Tensor]
     optimizer: Optimizer
     schedule: Schedule
@@ -134,8 +136,10 @@ class Agreement:
             "sync": {name: getattr(self.sync, name) for name in _OF_SYNC},
             "divergence": self.divergence,
             "knobs": {knob.name: knob for knob in engine.knobs},
+            "search": self.search and _settings_of(self.search),
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
+            "state of the search": self.search and self.search.state_dict(),
             "corrections": self.schedule.corrections(),
             "scheduler": self._of_scheduler(of_groups=False),
             "whether its peak is known": not self.schedule.doubt,
@@ -226,9 +230,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
 
 
-def _settings_of(controller: Controller) -> dict[str, Any]:
-    """The settings of a controller and of those that it consists of. What it keeps for itself may
-    depend on the step, which scalers skip rank by rank."""
+def _settings_of(controller: Controller | AutoLR) -> dict[str, Any]:
+    """The settings of a search, or of a controller and of those that it consists of. What it keeps
+    for itself may depend on the step, which scalers skip rank by rank."""
     settings: dict[str, Any] = {"name": controller.name}
     for name, value in vars(controller).items():
         if isinstance(value, Controller):

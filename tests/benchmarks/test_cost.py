@@ -86,13 +86,15 @@ def test_thresholds_named_in_docs_scaling() -> None:
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="bytes of CPython's objects")
 @pytest.mark.parametrize(("controller", "knobs"), [(ProbeRule, 1), (SoftmaxController, 4)])
 def test_an_engine_keeps_less_than_100_kb_at_1024_replicas(controller: Any, knobs: int) -> None:
-    names = [Value(f"lr/{k}", 0.3) for k in range(knobs)]
+    values = [Value(f"lr/{k}", 0.3) for k in range(knobs)]
+    for value in values:
+        value.simulated = [(1.0, 0.1)]
     numbers = random.Random(0)
     losses: list[float | None] = [numbers.random() for _ in range(1024)]
     rows = [[numbers.random() for _ in range(8)] for _ in range(1024)]
 
     def cycle() -> Engine:
-        engine = Engine(names, 1024, Clock(1, total_steps=10), controller())
+        engine = Engine(values, 1024, Clock(1, total_steps=10), controller())
         engine.tick()
         engine.close(losses, {"probe": rows})
         engine.multipliers()

@@ -3,7 +3,7 @@ it is about.
 
 - 1, 3: the spread scaled a list that nobody read; without the controller neither spread nor
   average; reference/test_runs.py::test_a_run_is_what_the_equations_make_of_its_losses,
-  layouts/test_ddp.py
+  layouts/test_by_hand.py
 - 4, 7: get_last_lr did not exist with default arguments; a length by epochs;
   schedulers/test_same_as_torch.py::test_bitwise_the_same_run
 - 5: gamma was negative; here,
@@ -29,7 +29,7 @@ it is about.
 - 21: neutral losses moved the rate;
   schedulers/test_any_scheduler.py::test_base_values_are_the_schedulers_own_times_the_correction,
   reference/test_runs.py
-- 23: skipped steps counted; layouts/test_ddp.py::test_a_step_that_the_scaler_skips_counts_none
+- 23: skipped steps counted; layouts/test_left_out.py::test_a_step_that_the_scaler_skips_counts_none
 - others: here, by their numbers
 """
 

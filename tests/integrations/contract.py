@@ -66,7 +66,7 @@ class Trained:
     def see(self, ensembles: list[Any]) -> Trained:
         """Adds what an adapter's Ensembles say."""
         self.state = [(of.engine.step, of.cycle, of.corrections) for of in ensembles]
-        auto = getattr(ensembles[0].engine.controller, "search", None) if ensembles else None
+        auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]
             self.looked = (ensembles[0].corrections["lr"], auto.cost, arms, auto.scaler is not None)
@@ -187,7 +187,7 @@ class Contract:
 
     def test_a_trial_raises_a_rate_that_is_far_too_low_and_is_told_of(self, tmp_path: Path) -> None:
         found = self.run(
-            tmp_path, {"controller": trial, "sync": hdet.Sync(EVERY)}, self.world, lr=self.low,
+            tmp_path, {"search": trial, "sync": hdet.Sync(EVERY)}, self.world, lr=self.low,
             steps=TRIED, until=FIRST, **dict(self.trial_settings),
         )  # fmt: skip
         assert len({of.looked[0] for of in found}) == 1 and found[0].looked[0] >= 8
@@ -200,7 +200,7 @@ class Contract:
             self.run(
                 tmp_path, of, 1, lr=self.good, steps=TRIED, until=FIRST, **dict(self.trial_settings)
             )
-            for of in (None, {"controller": told, "sync": hdet.Sync(EVERY)})
+            for of in (None, {"search": told, "sync": hdet.Sync(EVERY)})
         )
         self.check_same(plain, ours, FIRST)
         assert ours[0].looked[0] == 1 and any("good rates for" in line for line in ours[0].told)
@@ -244,10 +244,9 @@ class Float16(Contract):
 
     def test_under_float16_a_trial_has_the_scaler_and_the_clipping(self, tmp_path: Path) -> None:
         settings = {"float16": True, "steps": TRIED, **dict(self.trial_settings)}
-        [raised] = self.run(tmp_path, {"controller": trial}, 1, lr=self.low, **settings)
+        [raised] = self.run(tmp_path, {"search": trial}, 1, lr=self.low, **settings)
         assert raised.looked[0] >= 8 and raised.looked[3] and raised.last.isfinite().all()
         plain, ours = (
-            self.run(tmp_path, of, 1, lr=self.good, **settings)
-            for of in (None, {"controller": told})
+            self.run(tmp_path, of, 1, lr=self.good, **settings) for of in (None, {"search": told})
         )
         self.check_same(plain, ours, TRIED)

@@ -291,7 +291,7 @@ def _refused() -> None:
         ("fp16", "no loss scale looks after: use bf16"),
     ):
         with mock.patch.object(member.config, name, True), pytest.raises(ValueError, match=message):
-            wrap(*args, controller=trial, total_steps=9)
+            wrap(*args, search=trial, total_steps=9)
     other = mock.Mock(is_stub_optimizer=False, config=member.config, optimizer=member.optimizer)
     with pytest.raises(ValueError, match="a Mock of Adam.*, which hdet does not know: use 'adam'"):
         wrap(mock.Mock(chained_optimizers=[other]), *args[1:])

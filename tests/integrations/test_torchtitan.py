@@ -308,7 +308,7 @@ def test_several_optimizers_have_an_ensemble_each(tmp_path: Path) -> None:
 
 
 def _graphs(folder: str) -> None:
-    trainer = wrap(config(folder), controller=trial).build()
+    trainer = wrap(config(folder), search=trial).build()
     trainer.config.training.disable_cuda_graphs = False  # a CPU has none
     trainer.hdet.begin_run()
 

@@ -230,7 +230,7 @@ def searched(name):
     run = auto_run(PEAK, scheduler=TRIANGLES[name], closure=False)
     group = run.optimizer.param_groups[0]
     group |= {name: PEAK} if name.endswith("_lr") else {}
-    while not run.controller.done:
+    while not run.search.done:
         with run.ensemble.rescheduling():
             group["lr"] = group["lr"] if run.scheduler else PEAK * triangle(run.index)
         run.step()
@@ -256,7 +256,7 @@ def test_a_schedule_is_asked_for_its_peak_once():
     optimizer = torch.optim.SGD([{"params": part.parameters()} for part in net], lr=1e-3)
     scheduler = torchs.LambdaLR(optimizer, lambda step: asked.append(step) or 1.0)
     auto = hdet.AutoLR(net, budget=0)
-    ensemble = hdet.Ensemble(optimizer, scheduler, controller=auto, total_steps=TOTAL)
+    ensemble = hdet.Ensemble(optimizer, scheduler, search=auto, total_steps=TOTAL)
     for _ in range(30):
         sum(part(torch.ones(2)) for part in net).square().backward()
         optimizer.step()
@@ -269,7 +269,7 @@ def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed()
     scheduler = torchs.StepLR(toy.optimizer, 5)
     scheduler.lock = threading.Lock()
     with pytest.raises(ValueError, match=r"the peak of StepLR is not known.*lock.*'max_lr'"):
-        hdet.Ensemble(toy.optimizer, scheduler, controller=hdet.AutoLR(toy.net), total_steps=TOTAL)
+        hdet.Ensemble(toy.optimizer, scheduler, search=hdet.AutoLR(toy.net), total_steps=TOTAL)
     hdet.Ensemble(toy.optimizer, scheduler, total_steps=TOTAL).step(toy.step())
 
 

@@ -373,7 +373,8 @@ def test_a_controller_is_shown_the_values_that_the_groups_hold() -> None:
     seen = []
 
     class Looks(Scripted):
-        judges_held_out = True
+        def may_move(self, knob: Any) -> bool:
+            return True
 
         def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
             seen.append([evidence.values[:], [group["lr"], group["weight_decay"]]])
@@ -397,7 +398,7 @@ def test_a_state_comes_back_from_json() -> None:
         toy = Toy(adamw)
         knobs = [hdet.LearningRate(), hdet.WeightDecay(), hdet.Betas()]
         scheduler, controller = torchs.MultiStepLR(toy.optimizer, [2, 5]), Scripted([0.5])
-        controller.judges_held_out = True
+        controller.may_move = lambda knob: True  # type: ignore[method-assign]
         settings = {"knobs": knobs, "controller": controller, "sync": hdet.Sync(2, moments="reset")}
         return toy, hdet.Ensemble(toy.optimizer, scheduler, **settings)  # type: ignore[arg-type]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.frameworks import Text, accelerate_reset, example, llama, needs
 from torch import nn
 
-from ..docs_toys import run
-from ..test_docs import PAGES, Block, blocks
-from .frameworks import Text, accelerate_reset, example, llama, needs
+from .test_pages import PAGES, Block, blocks
+from .toys import run
 
 needs(
     "transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core"
