@@ -17,7 +17,7 @@ from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
 from ..logging import CycleRecord
 from ..schedule import Schedule
-from ..trial.auto import AutoLR
+from .setup import Setup
 
 __all__ = ["Records", "cycle_record"]
 
@@ -46,13 +46,8 @@ class Records:
     By default the first rank's notes are logged at the level INFO, everything else at DEBUG.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        search: AutoLR | None,
-        log: Callable[[CycleRecord, int], object] | None,
-    ) -> None:
-        self.engine, self.search, self.log = engine, search, log
+    def __init__(self, run: Setup) -> None:
+        self.engine, self.search, self.log = run.engine, run.search, run.log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
         self.history = deque[CycleRecord](maxlen=1000)

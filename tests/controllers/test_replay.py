@@ -39,18 +39,18 @@ def differences(again: hdet.Controller, records: list[Any]) -> Iterator[str]:
     """What ``again``, started with the run's `Ensemble.run`, does not plan and decide as it was
     recorded. As JSON has them: tuples are lists there, and floats are exact."""
     for n, line in enumerate(records):
-        record, pairs = line["record"], {}
-        evidence = record["evidence"] and hdet.Evidence(**record["evidence"])
+        record, pairs = line["record"], dict[str, Any]()
         if n == 0 and record["begin"]:
             again.restart()
-        if not record["observed"]:
-            pairs["plan"] = asdict(again.plan()), record["plan"]
         if line["trial"] is not None:
             trial, total = line["trial"]["trial"], line["trial"]["total_steps"]
             pairs["trial"] = Trial.from_dict(trial).interval(total).to_dict(), line["trial"]
+        if not record["observed"]:
+            pairs["plan"] = asdict(again.plan()), record["plan"]
         if record["rolled_back"]:
             again.restart()
-        if evidence and record["observed"]:
+        evidence = record["evidence"] and hdet.Evidence(**record["evidence"])
+        if record["observed"] and evidence:
             again.observe(evidence)
         elif evidence:
             decided = again.learn(evidence)
