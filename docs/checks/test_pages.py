@@ -210,7 +210,7 @@ def said(path: Path) -> set[str]:
         is_reason = isinstance(node, ast.Assign) and any(
             name in ast.unparse(node.targets[0]) for name in ("given_up", "NOT_THE_RATE")
         )
-        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func) == "warn"
         speaks = isinstance(node, ast.FunctionDef) and node.name in speaking
         if speaks or is_reason or is_warning:
             docstring = ast.get_docstring(node, clean=False) if speaks else None

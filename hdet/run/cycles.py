@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..core.divergence import Verdict, judge
 from ..core.engine import CycleOutcome
+from ..core.validate import warn
 from ..logging import CycleRecord
 from ..tensors.profiling import ranged
 from ..trial.rule import RateInterval
@@ -191,7 +191,7 @@ class Cycles:
             self.note_average()
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
-                warnings.warn(f"converge: {note}", stacklevel=3)
+                warn(f"converge: {note}")
                 self.notes.append(note)
         self.reset_losses()
 
@@ -264,7 +264,7 @@ class Cycles:
                 f"the replicas did not differ in {', '.join(knob.name for knob in forward)}: run "
                 "forward, backward and clipping inside `with ensemble.explore():`"
             )
-            warnings.warn(note, stacklevel=5)
+            warn(note)
             self.notes.append(note)
 
     @contextmanager

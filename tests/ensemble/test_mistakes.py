@@ -121,6 +121,7 @@ def test_a_mistake_is_warned_of_once(mistake: str) -> None:
         warnings.simplefilter("always")
         make()
     assert [w.category for w in caught] == [UserWarning], [str(w.message) for w in caught]
+    assert caught[0].filename == __file__, "the user's line"
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(str(caught[0].message))
 
