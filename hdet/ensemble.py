@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from .core.controller import Controller
 from .core.divergence import Divergence
 from .core.plan import Decision
 from .core.schema import MAPPING, loaded, optional, read
+from .core.validate import warn
 from .knobs import Knob
 from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
@@ -403,10 +403,9 @@ class Ensemble:
         self._cycles.check_at_rest("state_dict")
         self._schedule.check_unwritten()
         if self._cycles.can_part and self._cycles.has_begun and not self.in_sync:
-            warnings.warn(
+            warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; "
                 "call converge() on all ranks first",
-                stacklevel=2,
             )
         search = self.search
         if search is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..core.validate import warn
 from ..knobs import BoundKnob
 from ..optim.snapshot import without_hooks
 from ..tensors.dtensor import gradient_norm
@@ -171,10 +171,9 @@ class FanOut:
             what = f"ensemble.step() was called {self._steps + self._idle_calls} times,"
             but = f"but there were {self._steps} steps of the optimizer: the schedule runs ahead"
         self._is_told = True
-        warnings.warn(
+        warn(
             f"{what} {but}. Call it once after each step() of the optimizer that the Ensemble was "
             "given. (A GradScaler may skip the first steps: then all is well.)",
-            stacklevel=4,
         )
 
     @contextmanager
