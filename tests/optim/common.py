@@ -363,8 +363,9 @@ def replicated(
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """Parameters, their optimizer, and K sets that begin equal and have multipliers of their
-    own. Decay is not coupled, which replicas cannot share."""
+    own. Decay is not coupled, which replicas cannot share. A matrix is transposed in memory."""
     params = parameters(dtype=dtype)
+    params[0].data = params[0].data.mT.contiguous().mT
     made = groups(params, rule)
     for group in made if rule.fused.rule in facts.COUPLED else ():
         group["weight_decay"] = 0.0

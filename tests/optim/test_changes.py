@@ -47,11 +47,8 @@ ADAMW = BY_NAME["adamw"]
 
 
 def trained(rule: Rule, count: int, options: dict[str, Any]) -> tuple[list[Parameter], Any]:
-    """After two steps; the first matrix is transposed in memory, of which a plan has views."""
-    params, optimizer, _ = replicated(1, rule, **options)
-    params[0].data = params[0].data.mT.contiguous().mT
-    optimizer.set_replicas(count, copies(count))
-    optimizer.multipliers = [[0.5 + k] * 3 for k in range(count)]
+    """After two steps."""
+    params, optimizer, _ = replicated(count, rule, **options)
     go(optimizer, 0)
     go(optimizer, 1)
     return params, optimizer

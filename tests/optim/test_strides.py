@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hdet
 
-from .common import BACKENDS, RULES, Rule, names
+from .common import BACKENDS, BY_NAME, MUON, RULES, Rule, assert_equal, names, replicated
 
 
 def model(channels_last: bool = True) -> nn.Module:
@@ -172,23 +172,6 @@ def test_states_go_from_one_order_to_the_other(fused: Any, moment_dtype: Any) ->
         torch.testing.assert_close(other, losses[0], **coarse)
 
 
-def test_replicas_and_their_mean() -> None:
-    means = []
-    for channels_last in (False, True):
-        net = model(channels_last)
-        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
-        sets = {p: [p, *(p.detach().clone() for _ in range(2))] for p in net.parameters()}
-        optimizer.set_replicas(3, lambda p, sets=sets: sets[p])
-        optimizer.multipliers = [[0.5], [1.0], [2.0]]
-        train(net, optimizer)
-        assert not torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 1)])
-        optimizer.average_replicas([1.0, 1.0, 1.0])
-        assert torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 2)])
-        means.append([p.detach() for p in net.parameters()])
-    for a, b in zip(*means, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 OTHERWISE = {
     "in order": lambda gradient: gradient.contiguous(),
     "transposed": lambda gradient: gradient.transpose(0, -1).contiguous().transpose(0, -1),
@@ -198,28 +181,29 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("rule", [BY_NAME["adamw"], MUON], ids=names)
 @pytest.mark.parametrize("lies", OTHERWISE)
-def test_a_gradient_that_lies_otherwise_is_taken(lies: str, channels_last: bool) -> None:
+def test_a_gradient_that_lies_otherwise_is_taken(
+    lies: str, rule: Rule, max_grad_norm: float | None
+) -> None:
     """As torch's optimizers do; also clipped, and where gradients are zeroed by the step."""
     made = []
-    for change in (OTHERWISE[lies], None):
-        net = model(channels_last)
-        settings = {"max_grad_norm": 0.5, "zero_gradients": True}
-        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, **settings)
+    for change in (OTHERWISE[lies], lambda gradient: gradient):
+        options = {"zero_gradients": True, "max_grad_norm": max_grad_norm}
+        params, optimizer, _ = replicated(1, rule, **options)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
-            for param in net.parameters():
+            for param in params:
                 values = torch.empty_like(param)
                 values.copy_(torch.randn(param.shape, generator=generator))
-                if lies == "expanded":
+                if lies == "expanded" and param.dim():
                     values = torch.empty_like(param).copy_(OTHERWISE[lies](values))
-                param.grad = values if change is None else change(values)
+                param.grad = change(values) if step != 1 and param.dim() else values
             optimizer.step()
-            grads = [param.grad for param in net.parameters()]
-            assert not any(grad.any() for grad in grads)
-        made.append([param.detach() for param in net.parameters()])
-    assert all(map(torch.equal, *made))
+            assert not any(param.grad.any() for param in params)  # type: ignore[union-attr]
+        made.append(params)
+    assert_equal(*made)
 
 
 def test_a_transposed_matrix() -> None:
