@@ -22,19 +22,18 @@ from triton.runtime import interpreter
 import hdet
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
-from hdet.kernels import numbers as numbers_in_torch
 from hdet.kernels import triton as triton_backend
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
-from hdet.triton_kernels import numbers
 from hdet.triton_kernels import symmetric as triton_symmetric
 from tests.freed import left_alive, tensors_of
 from tests.kernels import (
     cases,
     test_average,
     test_eight_bit,
+    test_far_offsets,
     test_gradients,
     test_memory,
     test_norm,
@@ -136,7 +135,15 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_eight_bit, test_gradients, test_norm, test_numbers):
+    for module in (
+        cases,
+        test_average,
+        test_eight_bit,
+        test_far_offsets,
+        test_gradients,
+        test_norm,
+        test_numbers,
+    ):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -193,60 +200,13 @@ def test_numbers_of_16_bits() -> None:
     test_numbers.test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half("triton")
 
 
-@triton.jit
-def draw(out, inputs, BLOCK: tl.constexpr):
-    step, replica, id = (
-        tl.load(inputs + 1).to(tl.uint32),
-        tl.load(inputs + 2).to(tl.int32),
-        tl.load(inputs + 3).to(tl.int32),
-    )
-    bits = numbers.rounding_bits(tl.load(inputs), step, replica, id, tl.load(inputs + 4), BLOCK)
-    tl.store(out + tl.arange(0, BLOCK), bits.to(tl.int64))
+@pytest.mark.parametrize("operation", ["step", "average"])
+def test_elements_beyond_two_to_the_31(operation: str) -> None:
+    test_far_offsets.test_far_out_is_as_near("triton", test_far_offsets.OPERATIONS[operation])
 
 
-@pytest.mark.parametrize("element", [0, 4096, (1 << 33) + 4, (1 << 40) + 64])
-def test_random_bits_are_those_of_every_backend(element: int) -> None:
-    """Of one tensor's elements, also far beyond 2^32, where the quad's number needs the counter's
-    second word."""
-    seed, step, replica, identity = (1 << 63) + 12345, 77, 5, 9
-    out = torch.zeros(64, dtype=torch.int64)
-    draw[(1,)](out, torch.tensor([seed - (1 << 64), step, replica, identity, element]), BLOCK=64)
-    quads = element // 4 + torch.arange(16)
-    counter = (
-        quads & 0xFFFFFFFF,
-        quads >> 32 | replica << 16,
-        identity + 0 * quads,
-        step + 0 * quads,
-    )
-    assert torch.equal(out, torch.stack(numbers_in_torch.philox(seed, counter), dim=1).flatten())
-
-
-def test_elements_beyond_two_to_the_31() -> None:
-    """A chunk far into a tensor that starts as far before its memory: the same results at the same
-    addresses."""
-    far = (1 << 33) + 16384
-
-    def problem() -> tuple[list[torch.Tensor], torch.Tensor, triton_step.TritonStepPlan]:
-        generator = torch.Generator().manual_seed(3)
-        p, m, v, g = (torch.rand(100, generator=generator) for _ in range(4))
-        plan = kernels.step_plan(
-            StepTensors("adamw", [[p]], [0], [torch.zeros(())], [[m], [v]]), "triton"
-        )
-        assert isinstance(plan, triton_step.TritonStepPlan)
-        return [p, m, v], g, plan
-
-    settings = [StepSettings(0.01, (1.0,), 0.9, 0.99, 1e-8, 0.1)]
-    near, g, plan = problem()
-    plan.step([g], settings)
-    plan.step([g], settings)
-    shifted, g, plan = problem()
-    plan.step([g], settings)
-    streams = plan.addresses[:-1]  # not the step counter
-    streams.sub_(far * 4 * (streams != 0))
-    plan.placed_gradients.sub_(far * 4)
-    plan.placed_chunks[:, 0] += far
-    plan.step([g], settings)
-    assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
+def test_random_bits_are_those_of_every_backend() -> None:
+    test_far_offsets.test_random_numbers_know_where_they_are("triton")
 
 
 # the other operations, by the tests of the other backends
