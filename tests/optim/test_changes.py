@@ -292,7 +292,7 @@ def test_memory_that_cannot_be_used_is_refused_by_name(
     rule: Rule, count: int, stored: str, way: str
 ) -> None:
     change, message = UNUSABLE[way]
-    make = lambda: replicated(count, rule, **STORED[stored])[:2]
+    make = lambda: replicated(count, rule, transposed=False, **STORED[stored])[:2]
     params, optimizer = make()
     run(optimizer, params, range(2))
     for place in range(len(places_of(optimizer))):
