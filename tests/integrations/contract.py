@@ -26,7 +26,6 @@ from .frameworks import (
     equal,
     halved,
     on_ranks,
-    steps_of,
     told,
     trial,
 )
@@ -67,7 +66,7 @@ class Trained:
 
     def see(self, ensembles: list[Any]) -> Trained:
         """Adds what an adapter's Ensembles say."""
-        self.state = [(steps_of(of), of.cycle, of.corrections) for of in ensembles]
+        self.state = [(of.steps_done, of.cycle, of.corrections) for of in ensembles]
         auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tokenize
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,13 +108,6 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
     return flat(p.grad for p in model.parameters() if p.grad is not None)
-
-
-def steps_of(ensemble: Any) -> int:
-    """How many it has counted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in the middle of a cycle it says so
-        return ensemble.state_dict()["step"]
 
 
 def equal(found: list[Any]) -> bool:

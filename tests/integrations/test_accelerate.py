@@ -28,7 +28,6 @@ from .frameworks import (
     listening,
     needs,
     on_ranks,
-    steps_of,
     weights,
 )
 
@@ -128,7 +127,7 @@ class Loop:
             seen.weights[self.done] = weights(self.model)
             seen.skipped.append(accelerator.optimizer_step_was_skipped)
             if self.ensemble is not None:
-                seen.counted.append(steps_of(self.ensemble))
+                seen.counted.append(self.ensemble.steps_done)
                 seen.metrics.append(self.ensemble.metrics())
             if self.done == evaluate:
                 if self.ensemble is not None:

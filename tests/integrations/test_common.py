@@ -21,7 +21,7 @@ from hdet.integrations.common import (
 from hdet.trial.rule import SCORES, STEPS
 
 from ..trial.common import ALL, auto_run
-from .frameworks import Halved, halved, steps_of
+from .frameworks import Halved, halved
 
 
 class Own(Adapter):
@@ -190,7 +190,7 @@ def test_a_group_is_added_in_mid_run(controller: Any) -> None:
     ensemble = adapter.ensemble
     rates = [group["lr"] for group in ensemble.optimizer.param_groups]
     assert ensemble is not first and rates == [0.5, 0.05] and ensemble.corrections == {"lr": 0.5}
-    assert (steps_of(ensemble), ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
+    assert (ensemble.steps_done, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
     stepped(adapter)
     assert ensemble.cycle == 2
     with adapter.enter("rescheduling"):

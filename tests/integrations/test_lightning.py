@@ -29,7 +29,6 @@ from .frameworks import (
     halved,
     needs,
     on_ranks,
-    steps_of,
     told,
     trial,
     weights,
@@ -134,7 +133,7 @@ def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: P
     trainer = fit(str(tmp_path), {}, Gan(both=True))
     assert trainer.global_step == STEPS
     for ensemble in trainer.hdet.ensembles:
-        assert ensemble.run.clock.total_steps == steps_of(ensemble) == STEPS / 2
+        assert ensemble.run.clock.total_steps == ensemble.steps_done == STEPS / 2
         assert ensemble.search.budget == 0
 
 
@@ -151,7 +150,7 @@ def test_the_runs_length_is_the_steps_that_lightning_makes(
         accumulate_grad_batches=1 if changes else parts, before=changes,
     )  # fmt: skip
     ensemble = trainer.hdet.ensemble
-    assert ensemble.run.clock.total_steps == steps_of(ensemble) == trainer.global_step > 0
+    assert ensemble.run.clock.total_steps == ensemble.steps_done == trainer.global_step > 0
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ def test_a_step_that_is_not_finished_counts_in_no_other(tmp_path: Path) -> None:
 
     plain, ours = run(None), run({"search": told})
     assert equal([weights(of.lightning_module) for of in (plain, ours)]) and set(seen) == {PARTS}
-    assert steps_of(ours.hdet.ensemble) == ours.global_step == plain.global_step == FIRST
+    assert ours.hdet.ensemble.steps_done == ours.global_step == plain.global_step == FIRST
 
 
 def test_losses_may_be_a_function_of_the_users(tmp_path: Path) -> None:
@@ -352,4 +351,4 @@ def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(
     module = type("Adds", (Transfer,), {hook: add})()
     trainer = fit(str(tmp_path), {**SPREAD, "controller": Halved()}, module, **EPOCHS)
     assert trainer.callback.groups[added[0] + 1][1] == pytest.approx(1e-3)
-    assert steps_of(trainer.hdet.ensemble) == STEPS
+    assert trainer.hdet.ensemble.steps_done == STEPS

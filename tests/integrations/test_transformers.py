@@ -24,7 +24,6 @@ from .frameworks import (
     llama,
     needs,
     on_ranks,
-    steps_of,
     weights,
 )
 
@@ -67,7 +66,7 @@ class Seen(transformers.TrainerCallback):
         self.weights[state.global_step] = weights(model)
         self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
         ensemble = getattr(self.trainer, "ensemble", None)
-        self.counted.append(0 if ensemble is None else steps_of(ensemble))
+        self.counted.append(0 if ensemble is None else ensemble.steps_done)
         control.should_training_stop |= state.global_step == self.until
 
     def on_prediction_step(self, *others: Any, model: Any = None, **more: Any) -> None:
@@ -176,7 +175,7 @@ def _stopped(folder: str) -> Any:
     trainer.train()
     first = weights(trainer.model)
     trainer.train()  # anew, with an Ensemble of its own
-    assert steps_of(trainer.ensemble) == 3
+    assert trainer.ensemble.steps_done == 3
     return first, weights(trainer.model)
 
 

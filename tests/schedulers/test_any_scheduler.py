@@ -162,7 +162,7 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
         assert second == pytest.approx(first if "last step" in name else first / 2), step
         ensemble.step(toy.step())
     # also where the first six steps, at a rate of 0 that is the schedule's own, move nothing
-    assert (ensemble.cycle, ensemble.state_dict()["step"]) == (STEPS // 3, STEPS)
+    assert (ensemble.cycle, ensemble.steps_done) == (STEPS // 3, STEPS)
 
 
 # -- the peak ----------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_a_correction_does_not_depend_on_how_a_curve_is_scheduled(name):
     assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
     if run.scheduler is not None:
         assert simulate_rates(run.optimizer, run.scheduler, TOTAL).highest == pytest.approx([PEAK])
-        assert run.ensemble.schedule.peaks() == [[pytest.approx(PEAK)]]
+        assert run.ensemble._schedule.peaks() == [[pytest.approx(PEAK)]]
 
 
 def test_a_schedule_is_asked_for_its_peak_once():

@@ -236,7 +236,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     settings: dict[str, Any] = {"sync": hdet.Sync(STEPS), "controller": Scripted([factor])}
     ensemble = hdet.Ensemble(toy.optimizer, scheduler, **settings)
     epoch(toy, ensemble)
-    before = exact(toy.parameters()), ensemble.state_dict()["step"]
+    before = exact(toy.parameters()), ensemble.steps_done
     write(toy, scheduler)
     calls = (
         toy.step, ensemble.step, ensemble.state_dict, ensemble.values,
@@ -246,7 +246,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
         with pytest.raises(ValueError, match=r"lr of parameter group \d is .*" + REFUSED):
             call()
     ensemble.set_value("lr", 0.25)  # the way out
-    assert (exact(toy.parameters()), ensemble.state_dict()["step"]) == before
+    assert (exact(toy.parameters()), ensemble.steps_done) == before
     ensemble.step(toy.step())
 
 
