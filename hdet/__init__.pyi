@@ -17,7 +17,6 @@ from .core.evidence import Evidence as Evidence
 from .core.evidence import Run as Run
 from .core.plan import Decision as Decision
 from .core.plan import Plan as Plan
-from .core.replay import replay as replay
 from .ensemble import Ensemble as Ensemble
 from .ensemble import ReplicasDiverged as ReplicasDiverged
 from .knobs import Betas as Betas

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
 STATE = "the ensemble's state"
+T = TypeVar("T")
 SAME = 0.01
 """Two rates that differ by this part of them are the same: one may have been rounded."""
 
@@ -180,9 +181,9 @@ class Schedule:
 
     # -- by name -----------------------------------------------------------------------------------
 
-    def by_knob(self, numbers: Sequence[float]) -> dict[str, float]:
+    def by_knob(self, column: Sequence[T]) -> dict[str, T]:
         """[knob], by name."""
-        return {knob.name: number for knob, number in zip(self.knobs, numbers, strict=True)}
+        return {knob.name: entry for knob, entry in zip(self.knobs, column, strict=True)}
 
     def named(self, name: str) -> BoundKnob:
         """Raises ValueError where there is no such knob."""

@@ -142,7 +142,7 @@ class OneCycleAutoLR(OneCycleLR):
                 **{"design": "permutation", **settings},  # as published
             )
             if search is None and controller is None:
-                self.ensemble.records.tell_note(
+                self.ensemble._records.tell_note(
                     "OneCycleAutoLR: enable_auto_lr is False, and there is no controller: nothing "
                     "moves the schedule"
                 )

@@ -320,9 +320,9 @@ def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
 
 def force(run: hdet.Ensemble, *corrections: float) -> None:
     """As if a cycle had ended with these corrections, by knob."""
-    for knob, correction in zip(run.knobs, corrections, strict=True):
+    for knob, correction in zip(run._schedule.knobs, corrections, strict=True):
         knob.correction = correction
-    run.schedule.write()
+    run._schedule.write()
 
 
 class Scripted(hdet.Controller):

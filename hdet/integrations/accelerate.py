@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from ..logging import scalars
+from ..logging import CycleRecord, scalars
 from .common import Adapter, StandIn, require
 
 __all__ = ["Prepared", "prepare"]
@@ -88,8 +88,7 @@ class Prepared(Adapter, StandIn):
         if trial is not None and trial.budget != 0:
             trial.scaler = trial.scaler or self.scaler
             self._clip, trial.before_step = trial.before_step, self.clip_gradients
-        self._user_log = ensemble.records.log
-        ensemble.records.tell, ensemble.records.log = self.tell, self._log_record
+        self._user_log = ensemble.report_to(self.tell, self._log_record)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
 
@@ -154,7 +153,7 @@ class Prepared(Adapter, StandIn):
             )
         self.converge()
 
-    def _log_record(self, record: dict[str, Any], step: int) -> None:
+    def _log_record(self, record: CycleRecord, step: int) -> None:
         if self.accelerator.trackers:
             self.accelerator.log(scalars(record), step=step)
         if self._user_log is not None:

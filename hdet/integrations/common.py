@@ -133,17 +133,13 @@ class Adapter:
         if search is not None:
             search.on_restart = partial(_call_in_turn, self.begin_averages, search.on_restart)
         ensemble = Ensemble(optimizer, **made)
-        ensemble.records.tell = self.tell
+        ensemble.report_to(self.tell)
         return ensemble
 
     def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
-        """Let an Ensemble know what the framework steps inside `Ensemble.rescheduling`: see
-        `Schedule.simulate`. Of what cannot be simulated, an AutoLR says so, and moves nothing."""
-        if schedulers and (ensemble.search or ensemble.engine.controller):
-            try:
-                ensemble.schedule.simulate(ensemble.optimizer, schedulers)
-            except ValueError as error:
-                ensemble.schedule.doubt = str(error)
+        """See `Ensemble.simulate`, where somebody asks for the peak."""
+        if schedulers and (ensemble.search or ensemble.controller):
+            ensemble.simulate(schedulers)
 
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are
@@ -221,7 +217,7 @@ class Adapter:
                 if correction != 1 and (number, knob, correction) not in self._told:
                     self._told.add((number, knob, correction))
                     self.tell(
-                        f"hdet, step {ensemble.engine.step}: saved with the correction "
+                        f"hdet, step {ensemble.steps_done}: saved with the correction "
                         f"{correction:.6g} of {knob}, which only hdet reads. To go on without "
                         f"hdet, multiply your {knob} by it"
                     )

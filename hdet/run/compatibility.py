@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,19 +18,17 @@ from ..core.controller import Controller
 from ..core.design import is_orthogonal_possible
 from ..core.divergence import Divergence
 from ..core.validate import refuse
-from ..knobs import BoundKnob
 from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
-from ..schedule import Schedule
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
 from ..trial.auto import AutoLR
 from .moments import follows_gradients
+from .setup import Setup
 
 __all__ = [
-    "Setup",
     "averaged_tensors",
     "check_arguments",
     "check_averaged",
@@ -41,30 +37,6 @@ __all__ = [
     "wrong_for_controller",
     "wrong_settings",
 ]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a run is made of: first as it was given; then knobs are bound, replicas known, and there
-    is a schedule."""
-
-    optimizer: Optimizer
-    scheduler: Any
-    knobs: Sequence[BoundKnob]
-    search: AutoLR | None
-    controller: Controller | None
-    replicas: Replicas
-    sync: Sync
-    divergence: Divergence
-    design: str | None
-    total_steps: int | None
-    seed: int
-    log: Any
-    schedule: Schedule | None = None
-
-    @property
-    def explored(self) -> list[BoundKnob]:
-        return [knob for knob in self.knobs if knob.spread > 0]
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -192,6 +164,11 @@ def wrong_settings(run: Setup) -> Iterator[str]:
             "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
             "use hdet.AutoLR(model), which needs one replica only"
         )
+    if run.search is not None and is_coresident:
+        yield (
+            "AutoLR trains copies of the run, for which several replicas in one process are of no "
+            "use: leave replicas out"
+        )
     for knob in run.knobs:
         meaning = knob.meaning
         acts_inside = (meaning.acts == "step" and knob.key != "lr") or meaning.on_gradients
@@ -308,7 +285,6 @@ def doubts(run: Setup) -> Iterator[str]:
     """Warned of: next to nothing comes of such a run."""
     optimizer, scheduler, schedule = run.optimizer, run.scheduler, run.schedule
     buffers, controller = run.sync.buffers, run.controller
-    assert schedule is not None
     rows = zip(schedule.knobs, schedule.peaks(), strict=True)
     rates = [peak for knob, row in rows for peak in row if knob.key == "lr"]
     params = [p for group in optimizer.param_groups for p in group["params"]]

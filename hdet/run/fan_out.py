@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..knobs import BoundKnob
 from ..optim.snapshot import without_hooks
-from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
+from .setup import Setup
 
 __all__ = ["FanOut"]
 
@@ -36,25 +36,13 @@ class FanOut:
     is no step of the run: it is passed through, and not counted.
 
     Args:
-        optimizer: of the run.
-        schedule: of the run, whose knobs are moved.
-        first_replica: number of the (first) replica that the optimizer steps, by which a fused one
-            draws random numbers.
-        on_cycle_start: called before the first step after an average.
-        skippable: replicas may skip a step each by itself, and count it nevertheless.
-        needs_dense: are sparse gradients refused?
+        run: whose knobs are moved. With local gradients replicas may skip a step each by itself,
+            and count it nevertheless.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        first_replica: int,
-        on_cycle_start: Callable[[], object],
-        skippable: bool,
-        needs_dense: bool,
-    ) -> None:
-        self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
+    def __init__(self, run: Setup) -> None:
+        optimizer = run.optimizer
+        self.optimizer, self.schedule, self.knobs = optimizer, run.schedule, run.schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
         """Number of the local replica whose values are in use outside of a step."""
@@ -65,9 +53,9 @@ class FanOut:
         self.gradient_norm: torch.Tensor | None = None
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
-        self._on_cycle_start, self._skippable = on_cycle_start, skippable
-        self._needs_dense = needs_dense
-        self._first = first_replica
+        self._on_cycle_start: Callable[[], object] = _do_nothing
+        self._skippable, self._needs_dense = run.is_local, run.replicas.count > 1
+        self._first = run.replicas.local[0]  # by which a fused optimizer draws random numbers
         self._steps = self._idle_calls = 0  # done, and calls of `take_stepped` without one
         self._is_told = False  # that there are such calls
         self._is_first_step = True  # of a cycle, or after an average
@@ -82,8 +70,10 @@ class FanOut:
             if knob.meaning.acts == "step" and not (self.is_fused and knob.key == "lr")
         ]
 
-    def attach(self) -> None:
-        """Let the optimizer's step be `step`."""
+    def attach(self, on_cycle_start: Callable[[], object]) -> None:
+        """Let the optimizer's step be `step`. ``on_cycle_start`` is called before the first one
+        after an average."""
+        self._on_cycle_start = on_cycle_start
         optimizer: Any = self.optimizer
         if self.is_fused:
             optimizer.first_replica = self._first

@@ -7,16 +7,17 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
-from ..core.replay import record_of
+from ..logging import CycleRecord
 from ..schedule import Schedule
-from ..trial.auto import AutoLR
+from .setup import Setup
 
 __all__ = ["Records", "cycle_record"]
 
@@ -45,20 +46,15 @@ class Records:
     By default the first rank's notes are logged at the level INFO, everything else at DEBUG.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        search: AutoLR | None,
-        log: Callable[[dict[str, Any], int], object] | None,
-    ) -> None:
-        self.engine, self.search, self.log = engine, search, log
+    def __init__(self, run: Setup) -> None:
+        self.engine, self.search, self.log = run.engine, run.search, run.log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
-        self.history = deque[dict[str, Any]](maxlen=1000)
+        self.history = deque[CycleRecord](maxlen=1000)
         self._last_reports, self._told = dict[str, str](), set[str]()
 
-    def add(self, record: dict[str, Any]) -> None:
-        self.history.append({key: value for key, value in record.items() if key != "record"})
+    def add(self, record: CycleRecord) -> None:
+        self.history.append({**record, "record": {}})
         for note in record["notes"]:
             if note not in self._told:
                 self.tell_note(note)
@@ -108,37 +104,31 @@ def cycle_record(
     schedule: Schedule,
     outcome: CycleOutcome,
     *,
+    losses: list[float | None],
     scores: Mapping[str, Sequence[Sequence[float]]],
     notes: Sequence[str],
-    **more: Any,
-) -> dict[str, Any]:
-    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/loop.md has the keys;
-    ``more``: those that the Ensemble knows (losses, trial, trial_steps, searching, converge_ms,
-    probe_ms)."""
-    columns: dict[str, Iterable[Any]] = {
-        "values": schedule.base_values(),
-        "scheduled": schedule.values(),
-        "corrections": schedule.corrections(),
-        "slopes": [decision.slope for decision in outcome.decisions],
-        "errors": [decision.error for decision in outcome.decisions],
-        "t": [decision.t for decision in outcome.decisions],
-        "multipliers": outcome.multipliers,
-    }
-    names = [knob.name for knob in schedule.knobs]
-    return {
-        "event": "cycle",
-        "cycle": outcome.cycle,
-        "step": engine.step,
-        **{key: dict(zip(names, column, strict=True)) for key, column in columns.items()},
-        "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
-        "left_out": outcome.left_out,
-        "rolled_back": outcome.rolled_back,
-        "rollbacks": engine.rollbacks,
-        "diverged_total": engine.diverged_total,
-        **more,
-        "notes": [*notes, *outcome.notes],
-        "record": record_of(outcome),
-    }
+    probe_ms: float,
+    converge_ms: float,
+    trial: Mapping[str, Any] | None,
+    trial_steps: float,
+    searching: bool,
+) -> CycleRecord:
+    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`."""
+    by_knob, decisions = schedule.by_knob, outcome.decisions
+    return CycleRecord(
+        event="cycle", cycle=outcome.cycle, step=engine.step,
+        values=by_knob(schedule.base_values()), scheduled=by_knob(schedule.values()),
+        corrections=by_knob(schedule.corrections()),
+        slopes=by_knob([decision.slope for decision in decisions]),
+        errors=by_knob([decision.error for decision in decisions]),
+        t=by_knob([decision.t for decision in decisions]),
+        multipliers=by_knob(outcome.multipliers), losses=losses,
+        probe=[_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
+        left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
+        diverged_total=engine.diverged_total, probe_ms=probe_ms, converge_ms=converge_ms,
+        trial=trial, trial_steps=trial_steps, searching=searching,
+        notes=[*notes, *outcome.notes], record=asdict(outcome),
+    )  # fmt: skip
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:

@@ -265,7 +265,7 @@ def test_19_defaults_are_the_papers():
         assert {name: defaults[name].default for name in published} == published
     own = {"replicas": hdet.Replicas(0, 2, None), "loss_scale": 0.2, "lr_of_lr": 0.4}
     scheduler = drop_in([parameter()], **ACTS, **own, momentum_of_lr=0.8)
-    made = scheduler.ensemble.engine.controller
+    made = scheduler.ensemble.controller
     assert (made.temperature, made.step_size, made.momentum) == (0.2, 0.4, 0.8)
     assert made.decay is None
 

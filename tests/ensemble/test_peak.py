@@ -152,7 +152,7 @@ def test_cycles_end_at_multiples_of_t_and_the_last_one_at_the_end(
 ) -> None:
     loop = Loop(first, theirs=theirs).steps()
     assert [record["step"] for record in loop.records] == [5, 10, 15, 20]
-    assert loop.ensemble.engine.step == TOTAL
+    assert loop.ensemble.steps_done == TOTAL
 
 
 def on_ranks(rank: int, world: int) -> str:

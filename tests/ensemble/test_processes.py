@@ -75,7 +75,7 @@ def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
 def log_that_raises(rank: int, world: int) -> Any:
     run = Run(rank, every=2).steps(1)
     if rank == 0:
-        run.ensemble.records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
+        run.ensemble._records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
     assert told(run.step) == ("no error" if rank else "disk full")
     return run.ensemble.multipliers["lr"], run.ensemble.in_sync
 

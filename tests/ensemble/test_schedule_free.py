@@ -304,10 +304,10 @@ def test_eval_between_steps() -> None:
     run.backward()
     run.optimizer.step()
     run.optimizer.eval()
-    before = run.weights(), run.ensemble.engine.step
+    before = run.weights(), run.ensemble.steps_done
     with pytest.raises(RuntimeError, match=r"in eval mode: call its eval\(\) after"):
         run.ensemble.step(1.0)
-    assert torch.equal(run.weights(), before[0]) and run.ensemble.engine.step == before[1]
+    assert torch.equal(run.weights(), before[0]) and run.ensemble.steps_done == before[1]
     run.optimizer.train()
     run.ensemble.step(1.0)
     run.steps(3)

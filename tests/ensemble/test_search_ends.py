@@ -77,7 +77,7 @@ def test_resumed_it_goes_on_where_it_was(after: int) -> None:
 
 def test_a_controller_that_leaves_the_schedule_cannot_follow_a_search() -> None:
     with pytest.raises(ValueError, match="pass decay=None"):
-        chained(hdet.SoftmaxController(decay="floor"), together=4)
+        chained(hdet.SoftmaxController(decay="floor"))
 
 
 class Fussy(Listener):

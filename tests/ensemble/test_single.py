@@ -27,8 +27,8 @@ def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
     run.optimizer.step()
     run.ensemble.load_state_dict(state)
     run.ensemble.step()  # of the schedule alone
-    assert run.ensemble.engine.step == 3
-    assert run.steps(1).ensemble.engine.step == 4
+    assert run.ensemble.steps_done == 3
+    assert run.steps(1).ensemble.steps_done == 4
 
 
 def test_losses_are_averaged_with_their_weights() -> None:
@@ -53,7 +53,7 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    meter = run.ensemble.weights.local[0].loss_meter
+    meter = run.ensemble._cycles.losses[0]
     assert graph is not None and not any(graph is r for r in gc.get_referrers(meter))
     assert not meter.stats().requires_grad
 

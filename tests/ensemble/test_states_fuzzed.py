@@ -54,7 +54,7 @@ class Run(harness.Run):
         self.controller = made
 
     def steps(self, count: int) -> Run:
-        schedule = self.ensemble.schedule
+        schedule = self.ensemble._schedule
         for _ in range(count):
             if schedule.step is not None and schedule.step == schedule.total_steps:
                 break
@@ -74,7 +74,7 @@ class Run(harness.Run):
             self.search,
             self.scheduler,
             *getattr(self.scheduler, "_schedulers", []),
-            self.ensemble.engine,
+            self.ensemble._engine,
         ]
         plain = [
             sorted((k, v) for k, v in vars(part).items() if isinstance(v, PLAIN))
@@ -84,7 +84,9 @@ class Run(harness.Run):
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        knobs = [(knob.scheduled, knob.off_schedule, knob.left) for knob in self.ensemble.knobs]
+        knobs = [
+            (knob.scheduled, knob.off_schedule, knob.left) for knob in self.ensemble._schedule.knobs
+        ]
         values = self.ensemble.values(), self.ensemble.corrections
         return repr((self.whole.state_dict(), plain, groups, knobs, values))
 

@@ -13,6 +13,7 @@ import torch
 
 import hdet
 
+from ..distributed import RankError
 from .frameworks import (
     EVERY,
     FIRST,
@@ -65,7 +66,7 @@ class Trained:
 
     def see(self, ensembles: list[Any]) -> Trained:
         """Adds what an adapter's Ensembles say."""
-        self.state = [(of.engine.step, of.cycle, of.corrections) for of in ensembles]
+        self.state = [(of.steps_done, of.cycle, of.corrections) for of in ensembles]
         auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]
@@ -86,6 +87,9 @@ class Contract:
     good, low, world = 1e-2, 1e-6, 2
     """Rates; ranks of a trial."""
     trial_settings: Any = ()
+    several: tuple[int, Any] | None = None
+    """(ranks, settings) of a run with two optimizers, if there can be; the ranks' second half is a
+    replica with the parts of the first."""
 
     again: Callable[..., Any]
     """``again(folder, **settings)`` -> the losses of a step of rate 0, its gradients, and
@@ -194,6 +198,28 @@ class Contract:
         lines = found[0].told
         assert lines[0].startswith("hdet, AutoLR: a trial in the first 56 steps")
         assert sum("learning rate " in line and " -> " in line for line in lines) == 1
+
+    def test_several_optimizers_have_an_ensemble_each(self, tmp_path: Path) -> None:
+        """And one controller for all, or a trial, is refused."""
+        if self.several is None:
+            pytest.skip("this framework's run has one optimizer")
+        world, settings = self.several
+        found = self.run(tmp_path, {**SPREAD, "controller": halved}, world, **settings)
+        for one, two in zip(found[: world // 2], found[world // 2 :], strict=True):
+            same = [n for n in one.weights if torch.equal(one.weights[n], two.weights[n])]
+            assert same == [5, 10, 12] and torch.equal(one.last, two.last) and len(one.state) == 2
+            corrections = [one.metrics[-1][f"optimizer {n}/hdet/corrections/lr"] for n in (0, 1)]
+            assert corrections == [0.5, 0.5]
+        for name, of, message in (
+            ("search", trial, "AutoLR trains copies of a run with one optimizer, and there are 2"),
+            ("controller", Halved(), "several optimizers, each with a controller of its own: pass"),
+        ):
+            with pytest.raises((ValueError, RankError), match=message):
+                self.run(tmp_path, {**SPREAD, name: of}, world, **settings)
+
+    def test_a_setting_that_an_ensemble_does_not_have_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises((TypeError, RankError), match="unexpected keyword argument 'controler'"):
+            self.run(tmp_path, {"controler": None}, 1)
 
     def test_a_trial_leaves_no_trace_in_the_run(self, tmp_path: Path) -> None:
         plain, ours = (

@@ -24,8 +24,6 @@ from .frameworks import (
     accelerate_reset,
     closures,
     computed_again,
-    correction_in,
-    example,
     gradients,
     listening,
     needs,
@@ -129,7 +127,7 @@ class Loop:
             seen.weights[self.done] = weights(self.model)
             seen.skipped.append(accelerator.optimizer_step_was_skipped)
             if self.ensemble is not None:
-                seen.counted.append(self.ensemble.engine.step)
+                seen.counted.append(self.ensemble.steps_done)
                 seen.metrics.append(self.ensemble.metrics())
             if self.done == evaluate:
                 if self.ensemble is not None:
@@ -266,9 +264,3 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         auto = hdet.Ensemble(inner, total_steps=9000, search=hdet.AutoLR(loop.model))
         with pytest.raises(TypeError, match=r"call step\(loss, batch\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    with accelerate_reset():
-        example("accelerate_loop").main(200)
-    assert correction_in(capsys.readouterr().out) >= 2

@@ -94,7 +94,7 @@ def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(
 def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     controller, replicas, asked = Halved(), hdet.Replicas(0, 1), []
     given = begun({"controller": controller, "replicas": replicas, "seed": 1}).ensemble
-    assert given.engine.controller is controller and given.replicas is replicas
+    assert given.report() == "halves once" and given.replicas is replicas
     find = lambda module: asked.append(module) or replicas
     made = begun({"search": hdet.AutoLR, "replicas": find, "total_steps": 9000}).ensemble
     assert isinstance(made.search, hdet.AutoLR) and made.replicas is replicas and asked == [MODEL]
@@ -190,7 +190,7 @@ def test_a_group_is_added_in_mid_run(controller: Any) -> None:
     ensemble = adapter.ensemble
     rates = [group["lr"] for group in ensemble.optimizer.param_groups]
     assert ensemble is not first and rates == [0.5, 0.05] and ensemble.corrections == {"lr": 0.5}
-    assert (ensemble.engine.step, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
+    assert (ensemble.steps_done, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
     stepped(adapter)
     assert ensemble.cycle == 2
     with adapter.enter("rescheduling"):

@@ -24,9 +24,7 @@ from .frameworks import (
     Halved,
     closures,
     computed_again,
-    correction_in,
     equal,
-    example,
     gradients,
     halved,
     needs,
@@ -135,7 +133,7 @@ def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: P
     trainer = fit(str(tmp_path), {}, Gan(both=True))
     assert trainer.global_step == STEPS
     for ensemble in trainer.hdet.ensembles:
-        assert ensemble.run.clock.total_steps == ensemble.engine.step == STEPS / 2
+        assert ensemble.run.clock.total_steps == ensemble.steps_done == STEPS / 2
         assert ensemble.search.budget == 0
 
 
@@ -152,7 +150,7 @@ def test_the_runs_length_is_the_steps_that_lightning_makes(
         accumulate_grad_batches=1 if changes else parts, before=changes,
     )  # fmt: skip
     ensemble = trainer.hdet.ensemble
-    assert ensemble.run.clock.total_steps == ensemble.engine.step == trainer.global_step > 0
+    assert ensemble.run.clock.total_steps == ensemble.steps_done == trainer.global_step > 0
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ def test_a_step_that_is_not_finished_counts_in_no_other(tmp_path: Path) -> None:
 
     plain, ours = run(None), run({"search": told})
     assert equal([weights(of.lightning_module) for of in (plain, ours)]) and set(seen) == {PARTS}
-    assert ours.hdet.ensemble.engine.step == ours.global_step == plain.global_step == FIRST
+    assert ours.hdet.ensemble.steps_done == ours.global_step == plain.global_step == FIRST
 
 
 def test_losses_may_be_a_function_of_the_users(tmp_path: Path) -> None:
@@ -240,15 +238,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="optimizes by hand cannot: pass losses_of="):
         fit(str(tmp_path), {"search": hdet.AutoLR}, module)
     assert torch.equal(before, weights(module))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
-        HdetCallback(controler=None)
     with pytest.raises(TypeError, match="positional argument"):
         HdetCallback(hdet.AutoLR)  # would be losses_of=, and no controller
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    example("lightning_module").main(100)
-    assert correction_in(capsys.readouterr().out) >= 2
 
 
 # -- beside Lightning's own callbacks ----------------------------------------------------------
@@ -360,4 +351,4 @@ def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(
     module = type("Adds", (Transfer,), {hook: add})()
     trainer = fit(str(tmp_path), {**SPREAD, "controller": Halved()}, module, **EPOCHS)
     assert trainer.callback.groups[added[0] + 1][1] == pytest.approx(1e-3)
-    assert trainer.hdet.ensemble.engine.step == STEPS
+    assert trainer.hdet.ensemble.steps_done == STEPS

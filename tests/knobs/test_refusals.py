@@ -221,7 +221,7 @@ def test_which_design_is_taken(knobs: int, count: int, asked: str | None, found:
         with pytest.raises(ValueError, match=found):
             ensemble(Net(), several(knobs), **given)
     else:
-        assert ensemble(Net(), several(knobs), **given).engine.design == found
+        assert ensemble(Net(), several(knobs), **given)._engine.design == found
 
 
 @pytest.mark.parametrize("max_lr", [0.0, -0.1, [0.1, -0.1]])
@@ -240,7 +240,7 @@ def test_the_drop_in_keeps_permutations() -> None:
         optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1,
         ensemble_lr_spread_ratio=0.1, replicas=hdet.Replicas(0, 8, None),
     )  # fmt: skip
-    assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
+    assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble._engine.design == "permutation"
 
 
 @pytest.mark.parametrize(("knob", "message"), [
