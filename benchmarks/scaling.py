@@ -254,7 +254,7 @@ def statistics(job: Job, chunks: int = 0) -> tuple[int, float]:
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
     """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python
-    included: measured at 1 024 replicas (benchmarks.controller), linear in both."""
+    included: measured at 1 024 replicas (benchmarks.overhead), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 
