@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
+from hdet.kernels import StepTensors
 from hdet.kernels.tables import CHUNK_ELEMENTS
 
 CHUNK = CHUNK_ELEMENTS
@@ -50,6 +51,12 @@ them without a GPU"""
 
 def device_of(backend: str) -> str:
     return "cpu" if backend in ("cpu", "torch") else "cuda"
+
+
+def of_sgd(params: Sequence[Tensor]) -> StepTensors:
+    """Of one group, without momentum: what a test needs that is about something else."""
+    steps = [torch.zeros((), device=param.device) for param in params]
+    return StepTensors("sgd", [list(params)], [0] * len(steps), steps, [[None] * len(steps)])
 
 
 class Guarded:

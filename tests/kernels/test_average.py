@@ -93,11 +93,10 @@ def test_one_plan_takes_other_weights_in_every_call(backend: str) -> None:
         rows.copy_(torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
         plan.average(weights)
         assert rows.tolist() == [expected, expected]
-    before = rows.clone()
     for refused in ([0.5], [0.5, 0.6], [float("nan"), 0.5], [2.0, -1.0]):
         with pytest.raises(ValueError, match="weights"):
             plan.average(refused)
-    assert torch.equal(rows, before)
+    assert rows.tolist() == [expected, expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,6 +187,8 @@ def test_refused_weights(weights: list[float], message: str) -> None:
 def test_replicas_that_differ_are_refused_unchanged(backend: str) -> None:
     """By the checks of a step's: test_refusals.py::test_plans."""
     first, masters = torch.arange(4.0), [[torch.zeros(4)], []]
+    with pytest.raises(ValueError, match="tensor 0 of replica 0 and tensor 0 of replica 1 overlap"):
+        kernels.average_([[first[:3]], [first[1:]]], [1, 1], backend)
     with pytest.raises(ValueError, match=r"tensor 0 of replica 1 has the shape \(5,\)"):
         kernels.average_([[first], [torch.zeros(5)]], [1, 1], backend)
     assert first.tolist() == [0, 1, 2, 3]
@@ -201,11 +202,3 @@ def test_refused_forms() -> None:
             kernels.average_(replicas, [1, 1, 1])
     with pytest.raises(ValueError, match="replicas is empty"):
         kernels.average_([], [])
-
-
-def test_rows_that_overlap_are_refused_unchanged() -> None:
-    memory = torch.randn(9)
-    before = memory.clone()
-    with pytest.raises(ValueError, match="tensor 0 of replica 0 and tensor 0 of replica 1 overlap"):
-        kernels.average_([[memory[:6]], [memory[3:]]], [1, 1])
-    assert torch.equal(memory, before)

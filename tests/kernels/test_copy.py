@@ -139,36 +139,19 @@ def test_torch_takes_any_dtype_and_layout() -> None:
     assert torch.equal(wide, source * (1 / 3))
 
 
-LOW = torch.ones(2, dtype=BF16)
+ONES, LOW, HALF = ([torch.ones(2, dtype=dtype)] for dtype in (F32, BF16, F16))
+REFUSED: list[tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]], str]] = [
+    ([], [], {}, "at least one"),
+    (ONES, [], {}, "as many"),
+    (LOW, ONES, {"source_lowers": ONES}, "lower half of source 0 has the dtype torch.float32"),
+    (LOW, ONES, {"source_lowers": []}, "lower halves. has 0 entries, but there are 1"),
+    (ONES, ONES, {"masters": ONES}, "own master"),
+    (ONES, LOW, {"masters": [torch.ones(3)]}, "has the shape"),
+    (ONES, HALF, {"masters": [ONES[0].to(I16)]}, "dtype torch.int16; it must be torch.float32"),
+]
 
 
-@pytest.mark.parametrize(
-    ("sources", "destinations", "options", "message"),
-    [
-        ([], [], {}, "at least one"),
-        ([torch.ones(2)], [], {}, "as many"),
-        (
-            [LOW],
-            [torch.ones(2)],
-            {"source_lowers": [torch.ones(2)]},
-            "lower half of source 0 has the dtype torch.float32",
-        ),
-        (
-            [LOW],
-            [torch.ones(2)],
-            {"source_lowers": []},
-            "lower halves. has 0 entries, but there are 1",
-        ),
-        ([torch.ones(2)], [torch.ones(2)], {"masters": [torch.ones(2)]}, "own master"),
-        ([torch.ones(2)], [LOW], {"masters": [torch.ones(3)]}, "has the shape"),
-        (
-            [torch.ones(2)],
-            [LOW.half()],
-            {"masters": [torch.ones(2, dtype=I16)]},
-            "has the dtype torch.int16; it must be torch.float32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sources", "destinations", "options", "message"), REFUSED)
 def test_refusals(
     sources: list[Tensor],
     destinations: list[Tensor],

@@ -185,55 +185,6 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
     torch.testing.assert_close(param, 1 - numbers.decode(codes, scales, True))
 
 
-def usual() -> StepTensors:
-    return Problem(
-        Case("", sizes=(300, 6), formats=(Format(exp_avg=U8, exp_avg_sq=U8),)), "cpu"
-    ).tensors
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "column", "message"),
-    [
-        ("scales", 0, [None, torch.ones(1)], "exp_avg of parameter 0 .* must have scales"),
-        (
-            "scales",
-            0,
-            [torch.ones(1), torch.ones(1)],
-            r"scales of exp_avg of parameter 0 has the shape \(1,\), it must be \(2,\)",
-        ),
-        (
-            "scales",
-            1,
-            [torch.ones(2).bfloat16(), torch.ones(1)],
-            "scales of exp_avg_sq of parameter 0 has the dtype",
-        ),
-        (
-            "moments",
-            1,
-            [torch.ones(300), torch.ones(6)],
-            "exp_avg and exp_avg_sq of parameter 0 must all be torch.uint8",
-        ),
-        (
-            "moments",
-            0,
-            [torch.ones(300), torch.ones(6)],
-            "exp_avg of parameter 0 .* must have scales if it is .* and none else",
-        ),
-        ("moments", 0, [torch.ones(300).char(), torch.ones(6)], "has the dtype torch.int8"),
-    ],
-)
-def test_refusals(name: str, place: int, column: list[Tensor], message: str) -> None:
-    columns = list(getattr(usual(), name))
-    columns[place] = column
-    with pytest.raises((ValueError, TypeError), match=message):
-        kernels.step_plan(replace(usual(), **{name: columns}))
-
-
-def test_codes_need_scales() -> None:
-    with pytest.raises(ValueError, match="exp_avg of parameter 0 .* must have scales"):
-        kernels.step_plan(replace(usual(), scales=None))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
     """Of codes and of others, with other types of gradients than before: the same as plans for

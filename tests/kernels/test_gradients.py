@@ -11,10 +11,10 @@ from torch import Tensor
 
 import hdet
 from hdet import _C, kernels
-from hdet.kernels import StepSettings, StepTensors, native
+from hdet.kernels import StepSettings, native
 from hdet.kernels.step import NoReader
 
-from .cases import BACKENDS, device_of
+from .cases import BACKENDS, device_of, of_sgd
 
 SHAPES = [(3, 4), (), (0, 5), (1, 7, 1), (6,)]
 SETTINGS = [StepSettings(0.1, (1.0,))]
@@ -54,9 +54,7 @@ def test_a_negated_view_is_refused(backend: str) -> None:
     """Its memory holds the opposite of what it stands for, and DLPack does not tell."""
     p = torch.zeros(3, device=device_of(backend))
     g = torch.ones_like(p)
-    plan = kernels.step_plan(
-        StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)], [[None]]), backend
-    )
+    plan = kernels.step_plan(of_sgd([p]), backend)
     for _ in range(2):
         with pytest.raises(
             ValueError, match=r"gradient of parameter 0 is a negated view.*resolve_neg"
@@ -93,16 +91,7 @@ def test_a_plan_follows_gradients_that_move_and_change_type(
     if asks == "Python":  # no native module, or a torch of another interface
         monkeypatch.setattr(native, "torch_interface", None)
     params = some(0)
-    plan = kernels.step_plan(
-        StepTensors(
-            "sgd",
-            [params],
-            [0] * len(SHAPES),
-            [torch.zeros(()) for _ in SHAPES],
-            [[None] * len(SHAPES)],
-        ),
-        "cpu",
-    )
+    plan = kernels.step_plan(of_sgd(params), "cpu")
     expected = [p.clone() for p in params]
 
     def step(gradients: list[Tensor]) -> None:

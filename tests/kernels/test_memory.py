@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import StepSettings, StepTensors, tables
+from hdet.kernels import StepSettings, tables
 from hdet.kernels.native import cuda
 from hdet.kernels.native.plans import Memory, NativeStepPlan
+
+from .cases import of_sgd
 
 
 def check_rates(backend: str) -> None:
     """A rate that is another object for the same memory in each step, as `detach()` makes it,
     travels once."""
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), backend)
+    plan = kernels.step_plan(of_sgd([p]), backend)
     memory, travelled = plan.memory, []  # type: ignore[attr-defined]
     refresh = memory.refresh
     memory.refresh = lambda table, placed: (travelled.append(len(table)), refresh(table, placed))
@@ -71,9 +73,7 @@ class HostMemory(cuda.CudaMemory):
 
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = NativeStepPlan(
-        StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), HostMemory(torch.device("cpu"))
-    )
+    plan = NativeStepPlan(of_sgd([p]), HostMemory(torch.device("cpu")))
     plan.step([g], [StepSettings(rate.detach())])
     copies, device.capturing = device.copies, True
     plan.step([g], [StepSettings(rate.detach())])
@@ -112,7 +112,7 @@ def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last
     device: SimpleNamespace,
 ) -> None:
     p, g, memory = torch.zeros(3), torch.ones(3), Carrying(torch.device("cpu"))
-    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), memory)
+    plan = NativeStepPlan(of_sgd([p]), memory)
     plan.step([g], [StepSettings(1.0)])
     memory.broken = True
     with pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(
     device: SimpleNamespace,
 ) -> None:
     p, memory = torch.zeros(3), HostMemory(torch.device("cpu"))
-    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), memory)
+    plan = NativeStepPlan(of_sgd([p]), memory)
     plan.step([torch.ones(3)], [StepSettings(1.0)])
     device.capturing, half = True, torch.ones(3, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="gradients have moved"):

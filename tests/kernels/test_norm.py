@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels import StepOptions, StepSettings
 
-from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of, of_sgd
 from .table import BF16, F16, F32
 
 MEASURE = StepOptions(max_norm=math.inf)
@@ -19,15 +19,7 @@ MEASURE = StepOptions(max_norm=math.inf)
 
 def norm_of(gradients: list[Tensor], backend: str) -> Tensor:
     """That of a step that moves nothing."""
-    steps = [torch.zeros((), device=g.device) for g in gradients]
-    tensors = StepTensors(
-        "sgd",
-        [[g.clone() for g in gradients]],
-        [0] * len(gradients),
-        steps,
-        [[None] * len(gradients)],
-    )
-    plan = kernels.step_plan(tensors, backend)
+    plan = kernels.step_plan(of_sgd([g.clone() for g in gradients]), backend)
     plan.step(gradients, [StepSettings(0.0)], MEASURE)
     return plan.norm
 
@@ -71,9 +63,7 @@ def test_of_each_tensor(backend: str) -> None:
     sizes = [3, 0, 2 * CHUNK + 5, 1, 4 * CHUNK]
     gradients = [torch.randn(n, generator=generator).to(device) for n in sizes]
     exact = [float(g.double().norm()) / 4 for g in gradients]
-    steps = [torch.zeros((), device=device) for _ in gradients]
-    params = [g.clone() for g in gradients]
-    plan = kernels.step_plan(StepTensors("sgd", [params], [0] * 5, steps, [[None] * 5]), backend)
+    plan = kernels.step_plan(of_sgd([g.clone() for g in gradients]), backend)
     scaled = StepOptions(torch.full((1,), 4.0, device=device), max_norm=1.0)
     plan.step(gradients, [StepSettings(0.0)], scaled)
     norms = plan.gradient_norms()

@@ -16,7 +16,7 @@ from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 
 from .problem import Problem
-from .table import F16, I16, SETTINGS, Case, Format
+from .table import F16, I16, SETTINGS, U8, Case, Format
 
 BACKENDS = ["cpu", "torch"]  # the checks are shared by all
 NAN, INF = float("nan"), float("inf")
@@ -124,73 +124,41 @@ def test_gradients(backend: str, wrong: str) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        *(
-            (Case(""), {name: value}, f"{name}={value} of group 0 must be ")
-            for name in ("lr", "beta1", "beta2", "eps", "weight_decay")
-            for value in (NAN, -0.1, INF)
-        ),
-        (
-            Case("", replicas=2),
-            {"multipliers": [1.0]},
-            "multipliers of group 0 has 1 entries for 2 replicas",
-        ),
-        (
-            Case("", replicas=2),
-            {"multipliers": [1.0, NAN]},
-            "multipliers of group 0 must be finite",
-        ),
-        (
-            Case("", replicas=2),
-            {"multipliers": [1.0, -1.0]},
-            "multipliers of group 0 must be finite and not negative",
-        ),
-        (Case(""), {"beta1": 1.0}, r"beta1=1.0 of group 0 must be in \[0, 1\)"),
-        (Case("", rule="lion"), {"beta2": 1.0}, r"beta2=1.0 of group 0 must be in \[0, 1\)"),
-        (Case(""), {"lr": torch.ones(2)}, "lr of group 0 must hold one number"),
-        (Case(""), {"lr": torch.ones(1).double()}, "lr of group 0 has the dtype torch.float64"),
-        (Case(""), {"lr": torch.ones(1, device="meta")}, "lr of group 0 is on meta"),
-        (Case("", rule="sgd"), {"dampening": NAN}, "dampening=nan of group 0 must be finite"),
-        (
-            Case("", rule="sgd"),
-            {"momentum": -0.1},
-            "momentum=-0.1 of group 0 must be finite and not",
-        ),
-        (
-            Case("", rule="sgd"),
-            {"nesterov": True, "dampening": 0.1},
-            "nesterov=True of group 0 needs momentum > 0 and dampening 0",
-        ),
-        (
-            Case("", rule="sgd"),
-            {"nesterov": True, "momentum": 0.0},
-            "nesterov=True of group 0 needs momentum > 0",
-        ),
-        (
-            Case(
-                "",
-                rule="sgd",
-                formats=(Format(exp_avg=None),),
-                settings=SETTINGS._replace(momentum=0.0),
-            ),
-            {"momentum": 0.9},
-            "momentum is 0.9, but momentum_buffer of parameter 0 is missing",
-        ),
-        (
-            Case("", rule="adam", replicas=2, settings=SETTINGS._replace(weight_decay=0.0)),
-            {"weight_decay": 0.1},
-            "weight_decay=0.1 .* adamw or ",
-        ),
-        (
-            Case("", rule="sgd", replicas=3, settings=SETTINGS._replace(weight_decay=0.0)),
-            {"weight_decay": 0.1},
-            "3 replicas cannot share moments",
-        ),
-    ],
+ONE, TWO, SGD = Case(""), Case("", replicas=2), Case("", rule="sgd")
+NO_DECAY = SETTINGS._replace(weight_decay=0.0)
+NO_MOMENTUM = Case(
+    "", rule="sgd", formats=(Format(exp_avg=None),), settings=SETTINGS._replace(momentum=0.0)
 )
+IN_MOMENTS = {
+    rule: Case("", rule=rule, replicas=count, settings=NO_DECAY)
+    for rule, count in (("adam", 2), ("sgd", 3))
+}
+OF_SETTINGS: list[tuple[Case, dict[str, Any], str]] = [
+    *(
+        (ONE, {name: value}, f"{name}={value} of group 0 must be ")
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay")
+        for value in (NAN, -0.1, INF)
+    ),
+    (TWO, {"multipliers": [1.0]}, "multipliers of group 0 has 1 entries for 2 replicas"),
+    (TWO, {"multipliers": [1.0, NAN]}, "multipliers of group 0 must be finite"),
+    (TWO, {"multipliers": [1.0, -1.0]}, "multipliers of group 0 must be finite and not negative"),
+    (ONE, {"beta1": 1.0}, r"beta1=1.0 of group 0 must be in \[0, 1\)"),
+    (Case("", rule="lion"), {"beta2": 1.0}, r"beta2=1.0 of group 0 must be in \[0, 1\)"),
+    (ONE, {"lr": torch.ones(2)}, "lr of group 0 must hold one number"),
+    (ONE, {"lr": torch.ones(1).double()}, "lr of group 0 has the dtype torch.float64"),
+    (ONE, {"lr": torch.ones(1, device="meta")}, "lr of group 0 is on meta"),
+    (SGD, {"dampening": NAN}, "dampening=nan of group 0 must be finite"),
+    (SGD, {"momentum": -0.1}, "momentum=-0.1 of group 0 must be finite and not"),
+    (SGD, {"nesterov": True, "dampening": 0.1}, "nesterov=True .* momentum > 0 and dampening 0"),
+    (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov=True of group 0 needs momentum > 0"),
+    (NO_MOMENTUM, {"momentum": 0.9}, "is 0.9, but momentum_buffer of parameter 0 is missing"),
+    (IN_MOMENTS["adam"], {"weight_decay": 0.1}, "weight_decay=0.1 .* adamw or "),
+    (IN_MOMENTS["sgd"], {"weight_decay": 0.1}, "3 replicas cannot share moments"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "changes", "message"), OF_SETTINGS)
 def test_settings(backend: str, case: Case, changes: dict[str, Any], message: str) -> None:
     refused(Problem(case, "cpu"), backend, (ValueError, TypeError), message, **changes)
 
@@ -221,97 +189,89 @@ def test_options(backend: str, options: dict[str, Any], message: str) -> None:
     refused(problem, backend, (ValueError, TypeError), message, options=StepOptions(**options))
 
 
-X, Y = torch.zeros(10), torch.zeros(6)
-LOW = [X.bfloat16(), Y.bfloat16()]
-MOMENT = [torch.zeros(10), torch.zeros(6)]
+def pair(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(10, dtype=dtype), torch.zeros(6, dtype=dtype)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, "),
-        (
-            {"params": [[X, Y], [X]]},
-            "params of replica 1 has 1 entries, but there are 2 parameters",
-        ),
-        (
-            {"params": [[X, Y], [torch.zeros(10).half(), torch.zeros(6)]]},
-            "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0",
-        ),
-        (
-            {"params": [[X, Y], [torch.zeros(10), torch.zeros(2, 3)]]},
-            r"parameter 1 of replica 1 has the shape \(2, 3\), but parameter 1 of replica 0",
-        ),
-        ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
-        (
-            {"moments": [[torch.zeros(10).half(), torch.zeros(6)], MOMENT]},
-            (
-                "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, "
-                "torch.bfloat16 or torch.uint8"
-            ),
-        ),
-        (
-            {"moments": [[None, None], MOMENT]},
-            "exp_avg of parameter 0 is missing; adamw needs it",
-        ),
-        (
-            {"moments": [MOMENT, [torch.zeros(10), None]]},
-            "exp_avg_sq of parameter 1 is missing; adamw needs it",
-        ),
-        (
-            {"moments": [MOMENT, [torch.zeros(10)]]},
-            "exp_avg_sq has 1 entries, but there are 2 parameters",
-        ),
-        ({"moments": [MOMENT]}, "moments has 1 lists, but adamw keeps exp_avg, exp_avg_sq"),
-        ({"rule": "sgd"}, "moments has 2 lists, but sgd keeps momentum_buffer"),
-        (
-            {"rule": "lion", "moments": [[X, None]], "scales": None},
-            "exp_avg of parameter 1 is missing; lion needs it",
-        ),
-        (
-            {"steps": [torch.tensor(0), torch.tensor(0.0)]},
-            "step of parameter 0 has the dtype torch.int64",
-        ),
-        (
-            {"steps": [torch.zeros(1), torch.tensor(0.0)]},
-            "step of parameter 0 must be a 0-d float32 tensor",
-        ),
-        ({"steps": [torch.tensor(0.0)] * 2}, "step of parameter 0 and step of parameter 1 overlap"),
-        ({"groups": [0, 2]}, r"groups must number the settings from 0 without a gap, got \[0, 2\]"),
-        ({"groups": [0]}, "groups has 1 entries"),
-        (
-            {"masters": [[torch.zeros(10), None]]},
-            r"master of parameter 0 \(torch.float32\) has the dtype torch.float32; it must be None",
-        ),
-        (
-            {"params": [LOW], "masters": [[torch.zeros(10).half(), None]]},
-            "master of parameter 0 has the dtype torch.float16",
-        ),
-        (
-            {"params": [[x.half() for x in LOW]], "masters": [[torch.zeros(10, dtype=I16), None]]},
-            "int16; it must be torch.float32",
-        ),
-        (
-            {"params": [LOW], "masters": [[torch.zeros(9), None]]},
-            "master of parameter 0 has the shape",
-        ),
-        ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
-        (
-            {
-                "params": [LOW, [torch.zeros_like(x) for x in LOW]],
-                "masters": [[X, None], [torch.zeros(10, dtype=I16), None]],
-            },
-            (
-                "master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 "
-                "has torch.float32"
-            ),
-        ),
-        ({"params": [[X, Y]], "moments": [[X, torch.zeros(6)], MOMENT]}, "overlap in memory"),
-        ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),
-        ({"first_replica": 65536}, "first_replica=65536 is out of range"),
-        ({"params": [[]]}, "no parameters"),
-    ],
-)
+(X, Y), LOW, HALF, MOMENT = pair(), pair(torch.bfloat16), pair(F16), pair()
+INTEGERS, FLOAT = torch.zeros(10, dtype=I16), torch.zeros(10)
+CODED = {"moments": [pair(U8), pair(U8)]}
+SCALES = [torch.ones(1), torch.ones(1)]
+OF_PLANS: list[tuple[dict[str, Any], str]] = [
+    ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, "),
+    ({"params": [[X, Y], [X]]}, "params of replica 1 has 1 entries, but there are 2 parameters"),
+    (
+        {"params": [[X, Y], HALF]},
+        "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0",
+    ),
+    (
+        {"params": [[X, Y], [FLOAT, torch.zeros(2, 3)]]},
+        r"parameter 1 of replica 1 has the shape \(2, 3\), but parameter 1 of replica 0",
+    ),
+    ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
+    (
+        {"moments": [HALF, MOMENT]},
+        "exp_avg of parameter 0 has .* must be torch.float32, torch.bfloat16 or torch.uint8",
+    ),
+    ({"moments": [pair(torch.int8), MOMENT]}, "exp_avg of parameter 0 has the dtype torch.int8"),
+    ({"moments": [[None, None], MOMENT]}, "exp_avg of parameter 0 is missing; adamw needs it"),
+    ({"moments": [MOMENT, [FLOAT, None]]}, "exp_avg_sq of parameter 1 is missing; adamw needs it"),
+    ({"moments": [MOMENT, [FLOAT]]}, "exp_avg_sq has 1 entries, but there are 2 parameters"),
+    ({"moments": [MOMENT]}, "moments has 1 lists, but adamw keeps exp_avg, exp_avg_sq"),
+    ({"rule": "sgd"}, "moments has 2 lists, but sgd keeps momentum_buffer"),
+    (
+        {"rule": "lion", "moments": [[X, None]], "scales": None},
+        "exp_avg of parameter 1 is missing; lion needs it",
+    ),
+    ({"steps": [torch.tensor(0), torch.tensor(0.0)]}, "step of parameter 0 has .* torch.int64"),
+    (
+        {"steps": [torch.zeros(1), torch.tensor(0.0)]},
+        "step of parameter 0 must be a 0-d float32 tensor",
+    ),
+    ({"steps": [torch.tensor(0.0)] * 2}, "step of parameter 0 and step of parameter 1 overlap"),
+    ({"groups": [0, 2]}, r"groups must number the settings from 0 without a gap, got \[0, 2\]"),
+    ({"groups": [0]}, "groups has 1 entries"),
+    (
+        {"masters": [[FLOAT, None]]},
+        r"master of parameter 0 \(torch.float32\) has the dtype torch.float32; it must be None",
+    ),
+    ({"params": [LOW], "masters": [HALF]}, "master of parameter 0 has the dtype torch.float16"),
+    ({"params": [HALF], "masters": [[INTEGERS, None]]}, "int16; it must be torch.float32"),
+    (
+        {"params": [LOW], "masters": [[torch.zeros(9), None]]},
+        "master of parameter 0 has the shape",
+    ),
+    ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
+    (
+        {"params": [LOW, pair(torch.bfloat16)], "masters": [[X, None], [INTEGERS, None]]},
+        "master of tensor 0 of replica 1 has .*int16, but that of replica 0 has torch.float32",
+    ),
+    ({"params": [[X, Y]], "moments": [[X, torch.zeros(6)], MOMENT]}, "overlap in memory"),
+    ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),
+    ({"first_replica": 65536}, "first_replica=65536 is out of range"),
+    ({"params": [[]]}, "no parameters"),
+    ({**CODED, "scales": None}, "exp_avg of parameter 0 .* must have scales"),
+    ({**CODED, "scales": [[None, SCALES[1]], SCALES]}, "exp_avg of parameter 0 .* have scales"),
+    (
+        {**CODED, "scales": [[torch.ones(2), SCALES[1]], SCALES]},
+        r"scales of exp_avg of parameter 0 has the shape \(2,\), it must be \(1,\)",
+    ),
+    (
+        {**CODED, "scales": [SCALES, [x.bfloat16() for x in SCALES]]},
+        "scales of exp_avg_sq of parameter 0 has the dtype",
+    ),
+    (
+        {"moments": [pair(U8), MOMENT], "scales": [SCALES, SCALES]},
+        "exp_avg and exp_avg_sq of parameter 0 must all be torch.uint8",
+    ),
+    (
+        {"moments": [MOMENT, pair()], "scales": [SCALES, [None, None]]},
+        "exp_avg of parameter 0 .* must have scales if it is .* and none else",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OF_PLANS)
 def test_plans(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         kernels.step_plan(replace(Problem(Case("", sizes=(10, 6)), "cpu").tensors, **change))

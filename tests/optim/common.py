@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,7 +18,9 @@ from torch.optim import SGD, Optimizer
 import hdet.optim
 from hdet import kernels
 from hdet import rules as facts
+from hdet.kernels.numbers import value_of
 from hdet.optim import FusedOptimizer
+from hdet.optim.masters import kept_masters, kept_z
 
 
 @contextmanager
@@ -29,6 +32,19 @@ def plans_made() -> Iterator[mock.Mock]:
 
 SHAPES = [(33, 17), (17,), (0,), (5, 3, 2), (), (64,)]
 BACKENDS = ["cpu", "torch"]
+BF16 = torch.bfloat16
+STORED: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": BF16},
+    "float32 masters": {"dtype": BF16, "master_weights": "fp32"},
+    "split masters": {"dtype": BF16, "master_weights": "split"},
+    "bfloat16 moments": {"moment_dtype": BF16},
+    "8 bits": {"moment_dtype": "8bit"},
+    "split, 8 bits": {"dtype": BF16, "master_weights": "split", "moment_dtype": "8bit"},
+    "stochastic": {"dtype": BF16, "stochastic_rounding": True},
+    "clipped": {"max_grad_norm": 1.0, "zero_gradients": True},
+}
+"""of `replicated`; codes of 8 bits need the fixture `small_tensors_have_codes`"""
 
 
 Update = Callable[..., None]
@@ -155,6 +171,15 @@ RULES = [
     for row in _rows(rule)
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
+MUON_SETTINGS: list[dict[str, Any]] = [
+    {"nesterov": False, "momentum": 0.8},
+    {"momentum": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    {"adjust_lr_fn": "original", "ns_steps": 1},
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
+    {"ns_coefficients": hdet.optim.POLAR_EXPRESS},
+    {"maximize": True, "eps": 3.0},
+]
 MUON = Rule(
     "muon",
     hdet.optim.FusedMuon,
@@ -182,6 +207,10 @@ TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.
 
 def names(rule: Rule) -> str:
     return rule.name
+
+
+each_rule = pytest.mark.parametrize("rule", OURS, ids=names)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -308,3 +337,57 @@ def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         for param in group["params"]
         if param in optimizer.state
     ]
+
+
+def everything(optimizer: Any) -> list[Tensor]:
+    """All tensors of its state, of the first parameter first and by name, and the parameters."""
+    entries = [state[key] for state in state_of(optimizer) for key in sorted(state)]
+    kept = [one for value in entries for one in (value if isinstance(value, list) else [value])]
+    return [*kept, *(param for group in optimizer.param_groups for param in group["params"])]
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+RHOS = [0.5, 1.0, 1.75]
+
+
+def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
+    """For set_replicas."""
+    return lambda param: [param, *(param.detach().clone() for _ in range(count - 1))]
+
+
+def replicated(
+    count: int = 3,
+    rule: Rule = BY_NAME["adamw"],
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
+    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their
+    own. Decay is not coupled, which replicas cannot share."""
+    params = parameters(dtype=dtype)
+    made = groups(params, rule)
+    for group in made if rule.fused.rule in facts.COUPLED else ():
+        group["weight_decay"] = 0.0
+    optimizer = rule.fused(made, lr=1e-2, **options)
+    optimizer.set_replicas(count, copies(count))
+    optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
+    sets: Any = [optimizer.replica_parameters(k) for k in range(count)]
+    return sets[0], optimizer, sets
+
+
+@torch.no_grad()
+def put(source: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for param, value in zip(into, source, strict=True):
+        param.copy_(value)
+
+
+def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
+    """Copies of the float32 values of replica k, as the state has them, and of its z."""
+    found = []
+    first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
+    for param, tensor in zip(first, own, strict=True):
+        state = optimizer.state.get(param, {})
+        masters, z = kept_masters(state), kept_z(state)
+        found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
+        found += [one.clone() for one in z[k : k + 1]]
+    return found

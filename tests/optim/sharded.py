@@ -50,8 +50,10 @@ class Twins:
         placements: Sequence[Any],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype = torch.float32,
+        tolerance: float = 0.0,
     ) -> None:
-        """`placements` of each of `shapes`."""
+        """`placements` of each of `shapes`; `tolerance` of checks that name none."""
+        self.tolerance = tolerance
         self.mesh, self.placements = mesh_of(*sizes), placements
         self.shapes, self.dtype = shapes, dtype
         self.plain = [Parameter(tensor) for tensor in self._values(0)]
@@ -80,8 +82,9 @@ class Twins:
             self.gradients(step)
             self.both(lambda optimizer: optimizer.step())
 
-    def check(self, tolerance: float = 0.0) -> None:
-        """Parameters and states; moments and counters are equal in any case."""
+    def check(self, tolerance: float | None = None) -> None:
+        """Parameters and states; without a norm moments and counters are equal in any case."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         for one, other in zip(self.laid, self.plain, strict=True):
             close(full(one), other.detach(), tolerance)
             ours, theirs = self.a.state[one], self.b.state[other]
@@ -94,13 +97,13 @@ class Twins:
                     if tolerance == 0.0 or not key.startswith(("master", "remainder", "replica")):
                         assert torch.equal(full(held), expected)
 
-    def check_masters(self, replicas: int, tolerance: float = 0.0) -> None:
+    def check_masters(self, replicas: int) -> None:
         for param, other in zip(self.laid, self.plain, strict=True):
             for k in range(replicas):
                 ours, expected = self.a.masters([param], k)[0], self.b.masters([other], k)[0]
                 assert (ours is None) == (expected is None)
                 if ours is not None:
-                    close(full(shards.like(ours, param)), expected, tolerance)
+                    close(full(shards.like(ours, param)), expected, self.tolerance)
 
 
 def close(one: Tensor, other: Tensor, tolerance: float = 0.0) -> None:

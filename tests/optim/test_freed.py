@@ -13,8 +13,7 @@ from torch import nn
 import hdet
 
 from ..freed import left_alive, tensors_of
-from .common import BACKENDS, FREE, RULES
-from .test_replicas import copies
+from .common import BACKENDS, FREE, RULES, copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 

@@ -22,8 +22,8 @@ from .common import (
     run,
     set_gradients,
     state_of,
+    values,
 )
-from .test_replicas import values
 
 KINDS = [
     ("fp32", torch.bfloat16),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -29,8 +29,7 @@ from hdet.optim import (
 )
 from tests.harness import Run, model
 
-from .common import assert_close, assert_equal, assert_norms
-from .test_replicas import copies
+from .common import MUON_SETTINGS, assert_close, assert_equal, copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 
@@ -132,21 +131,13 @@ def twin(
     return p
 
 
-SAID: list[dict[str, Any]] = [
-    {},
-    {"nesterov": False, "momentum": 0.8},
-    {"momentum": 0.0},
-    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
-    {"adjust_lr_fn": "original", "ns_steps": 1},
-    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
-    {"ns_coefficients": POLAR_EXPRESS},
-    {"maximize": True, "eps": 3.0},
-]
 DECAYS = [{}, {"decay_at": "base"}, {"cautious_decay": True}]
 
 
 @pytest.mark.parametrize(
-    "said", [*SAID, *({"rho": 1.5, "weight_decay": 1.0, **of} for of in DECAYS)], ids=str
+    "said",
+    [{}, *MUON_SETTINGS, *({"rho": 1.5, "weight_decay": 1.0, **of} for of in DECAYS)],
+    ids=str,
 )
 def test_the_float64_twin(said: dict[str, Any]) -> None:
     params, given = parameters(), dict(said)
@@ -382,55 +373,6 @@ def test_knobs_take_the_groups_that_have_the_key() -> None:
 # -- what else a step does -------------------------------------------------------------------------
 
 
-def test_the_norm_is_that_of_both_kinds() -> None:
-    ours, theirs = parameters(), parameters()
-    a, b = make(ours, max_grad_norm=1.5), make(theirs)
-    for step in range(3):
-        give(ours, step)
-        give(theirs, step)
-        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
-        a.step()
-        b.step()
-        torch.testing.assert_close(a.grad_norm, norm)
-        assert_norms(a.gradient_norms(), dict(enumerate(gradients(step))))
-    assert_close(ours, theirs, 1e-5)
-
-
-def test_norm_and_skip_are_those_of_the_last_step() -> None:
-    params = parameters()
-    optimizer = make(params, max_grad_norm=math.inf)
-    count = float(sum(param.numel() for param in params)) ** 0.5
-    every = range(len(params))
-    for gradient, without, norm, skipped in [
-        (1.0, [], pytest.approx(count), 0.0),
-        (math.nan, every[:MATRICES], None, 1.0),
-        (1.0, [], pytest.approx(count), 0.0),
-        (math.nan, every[MATRICES:], None, 1.0),
-    ]:
-        for i, param in enumerate(params):
-            param.grad = None if i in without else torch.full_like(param, gradient)
-        optimizer.step()
-        found: Any = optimizer.grad_norm
-        assert not found.isfinite() if norm is None else found == norm
-        assert optimizer.step_skipped == skipped
-    run(optimizer, params, range(1), without=every)
-    assert optimizer.grad_norm is None and optimizer.step_skipped is None
-
-
-def test_a_scaler_divides_the_gradients_of_matrices() -> None:
-    """Momentum remembers the scale of a gradient, its direction does not."""
-    ours, theirs = parameters(), parameters()
-    a, b = make(ours), make(theirs)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(torch.ones(()))
-    run(a, ours, range(1))
-    run(b, theirs, range(2))
-    give(ours, 1, scale=64.0)
-    scaler.step(a)
-    assert_close(ours, theirs)
-    assert_close([a.state[ours[0]]["momentum_buffer"]], [b.state[theirs[0]]["momentum_buffer"]])
-
-
 # -- what a GPU would do ---------------------------------------------------------------------------
 
 
@@ -663,153 +605,7 @@ def test_parameters_given_by_a_generator() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
 
 
-# -- what is refused -------------------------------------------------------------------------------
-
-MATRIX, VECTOR = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
-PAIR: Any = [("a", MATRIX), ("b", VECTOR)]
-DOUBLE: Any = [("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]
-NO_VECTORS = {"use_muon": lambda _, param: param.ndim >= 2}
-ALIKE = "of group 0 would be that of Muon and of AdamW alike"
-
-
-@pytest.mark.parametrize(
-    ("message", "params", "options"),
-    [
-        (
-            r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name",
-            [MATRIX, VECTOR],
-            {},
-        ),
-        (f"lr {ALIKE}", [{"params": PAIR, "lr": 0.1}], {}),
-        (f"eps {ALIKE}", [{"params": PAIR, "eps": 0.1}], {"use_muon": hidden_matrix}),
-        (r"has the shape \(3,\), and use_muon=True is for", PAIR, {"use_muon": lambda *_: True}),
-        ("2, 5.*or say stacked", nn.Conv1d(2, 3, 5).named_parameters(), NO_VECTORS),
-        ("2, 5, 5.*or say stacked", nn.Conv2d(2, 3, 5).named_parameters(), NO_VECTORS),
-        ("iterable of Tensors", MATRIX, {}),
-        (r"momentum=1.0 of .* must be in \[0, 1\)", PAIR, {"momentum": 1.0}),
-        ("ns_steps=100 of", PAIR, {"ns_steps": 100}),
-        ("ns_coefficients=.* three finite", PAIR, {"ns_coefficients": (1.0, math.nan, 0.0)}),
-        (
-            "ns_coefficients=.* three finite numbers, or 4 times three",
-            PAIR,
-            {"ns_coefficients": POLAR_EXPRESS, "ns_steps": 4},
-        ),
-        ("adjust_lr_fn='rms' of .* choose \"original\"", PAIR, {"adjust_lr_fn": "rms"}),
-        ("ns_dtype=torch.float64", PAIR, {"ns_dtype": torch.float64}),
-        ("lr=-1.0 of the defaults", PAIR, {"lr": -1.0}),
-        ("beta1=", PAIR, {"adamw_betas": (1.0, 0.5)}),
-        ("amsgrad", [{"params": [VECTOR], "use_muon": False, "amsgrad": True}], {}),
-        ("dtype torch.float64", DOUBLE, {}),
-        ("unexpected keyword", PAIR, {"betas": (0.9, 0.99)}),
-        ("empty parameter list", [], {}),
-    ],
-)
-def test_what_is_refused_when_it_is_made(message: str, params: Any, options: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        FusedMuon(params, **options)
-
-
-def test_what_is_refused_later() -> None:
-    with pytest.raises(ValueError, match="use_muon of parameter group 2 is None"):
-        FusedMuon(PAIR).add_param_group({"params": [Parameter(torch.zeros(2))]})
-    with pytest.raises(RuntimeError, match="needs a step before"):
-        FusedMuon(PAIR).write_hyperparameters()
-
-
-Change = Callable[[FusedMuon, list[Parameter]], Any]
-
-
-def said(**settings: Any) -> Change:
-    return lambda optimizer, params: optimizer.param_groups[0].update(settings)
-
-
-def written(name: str, value: Any) -> Change:
-    return lambda optimizer, params: setattr(optimizer, name, value)
-
-
-def lies(place: int, make: Callable[[Tensor], Tensor]) -> Change:
-    return lambda optimizer, params: setattr(params[place], "data", make(params[place].data))
-
-
-def sparse(place: int) -> Change:
-    return lambda optimizer, params: setattr(
-        params[place], "grad", torch.ones(SHAPES[place]).to_sparse()
-    )
-
-
-def sparse_vector(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    optimizer.max_grad_norm = 1.0
-    sparse(5)(optimizer, params)
-
-
-def double(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    params[0].grad = None
-    params[0].data = params[0].data.double()
-    params[0].grad = torch.ones(6, 4).double()
-    params[0].grad.data = torch.ones(6, 4)
-
-
-def overlapping(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    params[6].data = params[0].data.view(-1)[:21].view(7, 3)
-
-
-REFUSED: dict[str, Change] = {
-    "lr=nan of parameter group 0": said(lr=math.nan),
-    "momentum=2.0 of parameter group 0": said(momentum=2.0),
-    "ns_steps=0 of parameter group 0": said(ns_steps=0),
-    "the gradient of parameter 1 has the layout": sparse(1),
-    "the gradient of parameter 5 has the layout": sparse_vector,
-    "multipliers has 2 lists for 1": written("multipliers", [[1.0, 1.0]] * 2),
-    "multipliers of parameter group 0": written("multipliers", [[-1.0, 1.0]]),
-    "shape": lies(0, lambda data: data.mT),
-    "parameter 0 of shape .* is not contiguous": lies(0, lambda _: torch.zeros(6, 8)[:, ::2]),
-    "parameter 3 of shape .* is not contiguous": lies(
-        STACK, lambda data: data.transpose(0, 1).contiguous().transpose(0, 1)
-    ),
-    "dtype torch.float64": double,
-    "overlap in memory": lambda optimizer, params: setattr(params[2], "data", params[0].data),
-    "parameter 6 and parameter 0 overlap in memory": overlapping,
-    r"momentum_buffer of parameter 0 has the shape \(4, 6\)": lambda optimizer, params: (
-        optimizer.state[params[0]].update(momentum_buffer=torch.zeros(4, 6))
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-@pytest.mark.parametrize("steps", [0, 1], ids=["in a first step", "in a later one"])
-def test_what_a_step_refuses_before_anything_is_changed(steps: int, message: str) -> None:
-    params = parameters()
-    optimizer = make(params)
-    run(optimizer, params, range(steps))
-    give(params, 0)
-    REFUSED[message](optimizer, params)
-    before = copy.deepcopy([params, states(optimizer, params)])
-    with pytest.raises((ValueError, TypeError), match=message):
-        optimizer.step()
-    assert_equal(params, before[0])
-    assert_same_states(states(optimizer, params), before[1])
-
-
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        ("lacks momentum_buffer", lambda saved: saved["state"][0].pop("momentum_buffer")),
-        (
-            "use_muon=False of parameter group 0",
-            lambda saved: saved["param_groups"][0].update(use_muon=False, betas=(0.9, 0.9)),
-        ),
-        ("lacks ns_steps", lambda saved: saved["param_groups"][0].pop("ns_steps")),
-        ("is not that of torch.optim.AdamW", lambda saved: saved["param_groups"][1].pop("betas")),
-    ],
-)
-def test_what_is_refused_when_a_state_is_loaded(message: str, change: Any) -> None:
-    params = parameters()
-    optimizer = make(params)
-    run(optimizer, params, range(1))
-    saved = copy.deepcopy(optimizer.state_dict())
-    change(saved)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved)
+# -- what is kept from step to step ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the first", "the second"])
@@ -875,104 +671,6 @@ def test_a_gradient_that_lies_otherwise_is_taken_in_every_step_and_zeroed(
 
 
 # -- what is kept from step to step ----------------------------------------------------------------
-
-
-LAID = 1
-"""a matrix that is transposed in memory, of which a plan has views"""
-
-
-def go(optimizer: FusedMuon, step: int, without: Sequence[int] = ()) -> list[Tensor]:
-    """A step; returns the parameters."""
-    params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, (param, gradient) in enumerate(zip(params, gradients(step), strict=False)):
-        param.grad = None if i in without else torch.empty_like(param).copy_(gradient)
-    optimizer.step()
-    return params
-
-
-def of_state(change: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda optimizer, params: change(optimizer.state[params[LAID]])
-
-
-def of_another_type(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    """Through others, so that it may lie where it lay."""
-    params[LAID].grad = None
-    params[LAID].data = params[LAID].data.half()
-    params[LAID].data = params[LAID].data.bfloat16()
-
-
-@torch.no_grad()
-def parameter_written(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    params[LAID].mul_(2)
-
-
-def loaded(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][LAID]["momentum_buffer"].mul_(-1.0)
-    optimizer.load_state_dict(saved)
-
-
-def grouped_anew(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    """A matrix goes to a group with other settings."""
-    first = optimizer.param_groups[0]
-    second = {**first, "lr": 0.5, "nesterov": False, "name": "another"}
-    first["params"], second["params"] = first["params"][:1], first["params"][1:]
-    optimizer.param_groups.insert(1, second)
-    optimizer.multipliers = [[1.0, 1.0, 1.0]]
-
-
-def replicas_set(optimizer: FusedMuon, params: list[Parameter]) -> None:
-    optimizer.set_replicas(2, copies(2))
-
-
-CHANGES: dict[str, Change] = {
-    "momentum replaced": of_state(
-        lambda state: state.update(momentum_buffer=-2 * state["momentum_buffer"])
-    ),
-    "momentum written to": of_state(lambda state: state["momentum_buffer"].mul_(-2)),
-    "counter replaced": of_state(lambda state: state.update(step=7.0)),
-    "state emptied": of_state(dict.clear),
-    "master replaced": of_state(lambda state: state.update(master_param=2 * state["master_param"])),
-    "parameter moved": lies(LAID, lambda data: 2 * data),
-    "parameter written to": parameter_written,
-    "parameter of another type": of_another_type,
-    "state loaded": loaded,
-    "without a gradient": lambda optimizer, params: go(optimizer, 7, without=(LAID, STACK)),
-    "replicas set": replicas_set,
-    "group added": lambda optimizer, params: optimizer.add_param_group(
-        {"params": [Parameter(torch.ones(2, 2))], "use_muon": True}
-    ),
-    "group divided": grouped_anew,
-    "by AdamW": said(use_muon=False, betas=(0.9, 0.99)),
-    **{str(settings): said(**settings) for settings in [*SAID[1:], {"lr": 0.5}]},
-    "multipliers": written("multipliers", [[3.0, 0.5]]),
-    "max_grad_norm": written("max_grad_norm", 0.1),
-    "zero_gradients": written("zero_gradients", True),
-}
-CASES = [
-    (change, of) for of in (None, "fp32") for change in CHANGES if of or "master" not in change
-]
-
-
-@pytest.mark.parametrize(("change", "master_weights"), CASES)
-def test_a_step_after_a_change_is_that_of_an_optimizer_that_has_kept_nothing(
-    change: str, master_weights: str | None
-) -> None:
-    params = parameters(torch.float32 if master_weights is None else BF16)
-    params[LAID].data = params[LAID].data.mT.contiguous().mT
-    optimizer = make(params, master_weights=master_weights)
-    go(optimizer, 0)
-    go(optimizer, 1)
-    CHANGES[change](optimizer, params)
-    fresh = copy.deepcopy(optimizer)  # without plans
-    for step in (2, 3):
-        ours, theirs = go(optimizer, step), go(fresh, step)
-        for k in range(optimizer.num_replicas):
-            assert_equal(optimizer.replica_parameters(k), fresh.replica_parameters(k))
-        assert_same_states(states(optimizer, ours), states(fresh, theirs))
-        for one, other in zip(ours, theirs, strict=True):
-            a, b = one.grad, other.grad
-            assert (a is b is None) or (a is not None and b is not None and torch.equal(a, b))
 
 
 def test_nothing_is_made_or_checked_again_while_nothing_changes() -> None:

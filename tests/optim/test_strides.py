@@ -222,23 +222,6 @@ def test_a_gradient_that_lies_otherwise_is_taken(lies: str, channels_last: bool)
     assert all(map(torch.equal, *made))
 
 
-def test_copies_that_lie_otherwise_are_refused_when_they_are_given() -> None:
-    net = model()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
-    sets = {p: [p, p.detach().contiguous().clone()] for p in net.parameters()}
-    message = r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone"
-    with pytest.raises(ValueError, match=message):
-        optimizer.set_replicas(2, lambda p: sets[p])
-    assert optimizer.num_replicas == 1
-
-
-def test_memory_with_gaps_is_refused_as_before() -> None:
-    param = nn.Parameter(torch.ones(8, 8)[:, ::2])
-    param.grad = torch.ones(8, 4)
-    with pytest.raises(ValueError, match="not contiguous"):
-        hdet.FusedAdamW([param], lr=0.1).step()
-
-
 def test_a_transposed_matrix() -> None:
     param = nn.Parameter(torch.randn(3, 5).t())
     plain = nn.Parameter(param.detach().contiguous())

@@ -303,7 +303,7 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
     monkeypatch.setattr(tables, "_capturing", lambda device: capturing[0])
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())], [[None]]), "triton")
+    plan = kernels.step_plan(cases.of_sgd([p]), "triton")
     plan.step([g], [StepSettings(0.5)])
     for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):
         plan.upload([StepSettings(0.5)], options)

@@ -8,9 +8,10 @@ tests.kernels.shim.plugin`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hdet.rules import RULES as ALL_RULES
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
 from ..table import BF16, COVERING, F32, I16, NATIVE, OTHERS, U8, Case, Format
+from ..test_step import assert_same_bits
 from .build import RULES
 from .plugin import state
 
@@ -34,13 +36,7 @@ BACKENDS = ("cpu", "cuda")
 
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
-    state.stream, state.capturing, state.copies, state.used, state.multiprocessors = (
-        77,
-        False,
-        0,
-        [],
-        0,
-    )
+    vars(state).update(stream=77, capturing=False, copies=0, used=[], multiprocessors=0)
     yield
     assert counted.shim_device() == 0, "the device was not put back"
 
@@ -65,10 +61,10 @@ def test_a_rule_of_each_kind_is_built() -> None:
 # the bits of the CPU backend
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, bits in one.items():
-        assert torch.equal(bits, other[name]), name
+def assert_the_cpus_bits(case: Case, made: Callable[..., Any] = kernels.step_plan) -> None:
+    assert_same_bits(
+        *(final_tensors(case, functools.partial(made, backend=backend)) for backend in BACKENDS)
+    )
 
 
 # not of special values: that is arithmetic, which is the CPU's text
@@ -77,14 +73,7 @@ HERE = [case for case in (*COVERING, *NATIVE, *OTHERS) if case.rule in RULES]
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
 def test_steps_have_the_bits_of_the_cpu(case: Case) -> None:
-    assert_same(
-        *(
-            final_tensors(
-                case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)
-            )
-            for backend in BACKENDS
-        )
-    )
+    assert_the_cpus_bits(case)
 
 
 # accesses and launches
@@ -133,31 +122,14 @@ def accessed(bytes_each: int) -> int:
         # g, m, v, p are read and m, v, p written: 7 accesses for a vector
         (Format(), 0, 4096, {16: 7 * 1024}),
         (Format(), 0, 12, {16: 7 * 4}),  # three groups, one of them twice
-        (
-            Format(),
-            3,
-            4097,
-            {16: 7 * 1024, 4: 7 * 9},
-        ),  # two parts: a head of one, 511 groups, a tail of three; the last is one
+        # two parts: a head of one, 511 groups, a tail of three; the last is one
+        (Format(), 3, 4097, {16: 7 * 1024, 4: 7 * 9}),
         (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 7 * 512}),
-        (
-            Format(BF16, F32, BF16),
-            0,
-            4096,
-            {8: 2 * 1024, 16: 6 * 1024},
-        ),  # in place of the parameter the master is read
-        (
-            Format(exp_avg=U8, exp_avg_sq=U8),
-            0,
-            4096,
-            {16: 3 * 1024, 4: 4 * 1024},
-        ),  # of codes four at a time are read and written
-        (
-            Format(exp_avg=U8, exp_avg_sq=U8),
-            0,
-            4097,
-            {16: 3 * 1024, 4: 4 * 1024 + 5, 1: 6},
-        ),  # a last block of one is read twice
+        # in place of the parameter the master is read
+        (Format(BF16, F32, BF16), 0, 4096, {8: 2 * 1024, 16: 6 * 1024}),
+        # of codes four at a time are read and written, and a last block of one is read twice
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4096, {16: 3 * 1024, 4: 4 * 1024}),
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4097, {16: 3 * 1024, 4: 4 * 1024 + 5, 1: 6}),
     ],
 )
 def test_vectors_are_used_where_they_can_be(
@@ -205,14 +177,7 @@ def test_each_stream_may_lie_anywhere(form: Format, stream: int) -> None:
         max_norm=1.0,
         steps=2,
     )
-    assert_same(
-        *(
-            final_tensors(
-                case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)
-            )
-            for backend in BACKENDS
-        )
-    )
+    assert_the_cpus_bits(case)
 
 
 # copies, streams and capture
@@ -333,7 +298,7 @@ def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     two[1].upload(changed)
     state.capturing = True
     two[1].step(two[2], changed)  # under capture it copies nothing: it launches what a replay does
-    assert_same(
+    assert_same_bits(
         {k: v.buffer for k, v in one[0].memory.items()},
         {k: v.buffer for k, v in two[0].memory.items()},
     )
@@ -382,12 +347,7 @@ def test_chunks_are_as_many_as_keep_the_device_busy(
         found.append(plan.plan.num_chunks)
         return plan
 
-    assert_same(
-        *(
-            final_tensors(case, lambda tensors, backend=backend: made(tensors, backend))
-            for backend in BACKENDS
-        )
-    )
+    assert_the_cpus_bits(case, made)
     assert found == [4, chunks]
 
 
