@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
-import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,26 +16,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ..controllers.measurement import Measurement
-from ..core.controller import Controller
-from ..core.replay import replay
 from ..converge.sync import Sync
-from ..ensemble import Ensemble
-from ..knobs import LearningRate
+from ..core.controller import Controller
+from ..core.evidence import Evidence
+from ..core.plan import Decision
 from ..optim import FusedAdamW
-from ..replicas.coresident import CoresidentReplicas
+from .runs import Loop
 
 __all__ = ["ControllerContract"]
 
-REPLICAS = 4
-CYCLES = 8
+REPLICAS, EVERY, CYCLES = 4, 3, 8
 EXAMPLES = settings(
     max_examples=8, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-LOSSES = st.one_of(st.floats(0.1, 10), st.sampled_from([math.nan, math.inf, 1e30, 0.0, None]))
-RUNS = st.lists(st.lists(LOSSES, min_size=REPLICAS, max_size=REPLICAS), min_size=3, max_size=CYCLES)
+LOSS = st.one_of(st.floats(0.1, 10), st.sampled_from([math.nan, math.inf, 1e30, 0.0, None]))
+LOSSES = st.lists(st.lists(LOSS, min_size=REPLICAS, max_size=REPLICAS), min_size=3, max_size=CYCLES)
 """[cycle][replica]: the training loss of a replica; None: it has none."""
+Losses = Sequence[Sequence[float | None]]
+Call = tuple[dict[str, Any], list[dict[str, Any]]]
+"""What a controller was given, and what it has decided; read from JSON."""
 
 
 class ControllerContract:
@@ -53,112 +54,75 @@ class ControllerContract:
     model: nn.Module
 
     @EXAMPLES
-    @given(losses=RUNS)
-    def test_whatever_the_losses_are_values_stay_finite(self, losses: Losses) -> None:
-        run = self._start().train(losses)
-        assert all(math.isfinite(value) and value > 0 for row in run.values for value in row)
-        for record in run.records:
-            found = [x for key in ("slopes", "errors", "t") for x in record[key].values()]
-            assert all(x is None or math.isfinite(x) for x in found), record
-
-    @EXAMPLES
-    @given(losses=RUNS, seed=st.integers(0, 9))
-    def test_decisions_are_a_function_of_evidence_and_state(
+    @given(losses=LOSSES, seed=st.integers(0, 9))
+    def test_decisions_are_finite_and_a_function_of_evidence_and_state_alone(
         self, losses: Losses, seed: int
     ) -> None:
         """Another object decides the same bitwise, as on another rank; no random state is used."""
-        run = self._start().train(losses)
-        records = json.loads(json.dumps(run.records))
-        random.seed(seed), torch.manual_seed(seed)
+        run, calls = self._start()
+        for row in losses:
+            run.step(EVERY, row)
+            assert all(math.isfinite(x) and x > 0 for x in run.ensemble.values().values())
+        numbers = [x for _, decided in calls for one in decided for x in one.values()]
+        assert all(math.isfinite(x) for x in numbers if isinstance(x, float))
+        random.seed(seed)
+        torch.manual_seed(seed)
         before = random.getstate(), torch.get_rng_state()
-        assert list(replay(self._started(run.ensemble), records)) == []
+        assert self._decided_again(self._started(run), calls) == [decided for _, decided in calls]
         assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
     @EXAMPLES
-    @given(losses=RUNS, at=st.integers(0, CYCLES))
+    @given(losses=LOSSES, at=st.integers(0, CYCLES))
     def test_a_run_goes_on_bitwise_from_a_state_in_json(self, losses: Losses, at: int) -> None:
         """In a new controller, and in one that has seen another run. A state is a copy."""
-        run = self._start().train(losses[:at])
-        state = run.controller.state_dict()
+        run, calls = self._start()
+        for row in losses[:at]:
+            run.step(EVERY, row)
+        state, done = run.controller.state_dict(), len(calls)
         text = json.dumps(state)
-        run.train(losses[at:])
+        for row in losses[at:]:
+            run.step(EVERY, row)
         assert json.dumps(state) == text, "a state changes after it was taken"
-        records = json.loads(json.dumps(run.records))
-        for seen in ([], records):
-            controller = self._started(run.ensemble)
-            list(replay(controller, seen))
+        for seen in ([], calls):
+            controller = self._started(run)
+            self._decided_again(controller, seen)
             controller.load_state_dict(json.loads(text))
-            assert list(replay(controller, records[at:])) == []
+            found = self._decided_again(controller, calls[done:])
+            assert found == [decided for _, decided in calls[done:]]
             assert json.dumps(controller.state_dict()) == json.dumps(run.controller.state_dict())
 
     def test_a_state_that_lacks_a_key_is_refused_and_changes_nothing(self) -> None:
-        controller = self._start().train([[1.0, 2.0, 3.0, 4.0]] * 3).controller
-        before = json.dumps(controller.state_dict())
-        for key in controller.state_dict().keys() - {"frozen"}:
-            damaged = {name: x for name, x in controller.state_dict().items() if name != key}
+        run, _ = self._start()
+        run.step(3 * EVERY, [1.0, 2.0, 3.0, 4.0])
+        before = json.dumps(state := run.controller.state_dict())
+        for key in state.keys() - {"frozen"}:
             with pytest.raises(ValueError, match=key):
-                controller.load_state_dict(damaged)
-            assert json.dumps(controller.state_dict()) == before
+                run.controller.load_state_dict({name: state[name] for name in state if name != key})
+            assert json.dumps(run.controller.state_dict()) == before
 
-    def test_it_has_a_name_of_its_own_and_a_report_in_words(self) -> None:
-        controller = self._start().controller
-        assert controller.name not in ("", "Controller") and isinstance(controller.report(), str)
-        assert all(isinstance(of, Measurement) for of in controller.measurements.values())
+    def _start(self) -> tuple[Loop, list[Call]]:
+        calls: list[Call] = []
 
-    # -- runs --------------------------------------------------------------------------------------
+        def make(model: nn.Module) -> Controller:
+            self.model = model
+            made = self.make()
+            made.learn = functools.partial(_noted, calls, made.learn)  # type: ignore[method-assign]
+            return made
 
-    def _start(self) -> ToyRun:
-        run = ToyRun()
-        self.model = run.model
-        run.attach(self.make())
-        return run
+        return Loop(FusedAdamW, Sync(EVERY), REPLICAS, make), calls
 
-    def _started(self, ensemble: Ensemble) -> Controller:
+    def _started(self, run: Loop) -> Controller:
         controller = self.make()
-        controller.start(ensemble.run)
+        controller.start(run.ensemble.run)
         return controller
 
+    def _decided_again(self, controller: Controller, calls: Sequence[Call]) -> list[Any]:
+        decided = [controller.learn(Evidence(**evidence)) for evidence, _ in calls]
+        return [json.loads(json.dumps(list(map(asdict, one)))) for one in decided]
 
-Losses = Sequence[Sequence[float | None]]
 
-
-class ToyRun:
-    """Cycles of three steps of four co-resident replicas, whose losses are made up."""
-
-    def __init__(self) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.model: nn.Module = nn.Linear(4, 1)
-        self.replicas = CoresidentReplicas(self.model, REPLICAS)
-        self.records: list[dict[str, Any]] = []
-        self.values: list[list[float]] = []
-
-    def attach(self, controller: Controller) -> None:
-        self.controller = controller
-        optimizer = self.optimizer = FusedAdamW(self.model.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 0.01, total_steps=3 * CYCLES, cycle_momentum=False
-        )
-        self.ensemble = Ensemble(
-            optimizer, scheduler, knobs=[LearningRate(0.3)], replicas=self.replicas, sync=Sync(3),
-            controller=controller, log=lambda record, step: self.records.append(record),
-        )  # fmt: skip
-
-    def train(self, losses: Losses) -> ToyRun:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of replicas that are left out
-            for row in losses:
-                self._cycle(row)
-        return self
-
-    def _cycle(self, losses: Sequence[float | None]) -> None:
-        for _ in range(3):
-            self.optimizer.zero_grad()
-            for k, loss in enumerate(losses):
-                with self.replicas.use(k):
-                    self.model(torch.ones(4)).square().sum().backward()
-                    if loss is not None:
-                        self.ensemble.observe(loss)
-            self.optimizer.step()
-            self.ensemble.step()
-        self.values.append(list(self.ensemble.values().values()))
+def _noted(calls: list[Call], learn: Any, evidence: Evidence) -> list[Decision]:
+    given = json.dumps(asdict(evidence))
+    decided: list[Decision] = learn(evidence)
+    calls.append((json.loads(given), json.loads(json.dumps(list(map(asdict, decided))))))
+    return decided
