@@ -65,14 +65,13 @@ class Records:
 
     def report(self) -> str:
         """See `hdet.Ensemble.report`."""
-        controller, reports = self.engine.controller, []
-        if self.search is not None:
-            reports.append(self.search.report())
-        if controller is not None:
+        controller, search = self.engine.controller, self.search
+        reports = [one.report() for one in (search, controller) if one is not None]
+        if controller is not None and search is None and not controller.report():
             moved = [f"{value.name} {value.correction:.4g}" for value in self.engine.values]
-            usual = f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
-            reports.append(controller.report() or usual)
-        return "; then: ".join(reports) or "no controller: nothing moves the values of the schedule"
+            return f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
+        said = "; then: ".join(filter(None, reports))
+        return said or "no controller: nothing moves the values of the schedule"
 
     def tell_note(self, note: str) -> None:
         """At once, what the next record will have among its notes."""
