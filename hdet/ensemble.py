@@ -151,7 +151,7 @@ class Ensemble:
             weight: of it, such as its tokens, >= 0.
             replica: whose it is; None: this process's, or that of the co-resident one in ``use``.
         """
-        self._cycles.losses[self.replicas.place(replica)].add(loss, weight)
+        self._cycles.losses[self.replicas.slot(replica)].add(loss, weight)
 
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Closure | None = None
@@ -183,7 +183,7 @@ class Ensemble:
             refuse_eval_mode(self.optimizer)
         schedule.check_unwritten()
         if loss is not None:
-            cycles.losses[self.replicas.place(None)].add(loss)
+            cycles.losses[self.replicas.slot(None)].add(loss)
         if not self._agreement.reached:
             self._agree()
         stepped, ends = self._fan_out.take_stepped(), False
@@ -259,7 +259,7 @@ class Ensemble:
                 "which replica explores? Call explore() inside `with replicas.use(k):`"
             )
         self._schedule.check_unwritten()
-        with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
+        with self._fan_out.exploring(self.replicas.slot(None), lambda knob: True):
             self._cycles.has_explored = True
             yield
 

@@ -282,11 +282,11 @@ class Cycles:
             self.notes.append(note)
 
     @contextmanager
-    def _as_replica(self, place: int) -> Iterator[None]:
+    def _as_replica(self, slot: int) -> Iterator[None]:
         """While it is scored: the local replica's own values of the knobs that affect an
         evaluation, base values of all others."""
-        own = self.fan_out.exploring(place, lambda knob: knob.meaning.affects_eval_loss)
-        with self.replicas.use(self.replicas.local[place]), own:
+        own = self.fan_out.exploring(slot, lambda knob: knob.meaning.affects_eval_loss)
+        with self.replicas.use(self.replicas.local[slot]), own:
             yield
 
     @ranged("hdet.converge")

@@ -240,11 +240,11 @@ class FanOut:
         self._wait_for_state = hook.remove
 
     @contextmanager
-    def exploring(self, place: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
+    def exploring(self, slot: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
         """Inside, those of the knobs of the forward pass have the values of this process's replica
-        number ``place``."""
+        number ``slot``."""
         if self.explored is not None:
-            if self.explored != place:
+            if self.explored != slot:
                 other = self._first + self.explored
                 raise ValueError(
                     f"explore() was called inside that of replica {other}: leave it before the "
@@ -252,10 +252,10 @@ class FanOut:
                 )
             yield
             return
-        self.explored = place
+        self.explored = slot
         try:
             with ExitStack() as stack:
-                for knob, multiplier in zip(self.knobs, self.multipliers[place], strict=True):
+                for knob, multiplier in zip(self.knobs, self.multipliers[slot], strict=True):
                     if knob.meaning.acts == "forward" and which(knob):
                         stack.enter_context(knob.fanned_out(multiplier))
                 yield
