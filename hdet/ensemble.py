@@ -31,7 +31,6 @@ from .run.mistakes import (
     warn_of_lost_state,
 )
 from .run.prepare import prepare
-from .run.replica_parameters import ReplicaParameters
 from .run.same_run import Agreement
 from .run.setup import Setup
 from .schedule import Scheduler
@@ -116,7 +115,6 @@ class Ensemble:
         self.sync, self.divergence, self.knobs = run.sync, run.divergence, run.engine.knobs
         self._schedule, self._engine = run.schedule, run.engine
         self._has_modes, self._lost_state = is_schedule_free(optimizer), run.schedule.doubt
-        # Ways of averaging may keep a second set of parameters in the optimizer: made last.
         self._guard, self._fan_out = Guard(run.replicas, run.engine), FanOut(run)
         self._agreement, self._records = Agreement(run), Records(run)
         if search is not None:
@@ -125,10 +123,8 @@ class Ensemble:
                 self._fan_out.aside, run.sync.refresh is not None, run.schedule.find_doubt,
             ))  # fmt: skip
             search.done = search.done or run.engine.step > 0  # the first steps are over
-        parameters = ReplicaParameters(run)
-        self.averager = parameters.average
-        self._moments = parameters.moments
-        self._cycles = Cycles(run, self._fan_out, parameters, self._agreement, self._guard)
+        self._cycles = Cycles(run, self._fan_out, self._agreement, self._guard)
+        self.averager = self._cycles.parameters.average
         self._fan_out.attach(self._cycles.begin_steps)
         run.replicas.attach(optimizer)
         self._detach = weakref.finalize(self, self._cycles.close)
@@ -212,7 +208,7 @@ class Ensemble:
         """Before anything of the run is averaged, and again after a load."""
         with self._guard("agreement"):
             self._agreement.check()
-        self._moments.check()
+        self._cycles.parameters.moments.check()
         if self._lost_state:  # unless the Ensemble's state was loaded meanwhile
             warn_of_lost_state(self._lost_state)
             self._lost_state = ""
@@ -226,6 +222,8 @@ class Ensemble:
             factor = search.after_step(closure, loss)
         if factor is None:
             return
+        assert search.interval is not None
+        self._cycles.trial = search.interval.to_dict(), search.cost
         notes: list[str] = []
         if factor != 1:
             for knob in self._schedule.knobs:
@@ -319,9 +317,7 @@ class Ensemble:
             self._schedule.doubt = str(error)
 
     def report_to(
-        self,
-        tell: Callable[[str], object],
-        log: Callable[[CycleRecord, int], object] | None = None,
+        self, tell: Callable[[str], object], log: Callable[[CycleRecord, int], object] | None = None
     ) -> Callable[[CycleRecord, int], object] | None:
         """Let lines of text go to ``tell``, and records to ``log`` if it is given. Returns where
         records went before."""
@@ -405,7 +401,7 @@ class Ensemble:
         if self._cycles.can_part and self._cycles.has_begun and not self.in_sync:
             warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; "
-                "call converge() on all ranks first",
+                "call converge() on all ranks first"
             )
         search = self.search
         if search is not None:
@@ -421,14 +417,17 @@ class Ensemble:
         self._check_search(state)
 
     def _check_search(self, state: Any) -> Any:
-        """The search's part of a state. A run without a search takes the state of any."""
+        """The search's part of a state, checked. A run without a search takes the state of any."""
         [given] = read(state, {"search": optional(MAPPING)}, "the ensemble's state").values()
-        if self.search is not None and given is None:
+        if self.search is None:
+            return None
+        if given is None:
             raise ValueError(
                 "the ensemble's state was saved without a search, this run has one: construct it "
                 "without search, which keeps the corrections"
             )
-        return None if self.search is None else given
+        self.search.check_state(given)
+        return given
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any

@@ -194,10 +194,6 @@ class Schedule:
 
     # -- what is known: [knob] ---------------------------------------------------------------------
 
-    def values(self) -> list[float]:
-        """The untouched schedule's values now. Waits for the device of a tensor."""
-        return [knob.scheduled_value() for knob in self.knobs]
-
     def base_values(self) -> list[float]:
         """As `write` has left them."""
         return [knob.base_value() for knob in self.knobs]
@@ -205,21 +201,13 @@ class Schedule:
     def corrections(self) -> list[float]:
         return [knob.correction for knob in self.knobs]
 
-    def floors(self) -> list[float]:
-        """The lowest values of the untouched schedule; 0 is unknown."""
-        return [knob.floor() for knob in self.knobs]
-
-    def peaks(self) -> list[list[float]]:
-        """[knob][cell]: the highest values of the untouched schedule."""
-        return [knob.peaks() for knob in self.knobs]
-
     def peak_rates(self) -> list[tuple[int, float]]:
         """(parameter group, its schedule's peak with the correction in use), of each rate."""
         return [
             (index, knob.scale.corrected(peak, knob.correction))
-            for knob, row in zip(self.knobs, self.peaks(), strict=True)
+            for knob in self.knobs
             if knob.key == "lr"
-            for index, peak in zip(knob.indices, row, strict=True)
+            for index, peak in zip(knob.indices, knob.peaks(), strict=True)
         ]
 
     def find_doubt(self) -> str:
@@ -295,13 +283,10 @@ class Schedule:
         # After its last step a linear OneCycleLR is below 0.
         least = -HIGHEST_RATE if is_over else LOWEST_RATE
         kinds = {knob.name: _kind_of_value(knob, least) for knob in self.knobs}
-        tables: dict[str, dict[str, schema.Check]] = {
-            "scheduled": {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs},
-            "highest": {name: schema.optional(kind) for name, kind in kinds.items()},
-        }
-        rows = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
-        for key, table in tables.items():
-            values[key] = schema.read(rows[key], table, f"{key} of {STATE}")
+        lists = {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs}
+        highest = {name: schema.optional(kind) for name, kind in kinds.items()}
+        tables = {"scheduled": schema.dict_of(lists), "highest": schema.dict_of(highest)}
+        values |= schema.read(state, tables, STATE)
         values["scheduler"] = None if given is None else self._checked(given, own, total)
         return values
 

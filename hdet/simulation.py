@@ -107,7 +107,7 @@ def simulate_rates(
     if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         warn(
             "a scheduler was made for this optimizer: pass it too, find_rate(..., scheduler=...) "
-            "and apply(optimizer, scheduler), or its rates stay as they are",
+            "and apply(optimizer, scheduler), or its rates stay as they are"
         )
     given = [] if scheduler is None else [(scheduler, 1)]
     places = [(number, "lr", None) for number in range(len(optimizer.param_groups))]

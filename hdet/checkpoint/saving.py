@@ -67,7 +67,7 @@ def save(
             ensemble.converge()
         ensemble.forget_losses()  # losses of the running cycle are not in the checkpoint
         if ensemble.search is not None:  # a thread of its own may save in a trial
-            stack.enter_context(ensemble.search.held_off("checkpoint.save"))
+            stack.enter_context(ensemble.search.in_place.held_off("checkpoint.save"))
         _write(final, state, step, keep, together)
     newest = folders.latest(root) if together.place == 0 else final
     if newest != final:

@@ -27,7 +27,7 @@ class Clock:
     def warn_of_more_steps(self) -> None:
         warn(
             f"this is the step after the last one of a run with total_steps={self.total_steps}: "
-            "give the Ensemble and the schedule the length that the loop has, in optimizer steps",
+            "give the Ensemble and the schedule the length that the loop has, in optimizer steps"
         )
 
     def controls(self, step: int) -> bool:

@@ -131,16 +131,16 @@ class Engine:
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle: the plan's, drawn (Eq. 1 and 8), or all 1. Not
         to be written to. Raises ValueError for a plan of another run."""
-        if self._table is None and self.plan.multipliers is not None:
+        if self._table is not None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
+            return self._table
+        if self.plan.multipliers is not None:
             self.plan.check_table(len(self.knobs), self.replicas)
             self._table = [list(row) for row in self.plan.multipliers]
-        if self._table is None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
+        elif self.explores:
             spreads = [(knob.name, knob.spread) for knob in self.knobs]
-            self._table = (
-                table_of(self.design, self.seed, self.cycle, spreads, self.replicas)
-                if self.explores
-                else [[1.0] * self.replicas for _ in self.knobs]
-            )
+            self._table = table_of(self.design, self.seed, self.cycle, spreads, self.replicas)
+        else:
+            self._table = [[1.0] * self.replicas for _ in self.knobs]
         return self._table
 
     # -- count -------------------------------------------------------------------------------------
@@ -189,7 +189,9 @@ class Engine:
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
         notes, values = self._notes_of_missing(name, left_out), self.values
-        table = self._acting()
+        # Those that have really acted, where a bound has held replicas' values.
+        rows_of_values = zip(values, self.multipliers(), strict=True)
+        table = [[value.acting(rho) for rho in row] for value, row in rows_of_values]
         decisions, evidence = [Decision()] * len(values), None
         if self.controller is not None and self.clock.controls(self.step):
             evidence = Evidence(
@@ -211,10 +213,12 @@ class Engine:
             for value, decision in zip(values, decisions, strict=True):
                 notes += value.move(decision)
                 value.highest = -math.inf
-        observed = self.is_searching
-        self.is_searching = observed and not is_search_over
-        ended = {"multipliers": table, "decisions": decisions, "left_out": left_out}
-        return self._end(**ended, notes=notes, evidence=evidence, observed=observed)
+        outcome = self._end(
+            multipliers=table, decisions=decisions, left_out=left_out, notes=notes,
+            evidence=evidence,
+        )  # fmt: skip
+        self.is_searching = self.is_searching and not is_search_over
+        return outcome
 
     def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
         """Of those whose numbers the controller would have read; of a loop without losses, once."""
@@ -229,13 +233,6 @@ class Engine:
             return notes
         return [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
 
-    def _acting(self) -> list[list[float]]:
-        """The multipliers that have really acted, where a bound has held replicas' values."""
-        return [
-            [value.acting(rho) for rho in row] if value.scale.bounded else row
-            for value, row in zip(self.values, self.multipliers(), strict=True)
-        ]
-
     def _decide(self, controller: Controller, evidence: Evidence) -> list[Decision]:
         decisions: Any = controller.learn(evidence)
         is_list = isinstance(decisions, list) and len(decisions) == len(self.knobs)
@@ -248,8 +245,10 @@ class Engine:
         return list(decisions)
 
     def _end(self, **outcome: Any) -> CycleOutcome:
-        begin = self.step - self.position
-        ended = CycleOutcome(cycle=self.cycle, begin=begin, plan=self.plan, **outcome)
+        ended = CycleOutcome(
+            cycle=self.cycle, begin=self.step - self.position, plan=self.plan,
+            observed=self.is_searching, **outcome,
+        )  # fmt: skip
         self.cycle, self.position = self.cycle + 1, 0
         self._plan = self._table = None
         return ended
@@ -274,7 +273,6 @@ class Engine:
         outcome = self._end(
             multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
             left_out=list(range(self.replicas)), notes=[], rolled_back=True,
-            observed=self.is_searching,
         )  # fmt: skip
         self.restart()
         return outcome
@@ -326,11 +324,6 @@ class Engine:
                 "and freeze_after=1 to search no further"
             )
         return values
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `taken_over`."""
-        with self.taken_over(state):
-            pass
 
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:

@@ -16,6 +16,7 @@ __all__ = [
     "FLAG",
     "MAPPING",
     "Check",
+    "dict_of",
     "instance",
     "list_of",
     "loaded",
@@ -79,6 +80,11 @@ def list_of(kind: Check, length: int | None = None) -> Check:
         return [kind(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
 
     return check
+
+
+def dict_of(fields: Mapping[str, Check]) -> Check:
+    """Of these fields; others are left out."""
+    return lambda value, where: read(value, fields, where)
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:

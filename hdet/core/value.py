@@ -61,11 +61,7 @@ class Value:
         self.spec = KnobSpec(name, spread, scale or Scale(), rate, valid_on_train_loss)
         self.name, self.spread, self.scale = name, spread, self.spec.scale
         self.scheduled = self.left = list(scheduled)
-        self._check_begin()
         self.note_peaks()
-
-    def _check_begin(self) -> None:
-        """Raises ValueError for first values with which it cannot begin."""
 
     # -- what it is --------------------------------------------------------------------------------
 

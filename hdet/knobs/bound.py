@@ -108,35 +108,14 @@ class BoundKnob(Value):
         key: str = "",
     ) -> None:
         self.key, self.cells, self.meaning = key, list(cells), meaning or Meaning()
-        is_valid = self.meaning.valid_on_train_loss
+        scheduled, scale, is_valid = self.read(), scale or Scale(), self.meaning.valid_on_train_loss
+        for value in scheduled:
+            _check_first(value, name, scale, self.meaning)
         super().__init__(
-            name, spread, scale,
-            rate=key == "lr", valid_on_train_loss=is_valid, scheduled=self.read(),
-        )  # fmt: skip
+            name, spread, scale, rate=key == "lr", valid_on_train_loss=is_valid, scheduled=scheduled
+        )
         self.take_schedule()
-        self.is_neutral = not self.scale.bounded
-
-    def _check_begin(self) -> None:
-        for value in self.scheduled:
-            self._check_first(value)
-
-    def _check_first(self, value: Any) -> None:
-        is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
-        number = float(value) if is_one else math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"{self.name} is {value!r}: begin with a finite number")
-        # In a step it may: a schedule may begin at 0.
-        if self.meaning.acts != "step" and self.scale.kind == "log" and number <= 0:
-            raise ValueError(
-                f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use "
-                "scale='linear' with a unit"
-            )
-        low, high = self.scale.low, self.scale.high
-        if self.scale.bounded and not low <= number <= high:
-            raise ValueError(
-                f"{self.name} is {number:g}, outside of its bounds ({low:g}, {high:g}): change one "
-                "of them"
-            )
+        self.is_neutral = not scale.bounded
 
     def read(self) -> list[Any]:
         """[cell]: what they hold now."""
@@ -235,6 +214,25 @@ class BoundKnob(Value):
             f"this replica's own value, {own:g}: change it outside, where it is every replica's "
             "(step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
             "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
+        )
+
+
+def _check_first(value: Any, name: str, scale: Scale, meaning: Meaning) -> None:
+    """Raises ValueError for one with which a knob cannot begin."""
+    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+    number = float(value) if is_one else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!r}: begin with a finite number")
+    # In a step it may: a schedule may begin at 0.
+    if meaning.acts != "step" and scale.kind == "log" and number <= 0:
+        raise ValueError(
+            f"{name} is {number:g}, and scale='log' multiplies: begin above 0, or use "
+            "scale='linear' with a unit"
+        )
+    if scale.bounded and not scale.low <= number <= scale.high:
+        raise ValueError(
+            f"{name} is {number:g}, outside of its bounds ({scale.low:g}, {scale.high:g}): change "
+            "one of them"
         )
 
 

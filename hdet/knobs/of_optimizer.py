@@ -85,16 +85,16 @@ class _OfGroups:
         usable = [i for i, group in enumerate(groups) if _can_move(group, key)]
         if not usable:
             raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
-        make = lambda label, indices: kind(
-            label, self.spread, optimizer, key, indices, self._scale(), meaning, entry=entry
-        )
-        if self.groups is None:
-            return [make(name, usable)]
-        labels = [str(group.get("name", i)) for i, group in enumerate(groups)]
-        chosen = usable
-        if self.groups != "each":
-            chosen = [_chosen(group, labels, usable, name) for group in self.groups]
-        return [make(f"{name}/{labels[i]}", [i]) for i in chosen]
+        chosen = [(name, usable)]
+        if self.groups is not None:
+            labels = [str(group.get("name", i)) for i, group in enumerate(groups)]
+            if self.groups != "each":
+                usable = [_chosen(group, labels, usable, name) for group in self.groups]
+            chosen = [(f"{name}/{labels[i]}", [i]) for i in usable]
+        return [
+            kind(label, self.spread, optimizer, key, indices, self._scale(), meaning, entry=entry)
+            for label, indices in chosen
+        ]
 
 
 def _can_move(group: dict[str, Any], key: str) -> bool:

@@ -283,11 +283,8 @@ def wrong_for_controller(run: Setup) -> Iterator[str]:
 
 def doubts(run: Setup) -> Iterator[str]:
     """Warned of: next to nothing comes of such a run."""
-    optimizer, scheduler, schedule = run.optimizer, run.scheduler, run.schedule
-    buffers, controller = run.sync.buffers, run.controller
-    rows = zip(schedule.knobs, schedule.peaks(), strict=True)
-    rates = [peak for knob, row in rows for peak in row if knob.key == "lr"]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    scheduler, buffers, controller = run.scheduler, run.sync.buffers, run.controller
+    rates = [peak for knob in run.knobs if knob.key == "lr" for peak in knob.peaks()]
     if isinstance(buffers, nn.Module) and any(
         isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers()
         for module in buffers.modules()
@@ -297,7 +294,7 @@ def doubts(run: Setup) -> Iterator[str]:
             "so running statistics (BatchNorm) follow one replica, whatever is averaged: wrap "
             "with broadcast_buffers=False (forward_sync_buffers=False in newer torch)"
         )
-    if not any(p.requires_grad or keeps_weights(optimizer) for p in params):
+    if not any(p.requires_grad or keeps_weights(run.optimizer) for p in run.trained):
         yield "each parameter of the optimizer is frozen (requires_grad=False): nothing is trained"
     if scheduler is not None and rates and not any(rates):
         yield "the learning rate is 0, and its schedule multiplies it: nothing is trained"
@@ -310,7 +307,7 @@ def doubts(run: Setup) -> Iterator[str]:
             )
     if controller is None:
         return
-    name, total, length = controller.name, schedule.total_steps, run.sync.every
+    name, total, length = controller.name, run.schedule.total_steps, run.sync.every
     if total is not None and total < 2 * length:
         yield (
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "

@@ -11,29 +11,19 @@ the weight NaN, which no loss can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from ..converge import Masters, all_finite, digest
 from ..core.validate import within
-from ..optim.snapshot import masters_of
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from ..tensors.profiling import ranged
 
-__all__ = [
-    "CycleStats",
-    "LocalReplica",
-    "LossMeter",
-    "gather_stats",
-    "local_replicas",
-    "parse",
-]
+__all__ = ["CycleStats", "LossMeter", "gather_stats", "parse"]
 
 Measured = Mapping[str, torch.Tensor]
 """By measurement, the row of one replica."""
@@ -99,29 +89,6 @@ class LossMeter:
         self._number, self._weight = 0.0, 0.0
 
 
-@dataclass(frozen=True)
-class LocalReplica:
-    """A replica of this process, or this process's part of one, in the running cycle."""
-
-    parameters: Callable[[], Sequence[torch.Tensor]]
-    """Gives its parameters and buffers, which may be others by now."""
-    masters: Masters
-    """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split
-    form, or None."""
-
-
-def local_replicas(
-    replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]
-) -> list[LocalReplica]:
-    """The replicas that this process holds, each with its own of ``tensors``."""
-
-    def replica(slot: int) -> LocalReplica:
-        masters = masters_of(optimizer, tensors, slot)
-        return LocalReplica(lambda: replicas.sets(tensors)[slot], masters)
-
-    return [replica(slot) for slot in range(len(replicas.local))]
-
-
 class CycleStats(NamedTuple):
     """What the replicas contribute at the end of a cycle: by replica, but for marks and
     measured."""
@@ -148,7 +115,8 @@ class CycleStats(NamedTuple):
 @ranged("hdet.cycle_stats")
 def gather_stats(
     replicas: Replicas,
-    members: Sequence[LocalReplica],
+    tensors: Sequence[torch.Tensor],
+    masters: Sequence[Masters],
     losses: Sequence[LossMeter],
     measured: Sequence[Measured],
     purpose: str,
@@ -161,44 +129,33 @@ def gather_stats(
 
     Args:
         purpose: of the collective, for the error of a rank that has come for another one.
-        members: the replicas of this process.
-        losses, measured: of each of them.
+        tensors: parameters and buffers, of which each local replica has its own.
+        masters: gives what the optimizer keeps beside each of them: float32, or the lower half of
+            the split form, or None. By local replica, as losses and measured.
         compare: add two marks of the parameters, to recognise equal replicas.
         marks: whole numbers below 2^40 that are to be compared.
     """
     replicas.write_back()
-    rows = [
-        _row(member, meter, own, compare, marks)
-        for member, meter, own in zip(members, losses, measured, strict=True)
-    ]
+    rows = []
+    for own, keeps, meter, taken in zip(
+        replicas.sets(tensors), masters, losses, measured, strict=True
+    ):
+        parts, row = local_parts(own), meter.stats()
+        row[1] += torch.where(all_finite(parts).to(row.device) == 1, 0.0, math.nan)
+        pieces = [row]
+        pieces += [row.new_tensor([m]) if isinstance(m, float) else m.reshape(1) for m in marks]
+        if compare:
+            # Masters may differ where their rounded copies do not.
+            kept = local_parts([master for master in keeps() if master is not None])
+            pieces.append(digest([*parts, *kept]))
+        rows.append(torch.cat([piece.to(row.device) for piece in (*pieces, *taken.values())]))
     widths = {name: len(row) for name, row in measured[0].items()}
     return parse(replicas.sum_rows(*rows, purpose=purpose), len(marks) + 2 * compare, widths)
 
 
-def _row(
-    member: LocalReplica,
-    losses: LossMeter,
-    measured: Measured,
-    compare: bool,
-    marks: Sequence[float | torch.Tensor],
-) -> torch.Tensor:
-    """float64 on the parameters' device."""
-    parameters = local_parts(member.parameters())
-    row = losses.stats()
-    row[1] += torch.where(all_finite(parameters).to(row.device) == 1, 0.0, math.nan)
-    pieces = [
-        row,
-        *(row.new_tensor([mark]) if isinstance(mark, float) else mark.reshape(1) for mark in marks),
-    ]
-    if compare:
-        # Masters may differ where their rounded copies do not.
-        masters = local_parts([m for m in member.masters() if m is not None])
-        pieces.append(digest([*parameters, *masters]))
-    return torch.cat([piece.to(row.device) for piece in (*pieces, *measured.values())])
-
-
 def parse(table: torch.Tensor, marks: int, widths: Mapping[str, int]) -> CycleStats:
-    """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any device.
+    """What `gather_stats` has put into rows, of their sums over each replica's ranks: (N, w)
+    float64, on any device.
 
     Column by column: at a thousand replicas a look at each number by itself would be most of what a
     cycle costs the host.

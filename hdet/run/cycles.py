@@ -17,7 +17,6 @@ from ..core.engine import CycleOutcome
 from ..core.validate import warn
 from ..logging import CycleRecord
 from ..tensors.profiling import ranged
-from ..trial.rule import RateInterval
 from .cycle_stats import CycleStats, LossMeter, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
@@ -42,7 +41,6 @@ class Cycles:
     Args:
         run: what it is made of.
         fan_out: puts multipliers into the optimizer's step.
-        parameters: averages the replicas.
         agreement: sees the parameters before the first step.
         guard: put, with a name, around what communicates.
     """
@@ -51,24 +49,22 @@ class Cycles:
         self,
         run: Setup,
         fan_out: FanOut,
-        parameters: ReplicaParameters,
         agreement: Agreement,
         guard: Guard,
     ) -> None:
         self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
-        self.fan_out, self.parameters, self._agreement = fan_out, parameters, agreement
-        self.replicas, self._optimizer, self._divergence = (
-            run.replicas,
-            run.optimizer,
-            run.divergence,
-        )
+        self.fan_out, self._agreement = fan_out, agreement
+        # Ways of averaging may keep a second set of parameters in the optimizer: made last.
+        self.parameters = parameters = ReplicaParameters(run)
+        self.replicas, self._divergence = run.replicas, run.divergence
         self._guard, self.measurements = guard, Measurements(run, guard)
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
         self.notes: list[str] = []
         """For the next record."""
-        self._interval: RateInterval | None = None  # of the search, once a record has it
+        self.trial: tuple[dict[str, Any] | None, float] = None, 0.0
+        """What a search has measured, for the next record, and its cost in steps."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False
@@ -134,7 +130,7 @@ class Cycles:
     def check_no_arm(self, name: str) -> None:
         """Nor by a closure, which computes the losses of other weights than the run's."""
         if self.search is not None:
-            self.search.check_in_place(f"ensemble.{name}()")
+            self.search.in_place.check(f"ensemble.{name}()")
 
     # -- in sync -----------------------------------------------------------------------------------
 
@@ -172,7 +168,7 @@ class Cycles:
 
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
-        self._interval = None if self.search is None else self.search.interval
+        self.trial = None, 0.0
         self._stay_equal = self.replicas.count == 1
         self.parameters.note_load()
         self.begin()
@@ -205,8 +201,8 @@ class Cycles:
             marks = [self.schedule.mark(), *self.parameters.marks()]
         with self._guard("statistics"):
             stats = gather_stats(
-                self.replicas, self.parameters.local, self.losses, measured, purpose,
-                compare=compare, marks=marks,
+                self.replicas, self.parameters.tensors, self.parameters.masters, self.losses,
+                measured, purpose, compare=compare, marks=marks,
             )  # fmt: skip
         if marks:
             self.schedule.check_marks(stats.marks[0])
@@ -235,17 +231,19 @@ class Cycles:
         self._average(verdict, are_equal=compare and stats.are_alike)
         averaged = self._now()
         if verdict.roll_back:
-            outcome = self._roll_back()
+            lower = self._divergence.lower  # rates, in the place of a decision
+            self.notes.append(f"cycle rolled back; base values multiplied by {lower:g}")
+            outcome = self.engine.roll_back(lower)
         else:
             outcome = self._decide(verdict, stats, measured)
         self.note_average()
         self.schedule.write()
-        trial, trial_steps = self._take_trial()
         engine, schedule, decisions = self.engine, self.schedule, outcome.decisions
         by_knob, probe = schedule.by_knob, measured.get(PROBE)
         record = CycleRecord(
             event="cycle", cycle=outcome.cycle, step=engine.step,
-            values=by_knob(schedule.base_values()), scheduled=by_knob(schedule.values()),
+            values=by_knob(schedule.base_values()),
+            scheduled=by_knob([knob.scheduled_value() for knob in schedule.knobs]),
             corrections=by_knob(schedule.corrections()),
             slopes=by_knob([decision.slope for decision in decisions]),
             errors=by_knob([decision.error for decision in decisions]),
@@ -254,20 +252,12 @@ class Cycles:
             probe=None if probe is None else [_finite_mean(row) for row in probe],
             left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
             diverged_total=engine.diverged_total, probe_ms=1e3 * (probed - started),
-            converge_ms=1e3 * (averaged - probed), trial=trial, trial_steps=trial_steps,
+            converge_ms=1e3 * (averaged - probed), trial=self.trial[0], trial_steps=self.trial[1],
             searching=is_searching, notes=[*self.notes, *outcome.notes], record=asdict(outcome),
         )  # fmt: skip
-        self.notes = []
+        self.notes, self.trial = [], (None, 0.0)
         self.begin()
         return record
-
-    def _take_trial(self) -> tuple[dict[str, Any] | None, float]:
-        """What the search has measured in this cycle, for its record, and its cost in steps."""
-        search = self.search
-        if search is None or search.interval is None or search.interval is self._interval:
-            return None, 0.0
-        self._interval = search.interval
-        return search.interval.to_dict(), search.cost
 
     def _check_explored(self) -> None:
         forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
@@ -306,12 +296,6 @@ class Cycles:
             # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
             elif not (are_equal and self.parameters.average.idle):
                 self.notes += self.parameters.end_cycle(verdict.healthy)
-
-    def _roll_back(self) -> CycleOutcome:
-        """Lower rates in the place of a decision."""
-        lower = self._divergence.lower
-        self.notes.append(f"cycle rolled back; base values multiplied by {lower:g}")
-        return self.engine.roll_back(lower)
 
     def _decide(
         self, verdict: Verdict, stats: CycleStats, measured: Mapping[str, list[list[float]]]

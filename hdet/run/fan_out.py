@@ -41,7 +41,7 @@ class FanOut:
     """
 
     def __init__(self, run: Setup) -> None:
-        optimizer = run.optimizer
+        self._run, optimizer = run, run.optimizer
         self.optimizer, self.schedule, self.knobs = optimizer, run.schedule, run.schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
@@ -64,11 +64,8 @@ class FanOut:
         self._wait_for_state: Callable[[], None] = _do_nothing  # ends the waiting
         self._rates = [knob for knob in self.knobs if knob.key == "lr"]
         self._are_rates_bounded = self.is_fused and any(k.scale.bounded for k in self._rates)
-        self._in_step = [
-            (k, knob)
-            for k, knob in enumerate(self.knobs)
-            if knob.meaning.acts == "step" and not (self.is_fused and knob.key == "lr")
-        ]
+        in_step = [knob for knob in self.knobs if knob.meaning.acts == "step"]
+        self._in_step = [knob for knob in in_step if not (self.is_fused and knob.key == "lr")]
 
     def attach(self, on_cycle_start: Callable[[], object]) -> None:
         """Let the optimizer's step be `step`. ``on_cycle_start`` is called before the first one
@@ -111,7 +108,7 @@ class FanOut:
             else:
                 result = inner(*args, **kwargs)
             if self.gradient_norm is None:  # a closure has made the gradients
-                self.gradient_norm = self._norm()
+                self.gradient_norm = gradient_norm(self._run.trained)
             self.stepped = True
             return result
         finally:
@@ -132,7 +129,7 @@ class FanOut:
         if self._needs_dense:  # in each step it would cost too much
             _check_dense_gradients(self.optimizer)
         if self.gradient_norm is None and is_ready:
-            self.gradient_norm = self._norm()
+            self.gradient_norm = gradient_norm(self._run.trained)
         self._on_cycle_start()
         self._is_first_step = False
 
@@ -140,8 +137,8 @@ class FanOut:
         if self._are_rates_bounded:  # the schedule has moved, and what bounds leave of multipliers
             self._hand_on_multipliers()
         with ExitStack() as stack:
-            for k, knob in self._in_step:
-                stack.enter_context(knob.fanned_out(self.multipliers[0][k]))
+            for knob in self._in_step:
+                stack.enter_context(knob.fanned_out(knob.multiplier))
             return inner(*args, **kwargs)
 
     def take_stepped(self) -> bool:
@@ -173,7 +170,7 @@ class FanOut:
         self._is_told = True
         warn(
             f"{what} {but}. Call it once after each step() of the optimizer that the Ensemble was "
-            "given. (A GradScaler may skip the first steps: then all is well.)",
+            "given. (A GradScaler may skip the first steps: then all is well.)"
         )
 
     @contextmanager
@@ -200,9 +197,6 @@ class FanOut:
                 "profiler or another library) before the Ensemble was made: make the Ensemble "
                 "first, or look optimizer.step up again after it"
             )
-
-    def _norm(self) -> torch.Tensor:
-        return gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
     # -- a cycle -----------------------------------------------------------------------------------
 

@@ -40,12 +40,7 @@ class ReplicaLost(RuntimeError):
     """
 
     def __init__(
-        self,
-        message: str,
-        phase: str = "",
-        cycle: int = 0,
-        step: int = 0,
-        lost: Sequence[int] = (),
+        self, message: str, phase: str = "", cycle: int = 0, step: int = 0, lost: Sequence[int] = ()
     ) -> None:
         super().__init__(message)
         self.phase, self.cycle, self.step, self.lost = phase, cycle, step, tuple(lost)

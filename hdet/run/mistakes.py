@@ -52,7 +52,7 @@ def warn_of_lost_state(which: str) -> None:
     warn(
         f"{which}. On resuming load the states of both, and ensemble.state_dict(), without which "
         "a correction is lost (docs/checkpoints.md). In a new run make the scheduler after the "
-        "rate was written; find_rate(...).apply writes to both",
+        "rate was written; find_rate(...).apply writes to both"
     )
 
 
@@ -107,5 +107,5 @@ def warn_of_less_control(engine: Engine, state: Mapping[str, Any]) -> None:
     warn(
         f"the ensemble's state was saved with {' and '.join(lacks)}, and this run has none: the "
         f"corrections {kept} stay as they are, and no other values are tried"
-        f"{spread if engine.explores else ''}",
+        f"{spread if engine.explores else ''}"
     )

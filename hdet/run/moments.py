@@ -120,12 +120,8 @@ class Moments:
             return
         parameter = self._optimizer.param_groups[0]["params"][0]
         device = reachable(group, local_parts([parameter])[0].device)
-        own = torch.stack(
-            [
-                torch.as_tensor(e.value, dtype=torch.float64, device=device).squeeze()
-                for e in numbers
-            ]
-        )
+        values = [torch.as_tensor(e.value, dtype=torch.float64, device=device) for e in numbers]
+        own = torch.stack([value.squeeze() for value in values])
         table = own.new_empty(self._replicas.count, len(own))
         all_gather(table.view(-1), own, group)
         for entry, column in zip(numbers, table.T.tolist(), strict=True):

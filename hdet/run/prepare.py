@@ -63,7 +63,8 @@ def _with_engine(run: Setup) -> Setup:
         run.knobs, count, clock, run.controller, run.seed, rules.choose_design(run), searches
     )
     engine.step = max(0, int(run.schedule.step or 0))
-    facts = Run(clock, engine.knobs, count, run.schedule.floors(), run.is_local, searches)
+    floors = [knob.floor() for knob in run.knobs]
+    facts = Run(clock, engine.knobs, count, floors, run.is_local, searches)
     for one in (run.search, run.controller):
         if one is not None:
             one.start(facts)

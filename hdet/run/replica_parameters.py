@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from ..converge import Averager, Task
 from ..converge.sync import Tied
-from ..optim.snapshot import CycleStarts, beside
+from ..optim.snapshot import CycleStarts, beside, masters_of
 from ..replicas import ReplicaDisagreement
 from ..replicas.agreement import digest
 from ..tensors.dtensor import local_parts, reshard
-from .cycle_stats import local_replicas
 from .moments import Moments
 from .setup import Setup
 
@@ -31,13 +30,14 @@ class ReplicaParameters:
     def __init__(self, run: Setup) -> None:
         self.tensors, self.replicas, self._optimizer = run.tensors, run.replicas, run.optimizer
         self._sync, self._models = run.sync, run.models
-        self.local = local_replicas(run.replicas, run.optimizer, run.tensors)
+        slots = range(len(run.replicas.local))
+        self.masters = [masters_of(run.optimizer, run.tensors, slot) for slot in slots]
         task = Task(
-            run.tensors, run.replicas, run.optimizer, self.local[0].masters, run.sync.bucket_bytes,
+            run.tensors, run.replicas, run.optimizer, self.masters[0], run.sync.bucket_bytes,
             run.sync.gradients,
         )  # fmt: skip
         self.average: Averager = (
-            _CoresidentAverager(task) if len(self.local) > 1 else run.sync.converge.build(task)
+            _CoresidentAverager(task) if len(slots) > 1 else run.sync.converge.build(task)
         )
         self.moments = Moments(run.sync.moments, run.optimizer, run.replicas, run.sync.bucket_bytes)
         kept_on = run.divergence.rollback
@@ -162,7 +162,7 @@ class ReplicaParameters:
     def _with_weights(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """And with its master."""
         place = next(i for i, own in enumerate(self.tensors) if own is tensor)
-        own = [tensor, self.local[0].masters()[place], *beside(self._optimizer, [tensor])]
+        own = [tensor, self.masters[0]()[place], *beside(self._optimizer, [tensor])]
         return local_parts([one for one in own if one is not None])
 
 

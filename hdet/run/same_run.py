@@ -89,12 +89,9 @@ class Agreement:
         replicas, gradients = self._run.replicas, self._run.sync.gradients
         if replicas.world_group is None:
             return
-        square = (
-            torch.full((1,), math.nan, dtype=torch.float64)
-            if norm is None
-            else norm.reshape(1) ** 2
-        )
-        rows = replicas.sum_rows(square.to(self._device), purpose="the first step's gradients")
+        norm = torch.tensor(math.nan, dtype=torch.float64) if norm is None else norm
+        square = norm.reshape(1).to(self._device) ** 2
+        rows = replicas.sum_rows(square, purpose="the first step's gradients")
         norms = [math.sqrt(x) for x in rows.flatten().tolist()]
         if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
             return
@@ -109,7 +106,7 @@ class Agreement:
             warn(
                 "gradients='local', but the first step's gradients are the same on all replicas: "
                 "under DistributedDataParallel run the backward pass inside no_sync(), and give "
-                "each replica batches of its own",
+                "each replica batches of its own"
             )
 
     def _of_everyone(self) -> dict[str, Any]:
@@ -126,8 +123,8 @@ class Agreement:
             "sync": {name: getattr(self._run.sync, name) for name in _OF_SYNC},
             "divergence": self._run.divergence,
             "knobs": {knob.name: knob for knob in engine.knobs},
-            "search": self._run.search and _settings_of(self._run.search),
-            "controller": engine.controller and _settings_of(engine.controller),
+            "search": self._run.search,
+            "controller": engine.controller,
             "state": engine.state_dict(),
             "state of the search": self._run.search and self._run.search.state_dict(),
             "corrections": self._run.schedule.corrections(),
@@ -204,7 +201,17 @@ def _kind(thing: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Nested dicts and lists of numbers and text; of everything else the class, because a repr may
-    hold an address."""
+    hold an address. Of a search or controller the settings, and those of controllers in it: what it
+    keeps for itself may depend on the step, which scalers skip rank by rank."""
+    if isinstance(value, (Controller, AutoLR)):
+        kinds = (int, float, str, tuple, type(None))
+        own = {
+            name: held
+            for name, held in vars(value).items()
+            if isinstance(held, Controller)
+            or (name[0] != "_" and (is_dataclass(held) or isinstance(held, kinds)))
+        }
+        return _plain({"name": value.name, **own})
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if is_dataclass(value):
@@ -218,17 +225,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
-
-
-def _settings_of(controller: Controller | AutoLR) -> dict[str, Any]:
-    """The settings of a search, or of a controller and of those that it consists of. What it keeps
-    for itself may depend on the step, which scalers skip rank by rank."""
-    settings: dict[str, Any] = {"name": controller.name}
-    for name, value in vars(controller).items():
-        if isinstance(value, Controller):
-            settings[name] = _settings_of(value)
-        elif not name.startswith("_") and (
-            is_dataclass(value) or isinstance(value, (int, float, str, tuple, type(None)))
-        ):
-            settings[name] = value
-    return settings

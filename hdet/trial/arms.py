@@ -16,24 +16,32 @@ from ..replicas.agreement import reachable
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
+from .displacement import Displacement
 from .in_place import InPlace
 from .searched import Closure, Searched, losses_by, mean_of
 
-__all__ = ["Arms", "Gradients"]
+__all__ = ["Arms", "Beginning"]
 
 NO_GRADIENTS = "gradients were 0 in most of the first steps: is the loss masked, or its weight 0?"
 
 
-class Gradients:
-    """Counts steps before the first gradient that is not 0: weight decay alone moves the weights
-    there. (After it, gradients of 0 say that the rate is too high.)"""
+class Beginning:
+    """The first weights of a run, how far they have moved since, and steps before the first
+    gradient that is not 0: weight decay alone moves the weights there. (After it, gradients of 0
+    say that the rate is too high.)
 
-    def __init__(self, run: Searched) -> None:
+    Args:
+        place: "device" or "host", where the first weights are kept.
+    """
+
+    def __init__(self, run: Searched, place: str) -> None:
         self._run, self._steps = run, 0
         self._have_begun: Any = False  # perhaps a tensor on the device
         self._idle: Any = 0.0
+        self.close = run.optimizer.register_step_post_hook(self.note_gradients).remove
+        self.weights, self.displacement = run.take_snapshot(place), Displacement(run.weights)
 
-    def note(self, *_: Any) -> None:
+    def note_gradients(self, *_: Any) -> None:
         """Of a step of the run (as a hook of the optimizer) or of an arm, as they are now."""
         if any(p.grad is not None for p in self._run.parameters):  # else they are kept elsewhere
             self._steps += 1
@@ -52,6 +60,8 @@ class Arms:
     weights, and holds all that is trained: parameters, masters, the optimizer's state, buffers.
 
     Args:
+        begun: since when it has the arms' first weights.
+        in_place: knows when an arm is in the run's place.
         before_step, scaler, place: as of `AutoLR`.
         spread: does each replica train arms of its own, whose gradients are not averaged?
     """
@@ -59,15 +69,15 @@ class Arms:
     def __init__(
         self,
         run: Searched,
-        first: Snapshot,
-        gradients: Gradients,
+        begun: Beginning,
+        in_place: InPlace,
         before_step: Callable[[], object] | None,
         scaler: Any,
         place: str,
         spread: bool,
     ) -> None:
-        self.run, self.first, self.gradients, self.spread = run, first, gradients, spread
-        self._before_step, self._scaler, self._place = before_step, scaler, place
+        self.run, self.begun, self.spread, self._in_place = run, begun, spread, in_place
+        self._before_step, self.scaler, self._place = before_step, scaler, place
         # Are gradients averaged here? None: not if the loop, and so before_step, does it.
         self._averages: bool | None = None
         self._averaged = list[torch.Tensor]()
@@ -78,13 +88,12 @@ class Arms:
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
         self._needs_closure = False  # the optimizer's step, as SAM's
-        self.in_place = InPlace(*run.module.modules(), run.optimizer)
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
 
     @contextmanager
     def keep_run(self) -> Iterator[None]:
         """Afterwards the run, its gradients and modes are bitwise what they were."""
-        with self.in_place.hold(), self.run.keep_gradients(), _without_reduction(self.run):
+        with self._in_place.hold(), self.run.keep_gradients(), _without_reduction(self.run):
             self._own.take()
             try:
                 with modes_kept(self.run.module):
@@ -93,19 +102,14 @@ class Arms:
                 self._own.restore()
                 self.run.forget_gathered()
 
-    @property
-    def has_scaler(self) -> bool:
-        """Then the loop's step may have been skipped."""
-        return self._scaler is not None
-
     def begin(self) -> Snapshot:
         """A new arm. It has the first weights."""
-        self.run.restore(self.first)
+        self.run.restore(self.begun.weights)
         return self.run.take_snapshot(self._place)
 
     def num_bytes(self, arms: Iterable[Snapshot | None]) -> int:
         """What these take here, with the first weights and the run's own."""
-        held = [self.first, self._own, *(arm for arm in arms if arm is not None)]
+        held = [self.begun.weights, self._own, *(arm for arm in arms if arm is not None)]
         return sum(snapshot.num_bytes for snapshot in held)
 
     @ranged("hdet.trial.train")
@@ -126,7 +130,7 @@ class Arms:
             losses = self._backward(closure)
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
-                self.gradients.note()
+                self.begun.note_gradients()
                 if self._before_step is not None:
                     self._before_step()
                 with _rates_in_force(run, factor), run.aside():
@@ -180,7 +184,7 @@ class Arms:
                 return losses
             loss = losses.mean()
             try:
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
@@ -226,11 +230,11 @@ class Arms:
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether all gradients are finite, on every rank alike: a step that overflows is
         skipped."""
-        if self._scaler is None or not self._scaler.is_enabled():
+        if self.scaler is None or not self.scaler.is_enabled():
             return True
         bad = torch.zeros(1, dtype=torch.float64)
         for part in local_parts(gradients):
-            part.div_(self._scaler.get_scale())
+            part.div_(self.scaler.get_scale())
             bad += float(not part.isfinite().all())
         return not self.run.replicas.sum_rows(bad, purpose="gradients of an arm").sum().item()
 

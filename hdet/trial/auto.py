@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import nn
 from ..core.evidence import Run
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import warn, within
-from ..optim.snapshot import Snapshot
-from .arms import Arms, Gradients
+from .arms import Arms, Beginning
 from .best_weights import BestWeights
 from .budget import Budget
-from .displacement import Displacement
+from .in_place import InPlace
 from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
 from .steps import LoopLoss, OwnSteps, TrialSteps
@@ -131,11 +129,10 @@ class AutoLR:
         self.report_only = report_only
         self._repeats = 0
         self._run: Any = None  # a `Searched`, from `attach` on
-        # of and since the first weights
-        self._begun: tuple[Snapshot, Displacement, Gradients] | None = None
-        self._hook: Any = None  # by which the optimizer's steps are noted
+        self._begun: Beginning | None = None
         self._steps: TrialSteps | OwnSteps | None = None
-        self._arms: Arms | None = None
+        self.in_place = InPlace()
+        """Keeps others from seeing an arm of a trial in the run's place."""
 
     # -- what an Ensemble asks ---------------------------------------------------------------------
 
@@ -170,9 +167,7 @@ class AutoLR:
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
         if not self.done and self._begun is None:
-            run, gradients = self._run, Gradients(self._run)
-            self._hook = run.optimizer.register_step_post_hook(gradients.note)
-            self._begun = run.take_snapshot(self.place), Displacement(run.weights), gradients
+            self._begun = Beginning(self._run, self.place)
 
     def after_step(self, closure: Closure | None, loss: LoopLoss = None) -> float | None:
         """After each optimizer step, with its rates still in use and its loss. Returns the factor
@@ -185,7 +180,7 @@ class AutoLR:
         run: Searched = self._run
         trial = Trial(run.rate, (Arm(run.rate),))
         if self._steps or not run.find_doubt():
-            self._steps = self._steps or self._make_steps(closure)
+            self._steps = self._steps or self._make_steps(self._begun, closure)
             measured = self._steps.after_step(closure, loss)
             if measured is None:
                 return None
@@ -195,20 +190,20 @@ class AutoLR:
         factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
         self._has_restarted = factor < 1
         if factor < 1:
-            self._run.restore(self._begun[0])
+            run.restore(self._begun.weights)
         self.close()
         return factor
 
-    def _make_steps(self, closure: Closure | None) -> TrialSteps | OwnSteps:
-        assert self._begun is not None
-        run, (first, displacement, gradients) = self._run, self._begun
+    def _make_steps(self, begun: Beginning, closure: Closure | None) -> TrialSteps | OwnSteps:
+        run = self._run
         if closure is None or not self._budget.allows_trial:
             run.replicas.meet("a step without a closure")
-            return OwnSteps(run, displacement, gradients)
+            return OwnSteps(run, begun)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
         spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
-        self._arms = Arms(run, first, gradients, self.before_step, self.scaler, self.place, spread)
-        return TrialSteps(self._arms, displacement)
+        self.in_place.watch([*run.module.modules(), run.optimizer])
+        given = self.before_step, self.scaler, self.place
+        return TrialSteps(Arms(run, begun, self.in_place, *given, spread))
 
     def _decide(self, trial: Trial) -> float:
         given, measured_at = self.interval or trial, trial.rate
@@ -240,26 +235,15 @@ class AutoLR:
             warn(
                 "saved during AutoLR's search: a run that is resumed from here searches again, "
                 f"from these weights, and is another run; save after its first {STEPS + SCORES} "
-                "steps for one that goes on bitwise",
+                "steps for one that goes on bitwise"
             )
-
-    def held_off(self, what: str) -> AbstractContextManager[None]:
-        """Inside, no arm comes into the run's place, also in another thread."""
-        return nullcontext() if self._arms is None else self._arms.in_place.held_off(what)
-
-    def check_in_place(self, what: str) -> None:
-        """Raises RuntimeError if ``what`` was called by the closure, for an arm; waits in another
-        thread."""
-        if self._arms is not None:
-            self._arms.in_place.check(what)
 
     def close(self) -> None:
         """Copies and hooks go. A search that was under way begins again with the next step."""
-        if self._arms is not None:
-            self._arms.in_place.close()
-        if self._hook is not None:
-            self._hook.remove()
-        self._arms = self._steps = self._begun = None
+        self.in_place.close()
+        if self._begun is not None:
+            self._begun.close()
+        self._steps = self._begun = None
 
     @property
     def _budget(self) -> Budget:
@@ -338,5 +322,5 @@ class AutoLR:
         if not self.done and self._run is not None:
             warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "
-                "weights that were loaded",
+                "weights that were loaded"
             )

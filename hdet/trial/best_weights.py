@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.validate import warn
 from ..optim.snapshot import keeps_weights
-from ..tensors.buffers import BufferCopies, Copy
+from ..tensors.buffers import BufferCopies, keep, put
 from .searched import Searched
 
 __all__ = ["BestWeights"]
@@ -49,7 +49,7 @@ class BestWeights:
         self.loss_fn, self.batches = pair
         self.loss, self.step = math.inf, 0
         self._steps = 0
-        self._weights: list[Copy] = []
+        self._weights: list[Any] = []
 
     def attach(self, run: Searched, total_steps: int | None, place: str) -> None:
         """Raises ValueError for a run of unknown length, or of several models."""
@@ -77,9 +77,7 @@ class BestWeights:
         loss = self._held_out_loss()
         if loss < self.loss:
             self.loss, self.step = loss, self._steps
-            old: Sequence[Any] = self._weights or [None] * len(self._run.parameters)
-            pairs = zip(self._run.parameters, old, strict=True)
-            self._weights = [Copy(p, self._on_host, before) for p, before in pairs]
+            self._weights = keep(self._run.parameters, self._on_host, self._weights)
             self._buffers.take()
 
     def _held_out_loss(self) -> float:
@@ -99,8 +97,7 @@ class BestWeights:
         """See `AutoLR.restore_best_weights`."""
         if not self.step:
             raise ValueError(f"no held-out loss yet: it is computed every {self._every} steps")
-        for parameter, copy in zip(self._run.parameters, self._weights, strict=True):
-            copy.put(parameter)
+        put(self._run.parameters, self._weights)
         self._buffers.put_back()
         self._run.forget_gathered()
         return self.loss
@@ -117,7 +114,7 @@ class BestWeights:
             warn(
                 f"val_batches: the best weights so far (held-out loss {loss:.4g} at step {step:g}) "
                 "are not in the checkpoint. restore_best_weights() gives the best ones after step "
-                f"{steps:g}, and returns their loss, which may be higher",
+                f"{steps:g}, and returns their loss, which may be higher"
             )
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -19,15 +19,19 @@ class InPlace:
     """Knows whether a copy of the run is in the place of the run.
 
     ``with in_place.hold():`` goes around everything that trains or scores a copy. Meanwhile
-    ``state_dict`` of the owners (model and optimizer, on which this is a hook) raises RuntimeError
+    ``state_dict`` of what is `watch`ed (model and optimizer) raises RuntimeError
     in the same thread (a closure that saves), and waits in others. Python's signal handlers run
     when the run is back: a handler that saves finds the run, and Ctrl-C does not leave half a copy
     behind. A second signal of a kind is not held back.
     """
 
-    def __init__(self, *owners: Any) -> None:
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: int | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, owners: Iterable[Any]) -> None:
+        """Let this be a hook of their ``state_dict``, until `close`."""
         hooked = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
         self._hooks = [owner.register_state_dict_pre_hook(self) for owner in hooked]
 

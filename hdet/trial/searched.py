@@ -183,16 +183,18 @@ def losses_by(closure: Closure) -> torch.Tensor | None:
             "the closure ran to the end of an iterator: it computes the losses of the step's own "
             "batch again, so take the batch in the loop"
         ) from error
+    if losses is None:
+        return None
     if isinstance(losses, (int, float)):
         return torch.tensor(float(losses))
-    if losses is not None and not isinstance(losses, torch.Tensor):
+    if not isinstance(losses, torch.Tensor):
         raise TypeError(
             f"the closure returned a {type(losses).__name__}: return a tensor of losses, one "
             "for each example, one number, or None where no loss is seen"
         )
-    if losses is not None and not losses.is_floating_point():
+    if not losses.is_floating_point():
         raise TypeError(f"the closure returned {losses.dtype} numbers: return the losses")
-    return losses if losses is not None and losses.numel() else None
+    return losses if losses.numel() else None
 
 
 def mean_of(losses: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..tensors.profiling import ranged
-from .arms import Arms, Gradients
+from .arms import Arms, Beginning
 from .budget import FORWARD
-from .displacement import Displacement, Ratios, medians
+from .displacement import Ratios, medians
 from .rule import FARTHEST, MULTIPLES, RATE_UNUSED, SCORES, STEPS, Arm, Trial, arm_factor
 from .searched import Closure, Searched, mean_of
 
@@ -52,9 +52,8 @@ class OwnSteps:
 
     cost = seconds = num_bytes = 0
 
-    def __init__(self, run: Searched, displacement: Displacement, gradients: Gradients) -> None:
-        self._run, self._displacement, self._gradients = run, displacement, gradients
-        self._position = 0
+    def __init__(self, run: Searched, begun: Beginning) -> None:
+        self._run, self._begun, self._position = run, begun, 0
         self._sum: Any = 0.0  # of rates, as parts of their peak; perhaps a tensor on the device
 
     def after_step(self, closure: Closure | None = None, loss: LoopLoss = None) -> Trial | None:
@@ -65,15 +64,15 @@ class OwnSteps:
             self._sum = self._sum + run.rate_in_force(number) / peak
         if self._position < STEPS:
             return None
-        [distance] = medians(run.replicas, self._displacement.ratios())
+        [distance] = medians(run.replicas, self._begun.displacement.ratios())
         done = float(self._sum)
         if distance is not None:
             whole = sum(arm_factor(position) for position in range(1, STEPS + 1))
             distance = min(distance * whole / done, FARTHEST) if done > 0 else None
         arm = Arm(run.rate, (), distance)
         return Trial(
-            arm.rate, (arm,), pretrained=self._displacement.is_pretrained(run.replicas),
-            uncertainty=UNCERTAINTY, given_up=self._gradients.why_given_up(),
+            arm.rate, (arm,), pretrained=self._begun.displacement.is_pretrained(run.replicas),
+            uncertainty=UNCERTAINTY, given_up=self._begun.why_given_up(),
         )  # fmt: skip
 
 
@@ -82,6 +81,7 @@ class _Copy:
     """An arm while it is measured."""
 
     multiple: float  # of the run's rate; 0: the first weights, which are scored beside arms
+    owner: int = 0  # who trains it, where arms are spread
     weights: Any = None  # a `Snapshot`; None: another replica trains it
     trained: list[Loss] = field(default_factory=list)  # by batch
     scored: list[Loss] = field(default_factory=list)
@@ -97,11 +97,12 @@ class TrialSteps:
     noisier, so the rate that ties may be several times too low (`CEILING`).
     """
 
-    def __init__(self, arms: Arms, displacement: Displacement) -> None:
-        self._arms, self._run, self._displacement = arms, arms.run, displacement
+    def __init__(self, arms: Arms) -> None:
+        self._arms, self._run, self._displacement = arms, arms.run, arms.begun.displacement
         self._rate, self._replicas = arms.run.rate, arms.run.replicas
-        self._first = _Copy(0.0, arms.first)
-        self._copies = [_Copy(multiple) for multiple in MULTIPLES]
+        self._first = _Copy(0.0, weights=arms.begun.weights)
+        owners = self._replicas.count if arms.spread else 1
+        self._copies = [_Copy(multiple, k % owners) for k, multiple in enumerate(MULTIPLES)]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = self._error = ""
@@ -133,7 +134,7 @@ class TrialSteps:
             if compares:
                 self._compare_steps(own, part, is_loop=loss is not None)
             if self._position == STEPS:
-                self._given_up = self._given_up or self._arms.gradients.why_given_up()
+                self._given_up = self._given_up or self._arms.begun.why_given_up()
                 self._end_training()
             if self._position == 2:  # optimizers have made their states, and no arm has stopped
                 self.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
@@ -146,11 +147,8 @@ class TrialSteps:
 
     def _copies_of(self, replica: int) -> list[_Copy]:
         """Those that it trains; of more replicas than arms, two train the same one."""
-        if not self._arms.spread:
-            return [*self._live]
-        own = self._copies[replica :: self._replicas.count]
-        own = own or [self._copies[replica % len(self._copies)]]
-        return [copy for copy in own if copy in self._live]
+        owner = replica % len(self._copies) if self._arms.spread else 0
+        return [copy for copy in self._live if copy.owner == owner]
 
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
@@ -180,15 +178,13 @@ class TrialSteps:
         seen = (copy.trained[0] for copy in self._copies if copy.trained[0] is not None)
         [firsts] = self._mean_losses([[next(seen, None)]])
         self._check_seen(firsts)
-        owners = [self._copies.index(copy) % self._replicas.count for copy in self._live]
-        by_arm = self._mean_losses(
-            [copy.trained[-LOOK:] for copy in self._live], owners if self._arms.spread else ()
-        )
+        losses = [copy.trained[-LOOK:] for copy in self._live]
+        by_arm = self._mean_losses(losses, [copy.owner for copy in self._live])
         # One batch may be easy by chance: what no arm is below does not count as behind.
         first = max([*firsts, min(map(mean, filter(None, by_arm)), default=-math.inf)])
-        for copy, losses in zip([*self._live], by_arm, strict=True):
-            is_broken = losses and max(losses) >= INFINITE
-            is_behind = losses and mean(losses) > first + FAR_BEHIND * abs(first)
+        for copy, means in zip([*self._live], by_arm, strict=True):
+            is_broken = means and max(means) >= INFINITE
+            is_behind = means and mean(means) > first + FAR_BEHIND * abs(first)
             if is_broken or (is_behind and not is_last):
                 self._live.remove(copy)
 
@@ -197,9 +193,8 @@ class TrialSteps:
         for copy in self._copies_of(self._replicas.index):
             copy.ratios = self._ratios(copy)
         for copy in self._live if self._arms.spread else ():
-            owner = self._copies.index(copy) % self._replicas.count
-            mine = copy.weights if owner == self._replicas.index else None
-            copy.weights = self._arms.share(mine, owner)
+            mine = copy.weights if copy.owner == self._replicas.index else None
+            copy.weights = self._arms.share(mine, copy.owner)
 
     @ranged("hdet.trial.score")
     def _score(self, closure: Closure) -> None:
@@ -294,7 +289,8 @@ class TrialSteps:
         found = medians(self._replicas, own, scaled, *ends)
         run, arm, low, high = (moved or 0.0 for moved in found)
         is_measured = 0 < run < 100 and 0 < arm < 100  # bins end at 256
-        if is_loop and run == 0 < arm and not self._arms.has_scaler:
+        is_skippable = self._arms.scaler is not None  # an overflow skips the loop's step
+        if is_loop and run == 0 < arm and not is_skippable:
             self._given_up = (
                 "the trial was given up: the loop's first step moved no weight, and a copy's did. "
                 "Does zero_grad() come before optimizer.step()?"

@@ -96,7 +96,8 @@ def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:
     assert table != other.multipliers()
     one.tick()
     assert one.multipliers() is table
-    other.load_state_dict(one.state_dict())
+    with other.taken_over(one.state_dict()):
+        pass
     assert other.multipliers() == table
     assert run_cycle(one, [1.0] * 8).multipliers == table != one.multipliers()
 
@@ -138,7 +139,8 @@ def test_state_is_plain_and_loads_with_another_number_of_replicas() -> None:
         run_cycle(own, [1.0, 0.8, 0.9, 1.1])
     state = json.loads(json.dumps(own.state_dict()))
     other = engine(8, SoftmaxController(decay=None), seed=99)
-    other.load_state_dict(state)
+    with other.taken_over(state):
+        pass
     assert other.state_dict() == state and own.values[0].correction != 1.0
     assert (other.cycle, other.step, other.seed) == (3, 6, 5)
 
@@ -161,6 +163,6 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(
     run_cycle(donor, [1.0, 0.5])
     state, before = donor.state_dict(), own.state_dict()
     damage(state)
-    with pytest.raises(ValueError, match=message):
-        own.load_state_dict(state)
+    with pytest.raises(ValueError, match=message), own.taken_over(state):
+        pass
     assert own.state_dict() == before

@@ -73,6 +73,8 @@ def test_resumed_it_goes_on_where_it_was(after: int) -> None:
     alone = Run(controller=Listener(), total=TOTAL).ensemble.state_dict()
     with pytest.raises(ValueError, match="saved without a search, this run has one"):
         chained(Listener()).ensemble.load_state_dict(alone)
+    with pytest.raises(ValueError, match="the AutoLR's state lacks 'cost'"):
+        chained(Listener()).ensemble.check_state({**alone, "search": {"done": True}})
 
 
 def test_a_controller_that_leaves_the_schedule_cannot_follow_a_search() -> None:

@@ -95,7 +95,7 @@ def test_the_users_setter_is_called_for_new_values_only() -> None:
         assert held.value == 4.0
         held.value = 3.0
     run.step()
-    assert held.value == 6.0 and run._schedule.values() == [3.0]
+    assert held.value == 6.0 and run._schedule.knobs[0].scheduled == [3.0]
 
 
 def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users() -> None:
@@ -109,7 +109,7 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
         net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
         run._schedule.check_unwritten()
     run._schedule.write()
-    assert float(net.temperature) == 2.0 and run._schedule.values() == [1.0]
+    assert float(net.temperature) == 2.0 and run._schedule.knobs[0].scheduled_value() == 1.0
     net.temperature.fill_(3.0)
     with pytest.raises(ValueError, match="temperature is 3, and was left at 2"):
         run._schedule.check_unwritten()

@@ -247,7 +247,7 @@ def test_a_correction_does_not_depend_on_how_a_curve_is_scheduled(name):
     assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
     if run.scheduler is not None:
         assert simulate_rates(run.optimizer, run.scheduler, TOTAL).highest == pytest.approx([PEAK])
-        assert run.ensemble._schedule.peaks() == [[pytest.approx(PEAK)]]
+        assert run.ensemble._schedule.knobs[0].peaks() == [pytest.approx(PEAK)]
 
 
 def test_a_schedule_is_asked_for_its_peak_once():
