@@ -1,5 +1,4 @@
-"""The controllers of examples/controllers: third-party code on public names, in one process and in
-two."""
+"""The controllers of examples/controllers: third-party code on public names."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 import hdet
-from tests.distributed import run_ranks
 from tests.harness import batch
 
 from .runs import run
@@ -76,32 +74,3 @@ def test_a_plateau_halves_the_rate_and_freezes() -> None:
     moves = [decisions[0]["factor"] for decisions in decided if decisions]
     assert moves.count(0.5) >= 2 and ran.ensemble.corrections["lr"] == 0.5 ** moves.count(0.5)
     assert set(moves[10:]) == {1.0}, "nothing moves after step 100"
-
-
-def two_ranks(
-    rank: int, world: int, file: str, settings: dict[str, Any]
-) -> tuple[list[float], list[float], float]:
-    """Local gradients, so that replicas differ by more than their values: (weights, corrections
-    by cycle, loss)."""
-    ran = run(
-        lambda m: made(file, **settings), together=1, rank=rank, ddp=False, constant=True,
-        total=120, gradients="local", moments="reset",
-    ).steps()  # fmt: skip
-    ran.ensemble.converge()
-    corrections = [record["corrections"]["lr"] for record in ran.records]
-    return ran.weights().tolist(), corrections, ran.validation()
-
-
-@pytest.mark.parametrize(
-    ("file", "settings"),
-    [
-        ("softmax", {"temperature": 0.01}),
-        ("plateau", {"patience": 2, "least": 0.1}),
-        ("slope", {"dead": 0.0}),
-        ("hypergradient", {}),
-    ],
-)
-def test_two_processes_decide_alike_and_end_alike(file: str, settings: dict[str, Any]) -> None:
-    one, two = run_ranks(two_ranks, 2, file, settings)
-    assert one == two, "weights, corrections and loss are bitwise the same on both ranks"
-    assert len(set(one[1])) > 1, "it has decided something"

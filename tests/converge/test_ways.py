@@ -3,7 +3,6 @@ all replicas, and deaf to a replica of weight 0; what it sends; how a run with i
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from typing import Any, NamedTuple
@@ -236,17 +235,6 @@ def test_what_a_cycle_sends_and_in_which_order(name: str) -> None:
     assert run_ranks(sent_in_two_cycles, 4, name) == [expected] * 4
 
 
-@pytest.mark.parametrize("way", [info.way for info in WAYS.values()], ids=WAYS)
-def test_ways_are_values_and_do_nothing_for_one_replica(way: Averaging) -> None:
-    other = eval(repr(way))
-    assert isinstance(way, Averaging) and way == other and hash(way) == hash(other)
-    tensor = torch.tensor([0.1, torch.nan])
-    made = way.build(task([tensor], replicas=Replicas.single(), gradients="local"))
-    assert made.end_cycle([1.0]) == [] and made.idle and made.mean() is None
-    made.complete([1.0])
-    assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
-
-
 # -- in training ---------------------------------------------------------------------------------
 
 
@@ -278,19 +266,3 @@ def test_a_run_ends_where_the_plain_one_does() -> None:
         assert converged != WAYS[name].keeps_back and torch.equal(before, weights), name
         assert abs(loss - reference) <= WAYS[name].off * reference, name
         assert float((weights - plain).norm() / plain.norm()) <= WAYS[name].off, name
-
-
-def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
-    run = run_of(rank, name).steps(14)
-    run.ensemble.converge()
-    saved, found = run.saved(), []
-    for more in (12, 10, 10):  # to the first step of a cycle, or the last but one
-        found.append(run.steps(more).weights())
-        run.loaded(copy.deepcopy(saved))
-    return found + [run.steps(12).weights()]
-
-
-@pytest.mark.parametrize("name", ["int8", "exact local"])
-def test_a_state_may_be_loaded_while_something_is_kept_back(name: str) -> None:
-    for found in run_ranks(loaded_into_a_live_run, 2, name):
-        assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])

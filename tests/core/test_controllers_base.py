@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from hdet.controllers.probe_rule import ProbeRule
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import CycleOutcome, Engine
+from hdet.core.engine import Engine
 from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Plan
 from hdet.core.value import Value
@@ -86,44 +86,6 @@ def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
 
 
 # -- state -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_state_continues_exactly_also_through_json(name: str) -> None:
-    """Handed to a new controller after every decision, and from a new one to a used one."""
-
-    def cycles() -> Iterator[tuple[Engine, CycleOutcome, list[float]]]:
-        return bowl(ALL[name](freeze_after=0.9), [0.05, 8.0], replicas=8, cycles=40, seed=3)
-
-    resumed = []
-    for engine, _, values in cycles():
-        assert engine.controller is not None
-        state = json.loads(json.dumps(engine.controller.state_dict()))
-        engine.controller = ALL[name](freeze_after=0.9)
-        engine.controller.load_state_dict(state)
-        resumed.append(values)
-    assert resumed == [values for _, _, values in cycles()]
-    used = ALL[name]()
-    next(bowl(used))
-    used.load_state_dict(ALL[name]().state_dict())
-    assert end_of(bowl(used, [0.1], cycles=20)) == end_of(bowl(ALL[name](), [0.1], cycles=20))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_state_that_lacks_a_key_is_refused_and_changes_nothing(name: str) -> None:
-    """And a state is a copy."""
-    controller = ALL[name]()
-    run = bowl(controller, [0.1])
-    next(run)
-    before = controller.state_dict()
-    for key in controller.state_keys:
-        state = {other: value for other, value in before.items() if other != key}
-        with pytest.raises(ValueError, match=f"{type(controller).__name__}.*lacks '{key}'"):
-            controller.load_state_dict(state)
-    assert controller.state_dict() == before
-    saved = json.dumps(before)
-    next(run)
-    assert json.dumps(before) == saved != json.dumps(controller.state_dict())
 
 
 class Kept(Controller):
